@@ -1,0 +1,108 @@
+"""The model card: what workers promise about a model, and what decides the value of its rows."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import msgpack
+
+from lmpool.errors import ProtocolError
+from lmpool.rows import WIRE_VERSION, Encoding
+
+_MAX_CARD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One served model.
+
+    Attributes:
+        name: what it is served as.
+        backend: what computes its rows: "hf", "synthetic", ...
+        vocab_size: V, the length of every row (of the model, not of the tokenizer).
+        max_prompt_tokens: longest prompt it takes.
+        revision: names the weights exactly.
+        dtype: the dtype of the computation, such as "float32".
+        encoding: how rows travel: "f32", "bf16" or "f16".
+        lossy: True when the encoding loses bits that the backend computed.
+        adapter: name of the adapter, or "".
+        source: hub name or folder of the model, for its tokenizer; or "".
+        note: a sentence for people, such as that rows are synthetic.
+        queue_limit: prompts that may wait at once; more are refused.
+        lease_s: seconds after which the jobs of a silent worker are given to another.
+        row_ttl_s: seconds that a row stays in the cache.
+    """
+
+    name: str
+    backend: str
+    vocab_size: int
+    max_prompt_tokens: int
+    revision: str
+    dtype: str
+    encoding: str = "f32"
+    lossy: bool = False
+    adapter: str = ""
+    source: str = ""
+    note: str = ""
+    queue_limit: int = 100_000
+    lease_s: float = 15.0
+    row_ttl_s: float = 3600.0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide a row's value; two workers of one model must agree on all of them."""
+        return {
+            "backend": self.backend,
+            "vocab_size": self.vocab_size,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "lossy": self.encoding if self.lossy else "",
+            "adapter": self.adapter,
+            "wire_version": WIRE_VERSION,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `identity` (32 hexadecimal digits): the namespace of the model's rows in the cache."""
+        return hashlib.blake2b(msgpack.packb(sorted(self.identity.items())), digest_size=16).hexdigest()
+
+    @property
+    def row_encoding(self) -> Encoding:
+        """`encoding` as the wire's code."""
+        return Encoding[self.encoding.upper()]
+
+    def differences(self, other: ModelCard) -> list[str]:
+        """The identity fields in which two cards differ, as "field: ours, theirs"."""
+        mine, theirs = self.identity, other.identity
+        return [f"{name}: {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
+
+    def pack(self) -> bytes:
+        """The card as MessagePack."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> ModelCard:
+        """Read a card.
+
+        Raises:
+            ProtocolError: too large, not MessagePack, or fields missing, unknown or of the wrong type.
+        """
+        if len(data) > _MAX_CARD_BYTES:
+            raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
+        try:
+            values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"a model card does not decode: {error}") from error
+        known = {field.name: field.type for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != set(known):
+            raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
+        for name, value in values.items():
+            if type(value).__name__ != known[name] and not (known[name] == "float" and type(value) is int):
+                raise ProtocolError(f"a model card has {name} = {value!r}: expected {known[name]}")
+        card = cls(**values)
+        if card.vocab_size < 1 or card.max_prompt_tokens < 1 or card.encoding.upper() not in Encoding.__members__:
+            raise ProtocolError(f"a model card has impossible values: {card}")
+        return card

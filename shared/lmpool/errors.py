@@ -1,0 +1,115 @@
+"""Every exception that lmpool raises, as one tree.
+
+    LMPoolError
+    ├── InvalidPrompt (ValueError)      the prompt itself is at fault; nothing was sent
+    │   ├── NotTokenIds (TypeError)     floats, bools, strings, nested lists, arrays that are not 1-D
+    │   ├── EmptyPrompt                 no ids
+    │   ├── TokenOutOfRange             an id below 0 or not below V
+    │   └── PromptTooLong               more ids than the model takes
+    ├── SettingsError (ValueError)      an unknown or malformed setting, with the field's name
+    ├── ServerError (ConnectionError)   Redis cannot be used
+    │   ├── ServerUnreachable           nobody answers at that address
+    │   └── AuthenticationFailed        wrong user or password, or the ACL forbids it
+    ├── ModelError (LookupError)
+    │   ├── UnknownModel                no model of that name is served, or none at all
+    │   ├── AmbiguousModel              several models are served and none was named
+    │   └── ModelMismatch               a worker's card differs from the card of the model it joins
+    ├── RequestFailed                   an accepted request ended without a row
+    │   ├── DeadlineExceeded (TimeoutError)
+    │   │   ├── NoWorker                no live worker serves the model
+    │   │   └── QueueFull               the model's queue stayed at its limit
+    │   ├── WorkerError                 the backend failed on this prompt
+    │   ├── CorruptRow                  what the cache holds is not a row of this model
+    │   └── ProducerClosed              the producer was closed while the request was under way
+    └── ProtocolError (ValueError)      a message or row does not decode
+
+Messages name the offending value, the limit and what to do.
+"""
+
+
+class LMPoolError(Exception):
+    """Base of all exceptions of this package."""
+
+
+class InvalidPrompt(LMPoolError, ValueError):
+    """The prompt is not something the model can be asked."""
+
+
+class NotTokenIds(InvalidPrompt, TypeError):
+    """The prompt is not a flat sequence of integers."""
+
+
+class EmptyPrompt(InvalidPrompt):
+    """The prompt has no ids."""
+
+
+class TokenOutOfRange(InvalidPrompt):
+    """An id is negative or not below the model's vocabulary size."""
+
+
+class PromptTooLong(InvalidPrompt):
+    """The prompt has more ids than the model takes."""
+
+
+class SettingsError(LMPoolError, ValueError):
+    """A setting is unknown or malformed."""
+
+
+class ServerError(LMPoolError, ConnectionError):
+    """The Redis server cannot be used."""
+
+
+class ServerUnreachable(ServerError):
+    """Nobody answers at the server's address."""
+
+
+class AuthenticationFailed(ServerError):
+    """The server refuses the user, the password or a command."""
+
+
+class ModelError(LMPoolError, LookupError):
+    """The model cannot be served or joined."""
+
+
+class UnknownModel(ModelError):
+    """No model of that name is served."""
+
+
+class AmbiguousModel(ModelError):
+    """Several models are served and none was named."""
+
+
+class ModelMismatch(ModelError):
+    """A worker's model card differs from the card of the model that it joins."""
+
+
+class RequestFailed(LMPoolError):
+    """An accepted request ended without a row."""
+
+
+class DeadlineExceeded(RequestFailed, TimeoutError):
+    """The row did not come before the request's deadline."""
+
+
+class NoWorker(DeadlineExceeded):
+    """No live worker serves the model."""
+
+
+class QueueFull(DeadlineExceeded):
+    """The model's queue stayed at its limit."""
+
+
+class WorkerError(RequestFailed):
+    """The backend failed on this prompt."""
+
+
+class CorruptRow(RequestFailed):
+    """The cache holds something that is not a row of this model."""
+
+
+class ProducerClosed(RequestFailed):
+    """The producer was closed while the request was under way."""
+
+
+class ProtocolError(LMPoolError, ValueError):
+    """A message or a row does not decode."""

@@ -1,0 +1,68 @@
+"""Every Redis key that lmpool uses, in one place.
+
+The text in braces is a Redis Cluster hash tag. All that one script touches shares the model's tag, so a
+script runs on one node; rows have none, so they spread over all nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = "workers"
+"""The one consumer group of every job stream."""
+
+JOB_FIELD = b"m"
+"""The field of a job entry that holds the encoded job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Names the keys of one deployment.
+
+    Args:
+        prefix: what every key starts with; two prefixes on one server are two pools.
+    """
+
+    prefix: str = "lmpool"
+
+    def models(self) -> bytes:
+        """Hash: model name -> encoded model card."""
+        return f"{self.prefix}:models".encode()
+
+    def worker(self, worker_id: str) -> bytes:
+        """Hash: heartbeat and counters of one worker; expires."""
+        return f"{self.prefix}:worker:{worker_id}".encode()
+
+    def row(self, fingerprint: str) -> bytes:
+        """Prefix of the strings that hold encoded rows (append the digest); each has a TTL."""
+        return f"{self.prefix}:row:{fingerprint}:".encode()
+
+    def model(self, name: str) -> ModelKeys:
+        """The keys of one model, all in one cluster slot."""
+        return ModelKeys(f"{self.prefix}:{{{name}}}".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKeys:
+    """Names the keys of one model. Digests are appended as their 16 raw bytes."""
+
+    base: bytes
+
+    @property
+    def jobs(self) -> bytes:
+        """Stream with the consumer group `GROUP`; one entry per prompt."""
+        return self.base + b":jobs"
+
+    @property
+    def dead(self) -> bytes:
+        """Stream of jobs that were given up, with the reason; capped."""
+        return self.base + b":dead"
+
+    @property
+    def waiting(self) -> bytes:
+        """Prefix of the hashes {"job": entry id, reply key: ""} of prompts being computed; expire."""
+        return self.base + b":waiting:"
+
+    def reply(self, client_id: str) -> bytes:
+        """Stream of finished digests for one client; capped, expires."""
+        return self.base + b":reply:" + client_id.encode()

@@ -1,0 +1,88 @@
+"""Control messages: MessagePack with explicit size limits, never pickle."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgpack
+
+from lmpool.errors import ProtocolError
+
+_VERSION = 1
+_MAX_JOB_BYTES = 16 * 1024 * 1024
+_MAX_ERROR_TEXT = 4096
+
+
+class Job(NamedTuple):
+    """What a producer asks of a worker. The digest is not carried: the worker derives it from the ids.
+
+    Attributes:
+        ids: the prompt as little-endian uint32 bytes.
+        adapter: name of the adapter, or "".
+        fingerprint: the fingerprint that the producer expects the row to have.
+        overwrite: replace a row that is stored already (it was found to be corrupt).
+    """
+
+    ids: bytes
+    adapter: str
+    fingerprint: str
+    overwrite: bool = False
+
+    def pack(self) -> bytes:
+        """The job as MessagePack; the ids are one `bin`."""
+        packed: bytes = msgpack.packb((_VERSION, self.ids, self.adapter, self.fingerprint, self.overwrite))
+        return packed
+
+
+def unpack_job(data: bytes) -> Job:
+    """Read a job.
+
+    Raises:
+        ProtocolError: too large, not MessagePack, or not a job of this wire version.
+    """
+    match _unpack(data, _MAX_JOB_BYTES, "job"):
+        case [1, bytes(ids), str(adapter), str(fingerprint), bool(overwrite)]:
+            return Job(ids, adapter, fingerprint, overwrite)
+        case other:
+            raise ProtocolError(f"not a job of version {_VERSION}: {str(other)[:80]}")
+
+
+class Failure(NamedTuple):
+    """Why a job ended without a row.
+
+    Attributes:
+        kind: name of an exception class of `lmpool.errors`.
+        text: its message.
+    """
+
+    kind: str
+    text: str
+
+    def pack(self) -> bytes:
+        """The failure as MessagePack."""
+        packed: bytes = msgpack.packb((_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
+        return packed
+
+
+def unpack_failure(data: bytes) -> Failure:
+    """Read a failure.
+
+    Raises:
+        ProtocolError: too large, not MessagePack, or not a failure of this wire version.
+    """
+    match _unpack(data, 8 * _MAX_ERROR_TEXT, "failure"):
+        case [1, str(kind), str(text)]:
+            return Failure(kind, text)
+        case other:
+            raise ProtocolError(f"not a failure of version {_VERSION}: {str(other)[:80]}")
+
+
+def _unpack(data: bytes, limit: int, what: str) -> Any:
+    if len(data) > limit:
+        raise ProtocolError(f"a {what} of {len(data)} bytes is over the limit of {limit}")
+    try:
+        return msgpack.unpackb(
+            data, max_array_len=8, max_map_len=0, max_ext_len=0, max_bin_len=limit, max_str_len=limit
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"a {what} does not decode: {error}") from error

@@ -1,0 +1,150 @@
+"""Rows on the wire: a 16-byte header, then V raw little-endian numbers.
+
+    offset  0  4 bytes  magic "LMPR"
+            4  uint8    wire version
+            5  uint8    encoding
+            6  uint16   zero
+            8  uint32   V
+           12  float32  logZ
+
+The value of entry i is `number[i] - logZ`. Encodings:
+
+    F32    float32 log-probabilities, logZ = 0
+    BF16   bfloat16 logits and their logZ: exact when the engine's logits are bfloat16
+    F16    float16 numbers and their logZ: exact when the engine's logits are float16, else lossy
+
+The numbers have a fixed width, so an entry can be read in place with GETRANGE.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.errors import ProtocolError
+
+WIRE_VERSION = 1
+MAGIC = b"LMPR"
+HEADER_SIZE = 16
+_HEADER = struct.Struct("<4sBBHIf")
+
+
+class Encoding(IntEnum):
+    """How the numbers of a row are stored."""
+
+    F32 = 1
+    BF16 = 2
+    F16 = 3
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the stored numbers (bfloat16 as its uint16 bits)."""
+        return _DTYPES[self]
+
+
+_DTYPES: dict[Encoding, np.dtype[Any]] = {
+    Encoding.F32: np.dtype("<f4"),
+    Encoding.BF16: np.dtype("<u2"),
+    Encoding.F16: np.dtype("<f2"),
+}
+
+
+def encoded_size(vocab_size: int, encoding: Encoding) -> int:
+    """Bytes of one encoded row."""
+    return HEADER_SIZE + vocab_size * encoding.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows as a backend hands them on: one block of numbers, one digest a row.
+
+    Attributes:
+        digests: the prompt of each row.
+        numbers: C-contiguous array of shape (n, V) in the encoding's dtype.
+        log_z: float32 array of shape (n,), or None for F32.
+        encoding: how `numbers` are stored.
+    """
+
+    digests: list[bytes]
+    numbers: NDArray[Any]
+    log_z: NDArray[np.float32] | None
+    encoding: Encoding
+
+    def __post_init__(self) -> None:
+        if self.numbers.dtype != self.encoding.dtype or self.numbers.ndim != 2:
+            raise ValueError(f"{self.numbers.dtype} numbers of shape {self.numbers.shape} are not {self.encoding!r}")
+        if len(self.digests) != len(self.numbers):
+            raise ValueError(f"{len(self.digests)} digests for {len(self.numbers)} rows")
+        if (self.log_z is None) != (self.encoding is Encoding.F32):
+            raise ValueError(f"log_z must be None for F32 and only for F32, not {self.log_z!r}")
+        if not self.numbers.flags.c_contiguous:
+            raise ValueError("the numbers of a block must be contiguous")
+
+    def header(self, index: int) -> bytes:
+        """The 16-byte header of one row."""
+        log_z = 0.0 if self.log_z is None else self.log_z[index]
+        return _HEADER.pack(MAGIC, WIRE_VERSION, self.encoding, 0, self.numbers.shape[1], log_z)
+
+    def encode(self, index: int) -> bytes:
+        """One row as bytes, header and numbers (a copy)."""
+        return self.header(index) + self.numbers[index].tobytes()
+
+
+def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
+    """Read one encoded row.
+
+    Args:
+        data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
+        vocab_size: the V that the model card promises.
+
+    Returns:
+        read-only float32 log-probabilities of shape (V,).
+
+    Raises:
+        ProtocolError: the bytes are not a row of that size in this wire version.
+    """
+    if data.size < HEADER_SIZE:
+        raise ProtocolError(f"a row of {data.size} bytes is shorter than its {HEADER_SIZE}-byte header")
+    magic, version, code, _, size, log_z = _HEADER.unpack_from(data.data)
+    if magic != MAGIC or version != WIRE_VERSION:
+        raise ProtocolError(f"not a row of wire version {WIRE_VERSION}: it begins with {magic!r}, version {version}")
+    if size != vocab_size:
+        raise ProtocolError(f"the row has V = {size}, the model's card says {vocab_size}")
+    try:
+        dtype = Encoding(code).dtype
+    except ValueError:
+        raise ProtocolError(f"the row has the unknown encoding {code}") from None
+    if data.size != HEADER_SIZE + size * dtype.itemsize:
+        raise ProtocolError(f"a row of V = {size} in encoding {code} cannot have {data.size} bytes")
+    if not np.isfinite(log_z):
+        raise ProtocolError(f"the row's logZ is {log_z}")
+    numbers = data[HEADER_SIZE:].view(dtype)
+    if code == Encoding.F32:
+        row: NDArray[np.float32] = numbers
+        # The owner must be read-only too: numpy lets a view of a writeable owner be made writeable again.
+        data.flags.writeable = False
+    elif code == Encoding.BF16:
+        row = widen_bf16(numbers)
+        np.subtract(row, np.float32(log_z), out=row)
+    else:
+        row = numbers.astype(np.float32)
+        np.subtract(row, np.float32(log_z), out=row)
+    row.flags.writeable = False
+    return row
+
+
+def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The float32 values of bfloat16 bits, exactly; same shape, new memory."""
+    wide = bits.astype(np.uint32)
+    np.left_shift(wide, 16, out=wide)
+    return wide.view(np.float32)
+
+
+def narrow_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper 16 bits of float32 values: exact for values that are bfloat16 already; same shape."""
+    return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)

@@ -1,0 +1,104 @@
+"""Synthetic rows: cheap, reproducible from (seed, prompt) alone, and checkable to the last bit.
+
+A row is made of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is
+that of the base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so
+the row is the same whether it travels as F32 or as BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.prompts import encode_prompt
+from lmpool.rows import narrow_to_bf16, widen_bf16
+
+_BASES = 8
+_PARTS = 4
+
+
+class BaseRow(NamedTuple):
+    """One base row, each quarter stored twice in a row so that a rotation of it is one slice.
+
+    Attributes:
+        logprobs: per quarter, float32 of shape (2 * size,).
+        bits: per quarter, bfloat16 bits of the logits, uint16 of shape (2 * size,).
+        log_z: float32 logZ of the logits.
+    """
+
+    logprobs: list[NDArray[np.float32]]
+    bits: list[NDArray[np.uint16]]
+    log_z: np.float32
+
+
+@lru_cache(maxsize=8)
+def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
+    """The base rows of a synthetic model."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return [_draw_base(generator, vocab_size) for _ in range(_BASES)]
+
+
+def _draw_base(generator: np.random.Generator, vocab_size: int) -> BaseRow:
+    draws = generator.standard_normal(vocab_size, dtype=np.float32) * np.float32(3)
+    bits = narrow_to_bf16(draws)
+    logits = widen_bf16(bits)
+    log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
+    logprobs = logits - log_z
+    return BaseRow(
+        [np.tile(part, 2) for part in np.array_split(logprobs, _PARTS)],
+        [np.tile(part, 2) for part in np.array_split(bits, _PARTS)],
+        log_z,
+    )
+
+
+class Draw(NamedTuple):
+    """Which row a prompt has: the base row, and by how much each quarter is rotated."""
+
+    base: BaseRow
+    shifts: tuple[int, ...]
+
+
+def draw(ids: bytes, vocab_size: int, seed: int) -> Draw:
+    """Decide the row of an encoded prompt."""
+    hashed = blake2b(ids, digest_size=2 + 4 * _PARTS, key=seed.to_bytes(8, "little", signed=True)).digest()
+    base = base_rows(vocab_size, seed)[int.from_bytes(hashed[:2], "little") % _BASES]
+    shifts = []
+    for part, stored in enumerate(base.bits):
+        at = 2 + 4 * part
+        shifts.append(int.from_bytes(hashed[at : at + 4], "little") % max(1, len(stored) // 2))
+    return Draw(base, tuple(shifts))
+
+
+def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) -> None:
+    """Write the rotated parts one after the other into `out` of shape (V,)."""
+    at = 0
+    for part, shift in zip(parts, shifts, strict=True):
+        size = len(part) // 2
+        out[at : at + size] = part[shift : shift + size]
+        at += size
+
+
+def synthetic_row(prompt: Iterable[int], *, vocab_size: int, seed: int = 0) -> NDArray[np.float32]:
+    """The row that a synthetic worker answers for a prompt.
+
+    Args:
+        prompt: token ids, each below `vocab_size`.
+        vocab_size: V.
+        seed: the worker's `--seed`.
+
+    Returns:
+        float32 log-probabilities of shape (V,) whose exponentials sum to 1.
+
+    Raises:
+        InvalidPrompt: the prompt is empty or has ids outside the vocabulary.
+    """
+    ids = encode_prompt(list(prompt), vocab_size=vocab_size, max_tokens=2**31).ids
+    base, shifts = draw(ids, vocab_size, seed)
+    row = np.empty(vocab_size, np.float32)
+    fill(row, base.logprobs, shifts)
+    return row

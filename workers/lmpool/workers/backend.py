@@ -1,0 +1,91 @@
+"""What a backend is: the one protocol that engines that batch and engines that schedule look alike behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, Protocol
+
+from lmpool.card import ModelCard
+from lmpool.rows import RowBlock
+
+
+class BackendJob(NamedTuple):
+    """One prompt for a backend; it has been checked against the card.
+
+    Attributes:
+        digest: names the prompt; unique among the jobs that the backend holds.
+        ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
+    """
+
+    digest: bytes
+    ids: bytes
+
+
+class Finished(NamedTuple):
+    """What one step brought.
+
+    Attributes:
+        blocks: the rows that are ready.
+        failures: digest -> message of the prompts that the backend cannot answer.
+    """
+
+    blocks: list[RowBlock]
+    failures: dict[bytes, str]
+
+
+class BackendStats(NamedTuple):
+    """Counters since the start, for the log and the heartbeat.
+
+    Attributes:
+        steps: forwards that were run.
+        rows: rows that were computed.
+        tokens: tokens that were asked for.
+        reused: tokens among them that a prefix cache already held.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    reused: int = 0
+
+
+class Backend(Protocol):
+    """Turns prompts into rows. All methods but `card` and `batch` are called in the backend's thread only."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What the backend serves."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Prompts that make a full step; a worker with nothing to do takes no more than this at once."""
+        ...
+
+    def capacity(self) -> int:
+        """How many more prompts the backend has room for now, one step ahead included."""
+        ...
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """Take jobs. They stay the backend's until a step returns them or `abort` drops them."""
+        ...
+
+    def step(self) -> Finished:
+        """Run one step over what was submitted and return what finished; called only when jobs are held.
+
+        A prompt that cannot be answered is a failure of that prompt alone. Exceptions mean that the
+        backend is broken.
+        """
+        ...
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Drop jobs that nobody waits for; unknown digests are ignored."""
+        ...
+
+    def stats(self) -> BackendStats:
+        """Counters since the start."""
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds."""
+        ...
