@@ -67,8 +67,7 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
         raise _too_long(count, max_tokens)
     if low < 0 or high >= vocab_size:
         raise TokenOutOfRange(
-            f"token id {low if low < 0 else high} is out of range: "
-            f"this model's ids go from 0 to {vocab_size - 1}"
+            f"token id {low if low < 0 else high} is out of range: this model's ids go from 0 to {vocab_size - 1}"
         )
     return Prompt(data, digest_of(data, adapter))
 
@@ -92,9 +91,7 @@ def check_encoded(data: bytes, *, vocab_size: int, max_tokens: int) -> None:
         raise _too_long(len(data) // 4, max_tokens)
     high = int(decode_ids(data).max())
     if high >= vocab_size:
-        raise TokenOutOfRange(
-            f"token id {high} is out of range: this model's ids go from 0 to {vocab_size - 1}"
-        )
+        raise TokenOutOfRange(f"token id {high} is out of range: this model's ids go from 0 to {vocab_size - 1}")
 
 
 def _too_long(count: int, max_tokens: int) -> PromptTooLong:

@@ -1,0 +1,79 @@
+"""Reading what a pool serves: model cards, live workers, queue depths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from lmpool.card import ModelCard
+from lmpool.errors import AmbiguousModel, UnknownModel
+from lmpool.keys import GROUP, Keys
+
+
+class WorkerInfo(NamedTuple):
+    """One live worker: its id and the fields of its heartbeat."""
+
+    worker_id: str
+    fields: Mapping[str, str]
+
+
+class Lobby:
+    """Looks around in one pool.
+
+    Args:
+        redis: a client for control messages.
+        keys: the deployment's key names.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+
+    async def cards(self) -> dict[str, ModelCard]:
+        """The cards of all models that are served, by name."""
+        found = await self._redis.hgetall(self._keys.models())  # type: ignore[misc]
+        return {name.decode(): ModelCard.unpack(card) for name, card in sorted(found.items())}
+
+    async def card(self, name: str | None) -> ModelCard:
+        """The card of one model; None means the only one there is.
+
+        Raises:
+            UnknownModel: no such model, or none at all.
+            AmbiguousModel: `name` is None and there are several.
+        """
+        cards = await self.cards()
+        served = ", ".join(cards) or "none"
+        if not cards:
+            wanted = f"the model {name!r} is not served" if name else "no model is served"
+            raise UnknownModel(f"{wanted}: start a worker with `lmpool worker MODEL --name NAME`")
+        if name is None:
+            if len(cards) > 1:
+                raise AmbiguousModel(f"several models are served, name one of them: {served}")
+            return next(iter(cards.values()))
+        if name not in cards:
+            raise UnknownModel(f"the model {name!r} is not served; served are: {served}")
+        return cards[name]
+
+    async def workers(self, model: str) -> list[WorkerInfo]:
+        """The live workers of a model."""
+        try:
+            consumers = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
+        except ResponseError:
+            return []  # No such stream: nobody has ever served this model.
+        found = []
+        for name in sorted(consumer["name"].decode() for consumer in consumers):
+            fields = await self._redis.hgetall(self._keys.worker(name))  # type: ignore[misc]
+            if fields:
+                found.append(WorkerInfo(name, {k.decode(): v.decode() for k, v in fields.items()}))
+        return found
+
+    async def depth(self, model: str) -> int:
+        """Prompts of a model that wait or are being computed."""
+        return int(await self._redis.xlen(self._keys.model(model).jobs))
+
+    async def dead(self, model: str) -> int:
+        """Jobs of a model that were given up."""
+        return int(await self._redis.xlen(self._keys.model(model).dead))

@@ -1,0 +1,239 @@
+"""The producer: `await producer.logprobs(ids)`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import redis as redis_sync
+import redis.asyncio as redis_async
+from numpy.typing import NDArray
+
+from lmpool.card import ModelCard
+from lmpool.checks import check_name
+from lmpool.errors import LMPoolError, SettingsError
+from lmpool.keys import Keys
+from lmpool.producer.flights import BatchWaiter, Flight, ProducerStats, SingleWaiter, Waiter
+from lmpool.producer.lru import RowLRU
+from lmpool.producer.session import Session
+from lmpool.prompts import Prompt, encode_prompt
+from lmpool.server import Server
+
+RedisLike = str | redis_async.Redis | redis_sync.Redis
+
+
+class Producer:
+    """Asks a pool for rows.
+
+    Use it as an async context manager, or as it is: the first request connects. One producer serves any
+    number of concurrent awaits, and survives several `asyncio.run` calls in a row.
+
+    Args:
+        model: name of a served model; None means the only one that is served.
+        redis: URL, or a redis-py client whose address and credentials are taken over; None means the
+            environment's `LMPOOL_REDIS_URL`, then this user's embedded server.
+        timeout: seconds that a request may take, unless the call says otherwise.
+        cache_bytes: bytes of rows that this producer keeps in its own memory; 0 for none.
+        prefix: prefix of the pool's Redis keys.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        redis: RedisLike | None = None,
+        timeout: float = 60.0,
+        cache_bytes: int = 256 * 1024 * 1024,
+        prefix: str = "lmpool",
+    ) -> None:
+        if model is not None:
+            check_name("model", model)
+        check_name("prefix", prefix)
+        if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
+            raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
+        if redis is not None and not isinstance(redis, (str, redis_async.Redis, redis_sync.Redis)):
+            raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
+        self._timeout = _check_timeout(timeout)
+        self._model = model
+        self._redis = redis
+        self._keys = Keys(prefix)
+        self._cache = RowLRU(cache_bytes)
+        self._stats = ProducerStats()
+        self._session: Session | None = None
+        self._opening: asyncio.Task[Session] | None = None
+
+    async def logprobs(self, ids: Any, *, timeout: float | None = None) -> NDArray[np.float32]:
+        """The log-probabilities of the token that follows a prompt.
+
+        Args:
+            ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
+            timeout: seconds; None for the producer's.
+
+        Returns:
+            read-only float32 array of shape (V,).
+
+        Raises:
+            InvalidPrompt: `ids` is not a prompt for this model.
+            DeadlineExceeded, NoWorker, QueueFull: no row came in time.
+            WorkerError: the backend failed on this prompt.
+            ServerError: the server cannot be used.
+            UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+        """
+        seconds = self._timeout if timeout is None else _check_timeout(timeout)
+        session = self._session
+        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
+            session = await self._open(seconds)
+        prompt = self._encode(session.card, ids)
+        self._stats.requests += 1
+        row = self._cache.get(prompt.digest)
+        if row is not None:
+            self._stats.local_hits += 1
+            return row
+        waiter = SingleWaiter(session.loop)
+        flight = session.ask(prompt, waiter)
+        timer = session.loop.call_later(seconds, session.expire, flight, waiter, seconds)
+        try:
+            return await waiter.future
+        finally:
+            timer.cancel()
+            if flight.waiters:
+                session.leave(flight, waiter)
+
+    async def batch_logprobs(self, prompts: Iterable[Any], *, timeout: float | None = None) -> NDArray[np.float32]:
+        """The rows of several prompts; all prompts are checked before the first is sent.
+
+        Args:
+            prompts: prompts, each as `logprobs` takes it (or a 2-D integer array).
+            timeout: seconds for all of them together; None for the producer's.
+
+        Returns:
+            float32 array of shape (n, V), the caller's own.
+
+        Raises:
+            As `logprobs`; the first failure ends the batch.
+        """
+        seconds = self._timeout if timeout is None else _check_timeout(timeout)
+        session = self._session
+        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
+            session = await self._open(seconds)
+        card = session.card
+        encoded = [self._encode(card, ids) for ids in _iterate(prompts)]
+        batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
+        waits = self._ask_all(session, encoded, batch)
+        timer = session.loop.call_later(seconds, _expire_first, session, waits, seconds)
+        try:
+            await batch.future
+        finally:
+            timer.cancel()
+            for flight, waiter in waits:
+                if flight.waiters:
+                    session.leave(flight, waiter)
+        return batch.rows
+
+    def _ask_all(self, session: Session, prompts: list[Prompt], batch: BatchWaiter) -> list[tuple[Flight, Waiter]]:
+        waits: list[tuple[Flight, Waiter]] = []
+        self._stats.requests += len(prompts)
+        for index, prompt in enumerate(prompts):
+            waiter = batch.at(index)
+            row = self._cache.get(prompt.digest)
+            if row is None:
+                waits.append((session.ask(prompt, waiter), waiter))
+            else:
+                self._stats.local_hits += 1
+                waiter(row)
+        return waits
+
+    @property
+    def model(self) -> ModelCard:
+        """The card of the model.
+
+        Raises:
+            LMPoolError: the producer has not connected yet.
+        """
+        if self._session is None:
+            raise LMPoolError("not connected yet: enter the producer (`async with`) or `await producer.open()`")
+        return self._session.card
+
+    def stats(self) -> ProducerStats:
+        """A snapshot of what became of this producer's requests."""
+        return self._stats.copy()
+
+    async def open(self) -> None:
+        """Connect now instead of with the first request.
+
+        Raises:
+            ServerError: the server cannot be used.
+            UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+        """
+        await self._open(self._timeout)
+
+    async def close(self) -> None:
+        """End the requests that are under way and close the connections. The producer can be opened again."""
+        session, self._session = self._session, None
+        if session is not None and session.loop is asyncio.get_running_loop():
+            await session.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._session is not None and not self._session.closed else "closed"
+        return f"Producer(model={self._model!r}, {state})"
+
+    async def _open(self, seconds: float) -> Session:
+        """The session of the running event loop; concurrent callers share one attempt to open it."""
+        loop = asyncio.get_running_loop()
+        session = self._session
+        if session is not None and not session.closed and session.loop is loop:
+            return session
+        if self._opening is None or self._opening.get_loop() is not loop or self._opening.done():
+            self._opening = loop.create_task(self._connect(seconds))
+        # Shielded: one caller's cancellation must not take the connection from the others.
+        return await asyncio.shield(self._opening)
+
+    async def _connect(self, seconds: float) -> Session:
+        server = Server(self._redis)
+        session = Session(server, self._keys, self._model, self._cache, self._stats)
+        try:
+            async with asyncio.timeout(seconds):
+                await session.open()
+        except TimeoutError as error:
+            raise server.explain(TimeoutError(f"no answer within {seconds:g} s")) from error
+        self._session = session
+        return session
+
+    @staticmethod
+    def _encode(card: ModelCard, ids: Any) -> Prompt:
+        return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=card.adapter)
+
+
+def _check_timeout(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise SettingsError(f"timeout: {timeout!r} must be a number of seconds above 0")
+    return float(timeout)
+
+
+def _iterate(prompts: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+        raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
+    return prompts
+
+
+def _expire_first(session: Session, waits: list[tuple[Flight, Waiter]], seconds: float) -> None:
+    """A batch's deadline: the first prompt that is still under way says why."""
+    for flight, waiter in waits:
+        if waiter in flight.waiters:
+            session.expire(flight, waiter, seconds)
+            return

@@ -1,0 +1,87 @@
+"""The producer without asyncio, usable inside a running event loop too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.card import ModelCard
+from lmpool.errors import ProducerClosed
+from lmpool.producer.flights import ProducerStats
+from lmpool.producer.producer import Producer
+
+T = TypeVar("T")
+
+
+class SyncProducer:
+    """Offers the calls of `Producer` to synchronous code, by an event loop in a background thread.
+
+    Takes the arguments of `Producer`, and connects at once. It may be called from any number of threads.
+
+    Raises:
+        As `Producer` and `Producer.open`.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._producer = Producer(model, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lmpool-producer", daemon=True)
+        self._thread.start()
+        try:
+            self._wait_for(self._producer.open())
+        except BaseException:
+            self._stop()
+            raise
+
+    def logprobs(self, ids: Any, *, timeout: float | None = None) -> NDArray[np.float32]:
+        """As `Producer.logprobs`."""
+        return self._wait_for(self._producer.logprobs(ids, timeout=timeout))
+
+    def batch_logprobs(self, prompts: Iterable[Any], *, timeout: float | None = None) -> NDArray[np.float32]:
+        """As `Producer.batch_logprobs`."""
+        return self._wait_for(self._producer.batch_logprobs(prompts, timeout=timeout))
+
+    @property
+    def model(self) -> ModelCard:
+        """As `Producer.model`."""
+        return self._producer.model
+
+    def stats(self) -> ProducerStats:
+        """As `Producer.stats`."""
+        return self._producer.stats()
+
+    def close(self) -> None:
+        """Close the connections and end the background thread; closing twice does nothing."""
+        if not self._loop.is_closed():
+            self._wait_for(self._producer.close())
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise ProducerClosed("this SyncProducer is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting: the request must not stay behind.
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

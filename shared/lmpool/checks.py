@@ -1,0 +1,44 @@
+"""Checks of settings: each failure names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lmpool.errors import SettingsError
+
+
+def check_number(owner: object, name: str, *, least: float, most: float | None = None) -> None:
+    """Refuse a field that is not a number of its type from `least` to `most`.
+
+    Raises:
+        SettingsError: with the field's name.
+    """
+    value = getattr(owner, name)
+    declared = {field.name: field.type for field in fields(owner)}[name]  # type: ignore[arg-type]
+    whole = "int" in str(declared)
+    right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not right_type or not least <= value or (most is not None and value > most):
+        upper = f" and at most {most:g}" if most is not None else ""
+        kind = "a whole number" if whole else "a number"
+        raise SettingsError(f"{name}: {value!r} must be {kind} of at least {least:g}{upper}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not one of `choices`.
+
+    Raises:
+        SettingsError: with the field's name.
+    """
+    if value not in choices:
+        raise SettingsError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+
+
+def check_name(name: str, value: Any) -> None:
+    """Refuse a name that is empty, too long or that Redis keys cannot carry.
+
+    Raises:
+        SettingsError: with the field's name.
+    """
+    if not isinstance(value, str) or not value or len(value) > 200 or any(c in value for c in "{}\n\r\0"):
+        raise SettingsError(f"{name}: {value!r} must be 1 to 200 characters without braces or line breaks")

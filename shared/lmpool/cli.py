@@ -1,0 +1,78 @@
+"""The `lmpool` command: assembled from the parts that are installed, errors as one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points, version
+from typing import Annotated
+
+import typer
+
+from lmpool.errors import LMPoolError
+
+_GROUP = "lmpool.commands"
+_TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
+
+# Some releases of typer carry a copy of click of their own: take the classes from typer itself.
+_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
+
+app = typer.Typer(
+    name="lmpool",
+    help="Full next-token log-probability rows from a pool of model workers, with one shared cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmpool {version('lmpool')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What is common to all commands."""
+
+
+def main() -> None:
+    """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
+    for part in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
+        part.load()(app)
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        code = _usage(error)
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    except (_ClickException, LMPoolError) as error:
+        code = _fail(str(error))
+    except BrokenPipeError:
+        # The reader of our output has gone, as with `| head`; nothing is left to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as error:  # noqa: BLE001  the one place where a bug becomes a line for the user
+        if os.environ.get(_TRACEBACK_VARIABLE):
+            raise
+        code = _fail(f"unexpected {type(error).__name__}: {error} (set {_TRACEBACK_VARIABLE}=1 for the traceback)")
+    sys.exit(code)
+
+
+def _usage(error: typer.BadParameter) -> int:
+    """A wrong command line: one line, or the help when nothing was given at all."""
+    message = error.format_message()
+    if len(message.splitlines()) > 1:
+        typer.echo(message)
+        return 2
+    return _fail(f"{message} (see `{error.ctx.command_path if error.ctx else 'lmpool'} --help`)")
+
+
+def _fail(message: str) -> int:
+    typer.echo(f"lmpool: {' '.join(message.split())}", err=True)
+    return 2

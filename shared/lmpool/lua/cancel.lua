@@ -1,0 +1,21 @@
+-- Take a client off prompts; a job that nobody waits for and no worker holds is removed.
+--
+-- KEYS  jobs, reply key of the client, then per prompt: waiting key
+-- ARGV  consumer group
+--
+-- Returns how many jobs were removed.
+local jobs, reply = KEYS[1], KEYS[2]
+local removed = 0
+for i = 3, #KEYS do
+  local waiting = KEYS[i]
+  if redis.call('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1 then
+    local job = redis.call('HGET', waiting, 'job')
+    -- A job that a worker holds stays registered, so that others can still join it.
+    if job and #redis.pcall('XPENDING', jobs, ARGV[1], job, job, 1) == 0 then
+      redis.call('XDEL', jobs, job)
+      redis.call('DEL', waiting)
+      removed = removed + 1
+    end
+  end
+end
+return removed

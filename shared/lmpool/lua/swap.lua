@@ -1,0 +1,16 @@
+-- Set, replace or remove a hash field, but only while it still has the value that the caller saw.
+--
+-- KEYS  hash
+-- ARGV  field, expected value ('' for none), new value ('' removes the field)
+--
+-- Returns 1 when done, 0 when the field has another value.
+local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if now ~= ARGV[2] then
+  return 0
+end
+if ARGV[3] == '' then
+  redis.call('HDEL', KEYS[1], ARGV[1])
+else
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+end
+return 1

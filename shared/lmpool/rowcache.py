@@ -1,0 +1,142 @@
+"""Where rows live: one small interface, and the Redis strings behind it today.
+
+Neither the producer nor the worker's loop knows that a row is a Redis string; a shared-memory plane for
+clients on the worker's own host can stand behind the same interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from redis.exceptions import RedisError, ResponseError
+
+from lmpool.card import ModelCard
+from lmpool.errors import CorruptRow, LMPoolError, ProtocolError
+from lmpool.keys import Keys
+from lmpool.rowlink import RowLink, RowWrite
+from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
+from lmpool.server import Server
+
+Row = NDArray[np.float32]
+Deliver = Callable[[bytes, Row | CorruptRow | None], None]
+"""Called once per digest with its row, None when there is none, or CorruptRow (an error is a value here)."""
+
+_CHUNK_BYTES = 1024 * 1024
+_CHUNK_ROWS = 512
+_CHUNKS_UNDER_WAY = 3
+
+
+class RowCache(Protocol):
+    """Stores the rows of one model under one fingerprint."""
+
+    async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
+        """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
+
+        Returns digest -> reason for the rows that were refused. The block must not change meanwhile.
+        """
+        ...
+
+    async def get_many(self, digests: Sequence[bytes], deliver: Deliver) -> None:
+        """Fetch rows in chunks bounded by bytes and deliver each as it comes."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection, if there is one."""
+        ...
+
+
+class RedisRows:
+    """Rows as Redis strings with a TTL.
+
+    Args:
+        server: where they are.
+        keys: the deployment's key names.
+        card: the model; decides the namespace, the size and the lifetime of rows.
+    """
+
+    def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
+        self._server = server
+        self._prefix = keys.row(card.fingerprint)
+        self._vocab_size = card.vocab_size
+        self._ttl_ms = int(card.row_ttl_s * 1000)
+        self._max_bulk = encoded_size(card.vocab_size, Encoding.F32)
+        size = encoded_size(card.vocab_size, card.row_encoding)
+        self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
+        self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
+        self._link: RowLink | None = None
+        self._opening = asyncio.Lock()
+
+    async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
+        """See `RowCache.put`.
+
+        Raises:
+            ServerError: the server cannot be used; nothing is known of the rows.
+        """
+        link = await self._open()
+        writes = [
+            RowWrite(self._prefix + digest, block.header(index), memoryview(numbers).cast("B"), digest in overwrite)
+            for index, (digest, numbers) in enumerate(zip(block.digests, _writable_views(block), strict=True))
+        ]
+        try:
+            replies = await link.set(writes, self._ttl_ms)
+        except (RedisError, OSError, LMPoolError) as error:
+            raise self._server.explain(error) from error
+        return {
+            digest: str(reply)
+            for digest, reply in zip(block.digests, replies, strict=True)
+            if isinstance(reply, ResponseError)
+        }
+
+    async def get_many(self, digests: Sequence[bytes], deliver: Deliver) -> None:
+        """See `RowCache.get_many`.
+
+        Raises:
+            ServerError: the server cannot be used; the rest is not delivered.
+        """
+        chunks = [digests[at : at + self._chunk] for at in range(0, len(digests), self._chunk)]
+        if len(chunks) == 1:
+            await self._get_chunk(chunks[0], deliver)
+        elif chunks:
+            async with asyncio.TaskGroup() as group:
+                for chunk in chunks:
+                    group.create_task(self._get_chunk(chunk, deliver))
+
+    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver) -> None:
+        prefix = self._prefix
+        async with self._window:
+            link = await self._open()
+            try:
+                values = await link.mget([prefix + digest for digest in digests])
+            except (RedisError, OSError, LMPoolError) as error:
+                raise self._server.explain(error) from error
+        for digest, value in zip(digests, values, strict=True):
+            deliver(digest, self._decode(digest, value))
+
+    def _decode(self, digest: bytes, value: object) -> Row | CorruptRow | None:
+        if not isinstance(value, np.ndarray):
+            return None
+        try:
+            return decode_row(value, self._vocab_size)
+        except ProtocolError as error:
+            return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
+
+    async def _open(self) -> RowLink:
+        if self._link is None or self._link.closed:
+            async with self._opening:
+                if self._link is None or self._link.closed:
+                    self._link = await self._server.row_link(self._max_bulk)
+        return self._link
+
+    def close(self) -> None:
+        """Close the connection; what is under way fails."""
+        if self._link is not None:
+            self._link.close()
+
+
+def _writable_views(block: RowBlock) -> Sequence[NDArray[np.generic]]:
+    """The rows of a block as plain integers: buffers of float16 cannot be cast to bytes everywhere."""
+    return block.numbers.view(np.uint16 if block.numbers.itemsize == 2 else np.uint32)  # type: ignore[return-value]

@@ -1,0 +1,258 @@
+"""A connection for rows: SET and MGET without copying them more often than the kernel does.
+
+redis-py opens the connection (address, TLS, user, password, database); then its transport is handed to
+this protocol, which writes rows straight from the backend's block and receives each into the buffer that
+becomes the row. The general client copies a received row twice more, and every copy of 200 KB is paid in
+page faults too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ResponseError
+
+from lmpool.errors import ProtocolError
+
+Bulk = NDArray[np.uint8]
+
+_WINDOW = 64 * 1024
+_NARROW_WINDOW = 1024
+_LARGE_BULK = 32 * 1024
+_CRLF = b"\r\n"
+
+
+class RowWrite(NamedTuple):
+    """One SET of a row.
+
+    Attributes:
+        key: the row's key.
+        header: first bytes of the value.
+        numbers: the rest of the value, sent from where it lies.
+        overwrite: replace a row that is there already; otherwise the first stored row stays.
+    """
+
+    key: bytes
+    header: bytes
+    numbers: memoryview
+    overwrite: bool
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A command (or a run of SETs) whose replies are awaited; an MGET's replies are the array's elements."""
+
+    replies: int
+    future: asyncio.Future[list[Bulk | ResponseError | None]]
+    is_array: bool
+    values: list[Bulk | ResponseError | None] = field(default_factory=list)
+
+
+class RowLink(asyncio.BufferedProtocol):
+    """Speaks RESP for rows on one connection. Replies come in order; any number may be under way.
+
+    Args:
+        connection: an open redis-py connection; the link owns it from now on.
+        max_bulk: largest value in bytes that is accepted; a larger one closes the link.
+    """
+
+    def __init__(self, connection: AbstractConnection, max_bulk: int) -> None:
+        self._connection = connection
+        self._max_bulk = max_bulk
+        self._pending: deque[_Pending] = deque()
+        self._scratch = bytearray(_WINDOW)
+        self._view = memoryview(self._scratch)
+        self._start = self._end = 0
+        self._window = _WINDOW
+        self._skip = 0
+        self._bulk: Bulk | None = None
+        self._bulk_got = 0
+        self._elements_left = 0
+        self._closed: Exception | None = None
+        writer = connection._writer
+        if writer is None:
+            raise ConnectionError("the connection is not open")
+        self._transport: asyncio.Transport = writer.transport
+        self._transport.pause_reading()
+        self._transport.set_protocol(self)
+        self._transport.resume_reading()
+
+    @property
+    def closed(self) -> bool:
+        """True when nothing can be sent any more."""
+        return self._closed is not None
+
+    def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+        """Fetch values; each is a fresh uint8 array of shape (size,), or None where there is none.
+
+        The future raises ConnectionError when the link breaks and ResponseError when the server refuses.
+        """
+        future = self._expect(len(keys), is_array=True)
+        parts = [b"*%d\r\n$4\r\nMGET" % (len(keys) + 1)]
+        parts += [b"$%d\r\n%b" % (len(key), key) for key in keys]
+        parts.append(b"")
+        self._transport.write(_CRLF.join(parts))
+        return future
+
+    def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+        """Store rows; per row None, or the error with which the server refused it.
+
+        The blocks must not change before the future is done.
+        """
+        future = self._expect(len(writes), is_array=False)
+        ttl = b"%d" % ttl_ms
+        expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+        chunks: list[bytes | memoryview] = []
+        tail = b""
+        for write in writes:
+            size = len(write.header) + write.numbers.nbytes
+            head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+                5 if write.overwrite else 6,
+                len(write.key),
+                write.key,
+                size,
+                write.header,
+            )
+            chunks += (tail + head, write.numbers)
+            tail = expiry if write.overwrite else expiry + b"$2\r\nNX\r\n"
+        chunks.append(tail)
+        small = not writes or writes[0].numbers.nbytes < _LARGE_BULK
+        if small:
+            self._transport.write(b"".join(chunks))
+        else:
+            self._transport.writelines(chunks)
+        return future
+
+    def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+        future = asyncio.get_running_loop().create_future()
+        if self._closed is not None:
+            future.set_exception(self._closed)
+        elif replies == 0:
+            future.set_result([])
+        else:
+            self._pending.append(_Pending(replies, future, is_array))
+        return future
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Close the connection; what is under way fails with `reason`."""
+        if self._closed is None:
+            self._closed = reason or ConnectionError("the connection was closed")
+            self._transport.abort()
+            for pending in self._pending:
+                if not pending.future.done():
+                    pending.future.set_exception(self._closed)
+                    # Its owner may be gone already; an unread exception must not be logged at exit.
+                    pending.future.exception()
+            self._pending.clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server or the network closed the connection."""
+        self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
+
+    def eof_received(self) -> bool:
+        """The server will send no more."""
+        return False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: into the row that is being received, else into the scratch buffer."""
+        if self._bulk is not None:
+            return self._bulk.data[self._bulk_got :]
+        if self._start:
+            rest = self._end - self._start
+            self._scratch[:rest] = self._scratch[self._start : self._end]
+            self._start, self._end = 0, rest
+        if self._end >= self._window:
+            self._window = _WINDOW
+        if self._end >= _WINDOW:
+            self.close(ProtocolError(f"a reply line of over {_WINDOW} bytes"))
+        return self._view[self._end : self._window] if self._end < self._window else memoryview(bytearray(1))
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes have come."""
+        if self._closed is not None:
+            return
+        if self._bulk is not None:
+            self._bulk_got += nbytes
+            if self._bulk_got < self._bulk.size:
+                return
+            done, self._bulk = self._bulk, None
+            self._skip = 2
+            self._element(done)
+            return
+        self._end += nbytes
+        try:
+            self._parse()
+        except (ValueError, IndexError) as error:
+            self.close(error if isinstance(error, ProtocolError) else ProtocolError(f"not a RESP reply: {error}"))
+
+    def _parse(self) -> None:
+        scratch = self._scratch
+        while self._start < self._end and self._bulk is None and self._closed is None:
+            if self._skip:
+                skipped = min(self._skip, self._end - self._start)
+                self._start += skipped
+                self._skip -= skipped
+                continue
+            stop = scratch.find(_CRLF, self._start, self._end)
+            if stop < 0:
+                return
+            kind, line = scratch[self._start], scratch[self._start + 1 : stop]
+            self._start = stop + 2
+            self._reply(kind, line)
+
+    def _reply(self, kind: int, line: bytearray) -> None:
+        if kind == 0x24:  # $ bulk
+            size = int(line)
+            if size < 0:
+                self._element(None)
+            else:
+                self._begin_bulk(size)
+        elif kind == 0x2A:  # * array
+            self._elements_left = int(line)
+            if not self._pending or self._pending[0].replies != self._elements_left:
+                raise ProtocolError(f"an array of {self._elements_left} values was not asked for")
+        elif kind in (0x2B, 0x5F):  # + simple, _ null
+            self._element(None)
+        elif kind == 0x2D:  # - error
+            self._error(ResponseError(line.decode("utf-8", "replace")))
+        else:
+            raise ProtocolError(f"reply type {chr(kind)!r} was not asked for")
+
+    def _begin_bulk(self, size: int) -> None:
+        if size > self._max_bulk:
+            raise ProtocolError(f"a value of {size} bytes is over the limit of {self._max_bulk}")
+        bulk = np.empty(size, np.uint8)
+        have = min(size, self._end - self._start)
+        bulk[:have] = np.frombuffer(self._scratch, np.uint8, have, self._start)
+        self._start += have
+        # A row is received in place but for what came along with its first line: keep that short.
+        self._window = _NARROW_WINDOW if size >= _LARGE_BULK else _WINDOW
+        if have == size:
+            self._skip = 2
+            self._element(bulk)
+        else:
+            self._bulk, self._bulk_got = bulk, have
+
+    def _error(self, error: ResponseError) -> None:
+        pending = self._pending[0]
+        if pending.is_array:
+            self._pending.popleft()
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        else:
+            self._element(error)
+
+    def _element(self, value: Bulk | ResponseError | None) -> None:
+        pending = self._pending[0]
+        pending.values.append(value)
+        if len(pending.values) == pending.replies:
+            self._pending.popleft()
+            if not pending.future.done():
+                pending.future.set_result(pending.values)

@@ -1,0 +1,41 @@
+"""The Lua scripts of `lua/`: what must happen in Redis at once."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError
+
+_FOLDER = Path(__file__).with_name("lua")
+
+
+class Script:
+    """One script, sent whole only when the server does not know it yet."""
+
+    __slots__ = ("name", "sha", "source")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = (_FOLDER / f"{name}.lua").read_text("utf-8")
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, redis: Redis, keys: list[bytes], args: list[Any]) -> Any:
+        """Run the script on `redis`; returns what it returns."""
+        try:
+            return await redis.evalsha(self.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await redis.eval(self.source, len(keys), *keys, *args)
+
+
+SUBMIT = Script("submit")
+CANCEL = Script("cancel")
+FINISH = Script("finish")
+CLAIM = Script("claim")
+RENEW = Script("renew")
+SWAP = Script("swap")
+
+MOST_AT_ONCE = 500
+"""Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

@@ -1,0 +1,149 @@
+"""The Redis server of a pool: from a URL, a client or nothing at all to connections and clear errors."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis as redis_sync
+import redis.asyncio as redis_async
+from redis.asyncio import connection as connections
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
+
+from lmpool import embedded
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
+from lmpool.rowlink import RowLink
+
+URL_VARIABLE = "LMPOOL_REDIS_URL"
+
+_CONNECT_TIMEOUT_S = 5.0
+_SCHEMES = ("redis", "rediss", "unix")
+# What a client's own connections may carry that ours must not.
+_NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
+             "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
+             "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
+
+
+class Server:
+    """Where a pool's Redis is and how to connect to it. Holds no connection itself.
+
+    Args:
+        redis: URL (`redis://`, `rediss://`, `unix://`), a redis-py client whose settings are taken over
+            (the client itself is not used), or None for `LMPOOL_REDIS_URL` and then this user's
+            embedded server.
+
+    Raises:
+        SettingsError: `redis` is malformed.
+        ServerUnreachable: nothing was named and no embedded server runs.
+    """
+
+    def __init__(self, redis: str | redis_async.Redis | redis_sync.Redis | None = None) -> None:
+        if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
+            kwargs = dict(redis.connection_pool.connection_kwargs)
+            self._class = _async_class(redis.connection_pool.connection_class)
+        else:
+            kwargs = _parse(redis or os.environ.get(URL_VARIABLE) or _embedded_url())
+            self._class = kwargs.pop("connection_class", connections.Connection)
+        for name in _NOT_OURS:
+            kwargs.pop(name, None)
+        kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
+        kwargs.setdefault("protocol", 2)
+        self._kwargs: dict[str, Any] = kwargs
+        self._connection()
+
+    def __str__(self) -> str:
+        """The address, without user or password."""
+        if path := self._kwargs.get("path"):
+            return f"unix://{path}"
+        scheme = "rediss" if issubclass(self._class, connections.SSLConnection) else "redis"
+        return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
+
+    def __repr__(self) -> str:
+        return f"Server({str(self)!r})"
+
+    def client(self, *, reply_timeout_s: float = 30.0) -> redis_async.Redis:
+        """A client for control messages. It does not retry: retrying is its user's decision."""
+        pool = connections.ConnectionPool(
+            connection_class=self._class,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=reply_timeout_s,
+            **self._kwargs,
+        )
+        return redis_async.Redis.from_pool(pool)
+
+    async def row_link(self, max_bulk: int) -> RowLink:
+        """A new connection for rows.
+
+        Raises:
+            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
+        """
+        connection = self._connection()
+        try:
+            await connection.connect()
+        except (RedisError, OSError) as error:
+            raise self.explain(error) from error
+        return RowLink(connection, max_bulk)
+
+    def _connection(self) -> connections.AbstractConnection:
+        try:
+            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs)
+        except TypeError as error:
+            raise SettingsError(f"redis: the URL has an option that is not known: {error}") from error
+
+    def explain(self, error: BaseException) -> LMPoolError:
+        """The exception of our tree for one of redis-py's or the system's."""
+        if isinstance(error, LMPoolError):
+            return error
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        refused = text.startswith(("NOAUTH", "WRONGPASS", "NOPERM"))
+        if refused or isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)):
+            return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
+        if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
+            return ServerUnreachable(f"no Redis server answers at {self}: {text}")
+        return ServerError(f"{self} answered with an error: {text}")
+
+
+def _parse(url: str) -> dict[str, Any]:
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
+        raise SettingsError(
+            f"redis: {mask(url)!r} is not a Redis URL: it must begin with redis://, rediss:// or unix://"
+        )
+    try:
+        return dict(connections.parse_url(url))
+    except ValueError as error:
+        raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {error}") from error
+
+
+def mask(url: str) -> str:
+    """A URL without its user and password."""
+    head, at, tail = url.rpartition("@")
+    if not at:
+        return url
+    return f"{head.partition('://')[0]}://…@{tail}"
+
+
+def _embedded_url() -> str:
+    url = embedded.find()
+    if url is None:
+        raise ServerUnreachable(
+            f"no Redis server was named and none of yours runs in {embedded.runtime_dir()}: "
+            f"start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
+        )
+    return url
+
+
+def _async_class(kind: type) -> type[connections.AbstractConnection]:
+    """The asyncio connection class that corresponds to a client's own."""
+    if issubclass(kind, connections.AbstractConnection):
+        return kind
+    if issubclass(kind, redis_sync.UnixDomainSocketConnection):
+        return connections.UnixDomainSocketConnection
+    if issubclass(kind, redis_sync.SSLConnection):
+        return connections.SSLConnection
+    if issubclass(kind, redis_sync.Connection):
+        return connections.Connection
+    raise SettingsError(f"redis: a client with connections of the type {kind.__name__} cannot be used here")

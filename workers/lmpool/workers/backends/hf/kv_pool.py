@@ -1,0 +1,177 @@
+"""Keys and values of recent prompts: one slot a token, so that a prompt pays for its new tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from lmpool.workers.backends.hf.prefix_slots import ROOT, PrefixSlots
+
+_BOOKKEEPING_BYTES = 256
+"""Host memory that the trie needs for one slot: it counts, because for tiny models it is the larger part."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token leaves in a model's cache.
+
+    Attributes:
+        shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
+        dtype: of all of them.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token."""
+        return sum(heads * size for heads, size in self.shapes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one slot, bookkeeping included."""
+        return self.width * self.dtype.itemsize + _BOOKKEEPING_BYTES
+
+    def capacity(self, max_bytes: int) -> int:
+        """Slots that fit into so many bytes, beside the one that stays empty."""
+        return max(0, max_bytes // self.slot_bytes - 1)
+
+
+class KVBlock:
+    """The keys and values of one batch, token by token, the past gathered and the new yet to come.
+
+    Attributes:
+        tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+        cache: the same memory as the cache that a model's forward takes.
+    """
+
+    def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
+        self.tokens = tokens
+        parts = tokens.split([heads * size for heads, size in layout.shapes], dim=-1)
+        views = [
+            part.unflatten(-1, shape).transpose(1, 2)
+            for part, shape in zip(parts, layout.shapes, strict=True)
+        ]
+        self.cache = DynamicCache()
+        self.cache.layers = [
+            _BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)
+        ]
+
+
+class _BlockLayer(DynamicLayer):
+    """One layer's view of a block. New keys and values are written where the pool takes them from.
+
+    The stock layer would copy the whole past to append to it.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
+        super().__init__()
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._filled = past
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        start, end = self._filled, self._filled + key_states.shape[-2]
+        self._filled = end
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._filled
+
+
+class KVPool:
+    """A byte-limited pool of the keys and values of prompts' prefixes.
+
+    Args:
+        layout: what one token leaves.
+        capacity: tokens that the pool holds (`KVLayout.capacity`), at least 1.
+        device: where the model is.
+    """
+
+    def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
+        self.layout = layout
+        self.slots = PrefixSlots(capacity)
+        # On a CPU the pages of an empty tensor cost nothing until they are written.
+        self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
+        # Padding is read from the root's slot: masked or not, what is not finite would spread.
+        self._storage[ROOT].zero_()
+        self._scratch = self._storage[:0]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pool can hold."""
+        return self.slots.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the pool may come to use, bookkeeping included."""
+        return len(self._storage) * self.layout.slot_bytes
+
+    def gather(self, lengths: Sequence[int], paths: Sequence[list[int]], new: int) -> KVBlock:
+        """Start a step: collect what the pool holds of each prompt but for its last `new` tokens.
+
+        Args:
+            lengths: tokens of each prompt.
+            paths: the slots of each prompt's held prefix; at least `lengths[i] - new` of them.
+            new: tokens that the forward computes for each prompt, padding included.
+
+        Returns:
+            a block of shape (n, max(lengths), width). It is valid until the next call.
+        """
+        self.slots.begin(paths)
+        total = max(lengths)
+        past = total - new
+        count = len(lengths) * total
+        if count > len(self._scratch):
+            # Kept between steps: the page faults of fresh memory cost more than the copy.
+            self._scratch = self._storage.new_empty(count, self.layout.width)
+        flat = self._scratch[:count]
+        if past:
+            index = np.full((len(lengths), total), ROOT)
+            for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
+                if length > new:
+                    index[row, total - length : past] = path[: length - new]
+            torch.index_select(self._storage, 0, torch.from_numpy(index.ravel()).to(flat.device), out=flat)
+        return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
+
+    def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]], block: KVBlock) -> None:
+        """End a step: keep the tokens of the block that the pool does not hold, as far as there is room.
+
+        Args:
+            prompts: the ids of each prompt.
+            paths: as passed to `gather`; they grow in place.
+            block: what `gather` returned, after the forward.
+        """
+        targets: list[int] = []
+        sources: list[int] = []
+        total = block.tokens.shape[1]
+        copied = False
+        try:
+            for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
+                fresh = self.slots.extend(ids, path)
+                end = row * total + total - len(ids) + len(path)
+                sources += range(end - len(fresh), end)
+                targets += fresh
+            if targets:
+                device = self._storage.device
+                taken = block.tokens.flatten(0, 1).index_select(0, torch.tensor(sources, device=device))
+                self._storage.index_copy_(0, torch.tensor(targets, device=device), taken)
+            copied = True
+        finally:
+            if not copied:
+                # The trie names slots that were not written: forget everything rather than reuse those.
+                self.slots = PrefixSlots(self.capacity)
+
+    def release(self) -> None:
+        """Give back the memory that is only kept to be reused."""
+        self._scratch = self._storage[:0]

@@ -1,0 +1,112 @@
+"""Loading a model of transformers, with one clear line for everything that can be wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from lmpool.errors import SettingsError
+from lmpool.workers.backends.hf.settings import HfSettings
+
+UNLIMITED = 1 << 20
+"""Longest prompt of a model that states no limit."""
+
+_LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        model: in evaluation mode, on its device.
+        max_prompt_tokens: the longest prompt to take.
+    """
+
+    model: PreTrainedModel
+    max_prompt_tokens: int
+
+
+def load_model(settings: HfSettings) -> LoadedModel:
+    """Load what the settings name.
+
+    Raises:
+        SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
+    """
+    device = pick_device(settings.device)
+    arguments: dict[str, Any] = {
+        "revision": settings.revision,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": _DTYPES.get(settings.dtype, "auto"),
+        "output_loading_info": True,
+    }
+    if settings.gguf_file is not None:
+        arguments["gguf_file"] = settings.gguf_file
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(settings.model, **arguments)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        # transformers has no exception type of its own: these are what missing files, unknown
+        # architectures, missing packages and broken checkpoints end in.
+        _refuse(settings, error)
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise SettingsError(
+            f"model: {settings.model} has no weights for {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: is it a causal language model?"
+        )
+    limit = prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
+    return LoadedModel(model.to(device).eval(), limit)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the first accelerator, else the CPU.
+
+    Raises:
+        SettingsError: this machine has no such device.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # AssertionError is how a torch without CUDA answers.
+        raise SettingsError(f"device: {name!r} cannot be used: {first_line(error)}") from error
+    if device.type == "meta":
+        raise SettingsError("device: 'meta' computes nothing")
+    return device
+
+
+def prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
+    """The longest prompt to take: the model's limit, or less if so wanted.
+
+    Raises:
+        SettingsError: more is wanted than the model has positions for.
+    """
+    stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
+    limit = stated[0] if stated else None
+    if wanted is None:
+        return limit or UNLIMITED
+    if limit is not None and wanted > limit:
+        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {limit} positions of the model")
+    return wanted
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for a log line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
+    field, name = "model", settings.model
+    if settings.gguf_file is not None:
+        field, name = "gguf_file", f"{settings.gguf_file} of {settings.model}"
+    raise SettingsError(f"{field}: {name} cannot be loaded: {first_line(error)}") from error

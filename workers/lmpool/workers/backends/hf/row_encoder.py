@@ -1,0 +1,111 @@
+"""From logits to rows that lose nothing that the model computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lmpool.rows import Encoding, RowBlock
+
+_NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
+
+
+class EncodedRows(NamedTuple):
+    """What became of a batch's logits.
+
+    Attributes:
+        block: the rows, or None if there are none.
+        failures: digest -> message of the prompts whose logits are no distribution.
+    """
+
+    block: RowBlock | None
+    failures: dict[bytes, str]
+
+
+class _Numbers(NamedTuple):
+    """Rows still on the device: numbers (n, V), logZ (n,) unless they are F32, and which rows are sound (n,)."""
+
+    encoding: Encoding
+    numbers: Tensor
+    log_z: Tensor | None
+    sound: Tensor
+
+
+class RowEncoder:
+    """Turns logits into blocks of rows.
+
+    Rows of a bfloat16 or float16 model travel as its logits and their logZ, bit for bit, as long as the
+    logits survive the narrow dtype; all others as float32 log-probabilities.
+
+    Args:
+        dtype: the model's.
+        lossy: send rows that would travel as float32 as float16 instead, which loses bits.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, lossy: bool) -> None:
+        self._dtype = dtype
+        self._lossy = lossy
+
+    def encoding_of(self, logits: Tensor) -> Encoding:
+        """How logits of shape (n, V) like these would travel."""
+        return self._numbers(logits).encoding
+
+    def encode(self, digests: list[bytes], logits: Tensor) -> EncodedRows:
+        """Encode a batch.
+
+        Args:
+            digests: the prompt of each row.
+            logits: tensor of shape (n, V) of any float dtype, on any device. -inf is a probability of 0.
+        """
+        encoding, numbers, log_z, sound = self._numbers(logits)
+        failures = {}
+        if not bool(sound.all()):
+            kept = sound.tolist()
+            failures = {
+                digest: _fault(row) for digest, row, ok in zip(digests, logits, kept, strict=True) if not ok
+            }
+            digests = [digest for digest, ok in zip(digests, kept, strict=True) if ok]
+            numbers, log_z = numbers[sound], None if log_z is None else log_z[sound]
+        if not digests:
+            return EncodedRows(None, failures)
+        if encoding is Encoding.BF16:
+            # numpy has no bfloat16.
+            numbers = numbers.view(torch.int16)
+        rows = numbers.contiguous().cpu().numpy().view(encoding.dtype)
+        block = RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding)
+        return EncodedRows(block, failures)
+
+    def _numbers(self, logits: Tensor) -> _Numbers:
+        exact = self._narrowed(logits)
+        if exact is not None:
+            log_z = torch.logsumexp(logits.float(), dim=-1)
+            return _Numbers(_NARROW[exact.dtype], exact, log_z, log_z.isfinite())
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        # A single NaN or +inf among the logits makes the whole row NaN.
+        sound = ~logprobs[:, 0].isnan()
+        if not self._lossy:
+            return _Numbers(Encoding.F32, logprobs, None, sound)
+        # float16 is finest around 0, where the likeliest tokens should be.
+        log_z = -logprobs.amax(dim=-1)
+        return _Numbers(Encoding.F16, (logprobs + log_z[:, None]).half(), log_z, sound)
+
+    def _narrowed(self, logits: Tensor) -> Tensor | None:
+        """The logits in the model's 16-bit dtype if that loses nothing."""
+        if logits.dtype in _NARROW:
+            return logits
+        if self._dtype not in _NARROW:
+            return None
+        narrow = logits.to(self._dtype)
+        return narrow if torch.equal(narrow.to(logits.dtype), logits) else None
+
+
+def _fault(logits: Tensor) -> str:
+    """Why one row of logits is no distribution."""
+    values = logits.float().cpu().numpy()
+    for name, found in (("NaN", np.isnan(values)), ("+inf", np.isposinf(values))):
+        if found.any():
+            return f"the model returned {found.sum()} of {found.size} logits as {name}: its row has no finite logZ"
+    return f"the model returned -inf for all {values.size} logits: its row has no finite logZ"

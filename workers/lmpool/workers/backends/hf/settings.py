@@ -1,0 +1,94 @@
+"""What the hf backend is told: which model, where it runs, how much memory it may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from lmpool.errors import SettingsError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENCODINGS = ("exact", "f16")
+
+
+@dataclass(frozen=True, slots=True)
+class HfSettings:
+    """Settings of one hf backend.
+
+    Attributes:
+        model: hub name or folder of the model.
+        name: what it is served as; "" means the last part of `model`.
+        gguf_file: a GGUF file in the model's folder or repository, dequantised when loaded.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: run Python code that comes with the model.
+        device: "auto", or a torch device such as "cpu" or "cuda:1".
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        encoding: "exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.
+        max_batch: prompts that run together.
+        max_batch_tokens: tokens that are computed in one forward, padding included.
+        kv_cache_bytes: memory for the keys and values of recent prompts, 0 for none. A step gathers at
+            most as much again.
+        max_prompt_tokens: longest prompt to take; None means the model's limit, which it cannot exceed.
+
+    Raises:
+        SettingsError: a value is malformed, or a package that it needs is not installed.
+    """
+
+    model: str
+    name: str = ""
+    gguf_file: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    encoding: str = "exact"
+    max_batch: int = 64
+    max_batch_tokens: int = 8192
+    kv_cache_bytes: int = 1 << 30
+    max_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_text("model", self.model)
+        _check_text("device", self.device)
+        for field, optional in (("gguf_file", self.gguf_file), ("revision", self.revision)):
+            if optional is not None:
+                _check_text(field, optional)
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("encoding", self.encoding, ENCODINGS)
+        _check_count("max_batch", self.max_batch, 1)
+        _check_count("max_batch_tokens", self.max_batch_tokens, 1)
+        _check_count("kv_cache_bytes", self.kv_cache_bytes, 0)
+        if self.max_prompt_tokens is not None:
+            _check_count("max_prompt_tokens", self.max_prompt_tokens, 1)
+        _require("model", "lmpool[hf]", "torch", "transformers")
+        if self.gguf_file is not None:
+            _require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
+
+    @property
+    def served_as(self) -> str:
+        """`name`, or the last part of `model`."""
+        return self.name or Path(self.model).name or self.model
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise SettingsError(f"{field}: {value!r} is not a name")
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{field}: {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_count(field: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise SettingsError(f"{field}: {value!r} is not a whole number of at least {least}")
+
+
+def _require(field: str, extra: str, *packages: str) -> None:
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise SettingsError(
+            f'{field}: needs {" and ".join(missing)}; install them with: pip install "{extra}"'
+        )

@@ -1,0 +1,164 @@
+"""The synthetic backend: rows from a generator, with an optional simulated step time.
+
+It stands in for a GPU in tests and load tests, and says so in its card.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from lmpool.card import ModelCard
+from lmpool.checks import check_choice, check_name, check_number
+from lmpool.prompts import decode_ids
+from lmpool.rows import Encoding, RowBlock
+from lmpool.synthetic import base_rows, draw, fill
+from lmpool.workers.backend import BackendJob, BackendStats, Finished
+
+_CRASH_EXIT = 70
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticSettings:
+    """Settings of the synthetic backend.
+
+    Attributes:
+        name: what the model is served as.
+        vocab_size: V.
+        seed: which rows it draws.
+        step_ms: how long a step pretends to take.
+        max_batch: prompts in one step.
+        max_prompt_tokens: longest prompt that is taken.
+        encoding: "f32" or "bf16"; the rows are the same.
+        fail_token: prompts that contain this id fail (to test error handling); -1 for none.
+        crash_token: prompts that contain this id end the process; -1 for none.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+
+    name: str = "synthetic"
+    vocab_size: int = 49_152
+    seed: int = 0
+    step_ms: float = 0.0
+    max_batch: int = 32
+    max_prompt_tokens: int = 131_072
+    encoding: str = "f32"
+    fail_token: int = -1
+    crash_token: int = -1
+
+    def __post_init__(self) -> None:
+        check_name("name", self.name)
+        check_number(self, "vocab_size", least=1, most=4_000_000)
+        check_number(self, "seed", least=0, most=2**62)
+        check_number(self, "step_ms", least=0, most=600_000)
+        check_number(self, "max_batch", least=1, most=65_536)
+        check_number(self, "max_prompt_tokens", least=1, most=4_000_000)
+        check_choice("encoding", self.encoding, ("f32", "bf16"))
+        check_number(self, "fail_token", least=-1)
+        check_number(self, "crash_token", least=-1)
+
+
+class SyntheticBackend:
+    """Draws rows as `lmpool.synthetic.synthetic_row` does.
+
+    Args:
+        settings: see `SyntheticSettings`.
+    """
+
+    def __init__(self, settings: SyntheticSettings) -> None:
+        self._settings = settings
+        self._encoding = Encoding[settings.encoding.upper()]
+        self._jobs: OrderedDict[bytes, bytes] = OrderedDict()
+        self._stats = BackendStats()
+        base_rows(settings.vocab_size, settings.seed)
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Backend.card`."""
+        settings = self._settings
+        return ModelCard(
+            name=settings.name,
+            backend="synthetic",
+            vocab_size=settings.vocab_size,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            revision=f"seed-{settings.seed}",
+            dtype="float32",
+            encoding=settings.encoding,
+            note="rows are drawn from a generator, not computed by a model",
+        )
+
+    @property
+    def batch(self) -> int:
+        """See `Backend.batch`."""
+        return self._settings.max_batch
+
+    def capacity(self) -> int:
+        """See `Backend.capacity`."""
+        return 2 * self._settings.max_batch - len(self._jobs)
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """See `Backend.submit`."""
+        for digest, ids in jobs:
+            self._jobs[digest] = ids
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        started = time.monotonic()
+        batch = dict(islice(self._jobs.items(), self._settings.max_batch))
+        failures = {digest: text for digest, ids in batch.items() if (text := self._fault(ids))}
+        good = {digest: ids for digest, ids in batch.items() if digest not in failures}
+        blocks = [self._draw(good)] if good else []
+        for digest in batch:
+            del self._jobs[digest]
+        stats, tokens = self._stats, sum(len(ids) // 4 for ids in good.values())
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(good), tokens=stats.tokens + tokens)
+        rest = self._settings.step_ms / 1000 - (time.monotonic() - started)
+        if rest > 0:
+            time.sleep(rest)
+        return Finished(blocks, failures)
+
+    def _draw(self, prompts: dict[bytes, bytes]) -> RowBlock:
+        settings = self._settings
+        numbers = np.empty((len(prompts), settings.vocab_size), self._encoding.dtype)
+        if self._encoding is Encoding.F32:
+            for out, ids in zip(numbers, prompts.values(), strict=True):
+                base, shifts = draw(ids, settings.vocab_size, settings.seed)
+                fill(out, base.logprobs, shifts)
+            return RowBlock(list(prompts), numbers, None, self._encoding)
+        log_z = np.empty(len(prompts), np.float32)
+        for index, ids in enumerate(prompts.values()):
+            base, shifts = draw(ids, settings.vocab_size, settings.seed)
+            fill(numbers[index], base.bits, shifts)
+            log_z[index] = base.log_z
+        return RowBlock(list(prompts), numbers, log_z, self._encoding)
+
+    def _fault(self, ids: bytes) -> str | None:
+        fail, crash = self._settings.fail_token, self._settings.crash_token
+        if fail < 0 and crash < 0:
+            return None
+        tokens = decode_ids(ids)
+        if crash >= 0 and crash in tokens:
+            os._exit(_CRASH_EXIT)
+        return (
+            f"the prompt contains the token {fail}, which this worker was told to fail on" if fail in tokens else None
+        )
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """See `Backend.abort`."""
+        for digest in digests:
+            self._jobs.pop(digest, None)
+
+    def stats(self) -> BackendStats:
+        """See `Backend.stats`."""
+        return self._stats
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._jobs.clear()

@@ -1,0 +1,138 @@
+"""Taking jobs from a model's queue: new ones, and those of workers that fell silent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from lmpool import scripts
+from lmpool.card import ModelCard
+from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, WorkerError
+from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
+from lmpool.messages import Failure, Job, unpack_job
+from lmpool.prompts import check_encoded, digest_of
+from lmpool.workers.backend import BackendJob
+
+
+class Taken(NamedTuple):
+    """One entry of the queue that this worker now holds.
+
+    Attributes:
+        entry: its id in the stream.
+        job: what the backend is asked, or None when the entry cannot be served.
+        overwrite: the stored row is damaged and must be replaced.
+        digest: the prompt, or 16 zero bytes when the entry does not even decode.
+        failure: why it cannot be served.
+        is_dead: it goes to the dead letters.
+    """
+
+    entry: bytes
+    digest: bytes
+    job: BackendJob | None = None
+    overwrite: bool = False
+    failure: Failure | None = None
+    is_dead: bool = False
+
+
+class Claimed(NamedTuple):
+    """Jobs taken over from silent workers.
+
+    Attributes:
+        taken: the jobs.
+        alone: it is one job that must run with no other beside it; when there is none, such a job waits
+            for a worker that holds nothing.
+    """
+
+    taken: list[Taken]
+    alone: bool
+
+
+class Intake:
+    """Reads the queue of one model.
+
+    Args:
+        redis: a client for blocking reads, used by nothing else.
+        keys: the model's keys.
+        card: the model's card.
+        worker_id: the name of this consumer.
+        max_deliveries: deliveries after which a job is given up.
+    """
+
+    def __init__(self, redis: Redis, keys: ModelKeys, card: ModelCard, worker_id: str, max_deliveries: int) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._card = card
+        self._worker_id = worker_id
+        self._max_deliveries = max_deliveries
+
+    async def ensure_group(self) -> None:
+        """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
+        try:
+            await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    async def take(self, count: int, block_ms: int) -> list[Taken]:
+        """Take up to `count` new jobs; waits up to `block_ms` for the first."""
+        try:
+            reply = await self._redis.xreadgroup(
+                GROUP, self._worker_id, {self._keys.jobs: ">"}, count=count, block=block_ms
+            )
+        except ResponseError as error:
+            if not str(error).startswith("NOGROUP"):
+                raise
+            await self.ensure_group()
+            return []
+        return [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
+
+    async def claim(self, redis: Redis, count: int, *, idle: bool) -> Claimed:
+        """Take over up to `count` jobs whose lease has passed; `idle`: this worker holds none."""
+        reply = await scripts.CLAIM(
+            redis,
+            [self._keys.jobs],
+            [GROUP, self._worker_id, int(self._card.lease_s * 1000), self._max_deliveries, count, int(idle)],
+        )
+        alone, entries = reply
+        taken = []
+        for entry, data, deliveries in entries:
+            one = self._read(entry, data)
+            if deliveries >= self._max_deliveries:
+                text = f"given up after {deliveries} deliveries: its workers died or hung while they held it"
+                one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
+            taken.append(one)
+        return Claimed(taken, bool(alone))
+
+    def _read(self, entry: bytes, data: bytes) -> Taken:
+        """Decode and check one job in the one place where this is done for all backends."""
+        try:
+            job = unpack_job(data)
+        except ProtocolError as error:
+            return Taken(entry, bytes(16), failure=Failure(type(error).__name__, str(error)), is_dead=True)
+        digest = digest_of(job.ids, job.adapter)
+        failure = self._refusal(job)
+        if failure is not None:
+            return Taken(entry, digest, failure=failure)
+        return Taken(entry, digest, BackendJob(digest, job.ids), job.overwrite)
+
+    def _refusal(self, job: Job) -> Failure | None:
+        card = self._card
+        if job.fingerprint != card.fingerprint:
+            text = f"the model {card.name!r} has changed: its fingerprint is {card.fingerprint}, not {job.fingerprint}"
+            return Failure(ModelMismatch.__name__, text)
+        try:
+            check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+        except InvalidPrompt as error:
+            return Failure(type(error).__name__, str(error))
+        return None
+
+
+def stream_entries(reply: Any) -> Sequence[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of an XREAD or XREADGROUP of one stream, in whatever shape redis-py returns them."""
+    if not reply:
+        return []
+    entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
+    return [(entry, fields) for entry, fields in entries if fields is not None]

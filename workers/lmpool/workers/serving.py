@@ -1,0 +1,98 @@
+"""A worker as a process: event loop, signals, allocator and log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from lmpool.card import ModelCard
+from lmpool.server import Server
+from lmpool.workers.backend import Backend
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+
+_log = logging.getLogger("lmpool.worker")
+
+_STOPPED_NOW = 130
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def serve(
+    server: Server,
+    make_backend: Callable[[], Backend],
+    settings: WorkerSettings,
+    before_exit: Callable[[], None] = lambda: None,
+) -> None:
+    """Run one worker in this process until SIGTERM or Ctrl-C; the second one stops it at once.
+
+    Args:
+        server: the pool's Redis.
+        make_backend: makes the backend.
+        settings: see `WorkerSettings`.
+        before_exit: called before the process is ended at once.
+
+    Raises:
+        As `Worker.run`.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    _keep_freed_memory()
+    # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
+    sys.setswitchinterval(0.0005)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(server, make_backend, settings, before_exit))
+
+
+async def _serve(
+    server: Server, make_backend: Callable[[], Backend], settings: WorkerSettings, before_exit: Callable[[], None]
+) -> None:
+    worker = Worker(server, make_backend, settings)
+    is_ready = is_stopping = False
+
+    def on_ready(card: ModelCard) -> None:
+        nonlocal is_ready
+        is_ready = True
+        _log.info(
+            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s) on %s as worker %s",
+            card.name, card.backend, card.dtype, card.vocab_size, card.max_prompt_tokens, card.encoding, server,
+            worker.worker_id,
+        )  # fmt: skip
+
+    def on_signal() -> None:
+        nonlocal is_stopping
+        if is_stopping or not is_ready:
+            _log.info("stopped at once")
+            before_exit()
+            os._exit(_STOPPED_NOW)
+        is_stopping = True
+        worker.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await worker.run(on_ready)
+    _log.info("stopped; nothing was left unfinished")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: without it storing rows takes two to four times as long."""
+    try:
+        import uvloop
+    except ImportError:
+        _log.warning("uvloop is not installed: rows are stored more slowly")
+        return None
+    return uvloop.new_event_loop
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep freed blocks of rows: mapping them afresh costs a page fault per 4 KB of every row."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 64 * 1024 * 1024)

@@ -1,0 +1,44 @@
+"""Settings of a worker that do not depend on its backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmpool.checks import check_name, check_number
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker serves.
+
+    Attributes:
+        prefix: prefix of all Redis keys.
+        lease_s: seconds without a sign of life after which a worker's jobs are given to another.
+        max_deliveries: deliveries after which a job is given up.
+        queue_limit: prompts that may wait for the model at once.
+        row_ttl_s: seconds that a row stays in the cache.
+        log_every_s: seconds between two lines of counters in the log.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+
+    prefix: str = "lmpool"
+    lease_s: float = 15.0
+    max_deliveries: int = 3
+    queue_limit: int = 100_000
+    row_ttl_s: float = 3600.0
+    log_every_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_name("prefix", self.prefix)
+        check_number(self, "lease_s", least=0.1, most=3600)
+        check_number(self, "max_deliveries", least=1, most=1000)
+        check_number(self, "queue_limit", least=1)
+        check_number(self, "row_ttl_s", least=1)
+        check_number(self, "log_every_s", least=0.1)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two signs of life, so that a missed one or two do no harm."""
+        return self.lease_s / 5

@@ -1,0 +1,140 @@
+"""The backend's own thread: takes jobs, steps, hands rows back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Sequence
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from lmpool.card import ModelCard
+from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+
+
+class _Abort(NamedTuple):
+    digests: Collection[bytes]
+
+
+_Order = Sequence[BackendJob] | _Abort | None
+
+
+class Stepper:
+    """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
+
+    Args:
+        make: makes the backend; called in the thread, for engines bind to the thread they start in.
+        on_finished: called in the event loop with what each step brought.
+        on_broken: called in the event loop with the exception that ended the thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Backend],
+        on_finished: Callable[[Finished], None],
+        on_broken: Callable[[BaseException], None],
+    ) -> None:
+        self._make = make
+        self._on_finished = on_finished
+        self._on_broken = on_broken
+        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[tuple[ModelCard, int]] = self._loop.create_future()
+        self._closed = asyncio.Event()
+        self._sent = 0
+        self._capacity = 0
+        self._capacity_seen_at = 0
+        self.batch = 1
+        self.stats = BackendStats()
+        # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
+        self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
+
+    async def start(self) -> ModelCard:
+        """Make the backend; returns its card. Raises what making it raised."""
+        self._thread.start()
+        card, self.batch = await self._ready
+        return card
+
+    @property
+    def room(self) -> int:
+        """Prompts that the backend can take now, those already on their way to it counted."""
+        return self._capacity - (self._sent - self._capacity_seen_at)
+
+    def submit(self, jobs: Sequence[BackendJob]) -> None:
+        """Hand jobs to the backend."""
+        self._sent += len(jobs)
+        self._orders.put(jobs)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Ask the backend to drop jobs."""
+        self._orders.put(_Abort(digests))
+
+    async def close(self) -> None:
+        """End the thread after its present step and free the backend."""
+        self._orders.put(None)
+        if self._thread.is_alive():
+            await self._closed.wait()
+
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            pass  # The loop is closed: the process is on its way out and nobody needs the result.
+
+    def _run(self) -> None:
+        try:
+            backend = self._make()
+        except BaseException as error:  # noqa: BLE001  whatever it is, the event loop must hear of it
+            self._post(_fail, self._ready, error)
+            self._post(self._closed.set)
+            return
+        self._post(self._set_ready, backend.card, backend.batch, backend.capacity())
+        try:
+            self._serve(backend)
+        except BaseException as error:  # noqa: BLE001  the one place that sees a broken backend
+            self._post(self._on_broken, error)
+        finally:
+            backend.close()
+            self._post(self._closed.set)
+
+    def _serve(self, backend: Backend) -> None:
+        held: set[bytes] = set()
+        taken = 0
+        while True:
+            try:
+                order = self._orders.get(block=not held)
+                if order is None:
+                    return
+                taken += self._obey(backend, order, held)
+                continue  # Take all that has come before the next step, so that it runs full.
+            except Empty:
+                pass
+            finished = backend.step()
+            for block in finished.blocks:
+                held.difference_update(block.digests)
+            held.difference_update(finished.failures)
+            self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
+
+    @staticmethod
+    def _obey(backend: Backend, order: Sequence[BackendJob] | _Abort, held: set[bytes]) -> int:
+        if isinstance(order, _Abort):
+            backend.abort(order.digests)
+            held.difference_update(order.digests)
+            return 0
+        backend.submit(order)
+        held.update(job.digest for job in order)
+        return len(order)
+
+    def _set_ready(self, card: ModelCard, batch: int, capacity: int) -> None:
+        self._capacity = capacity
+        self._ready.set_result((card, batch))
+
+    def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
+        self._capacity, self._capacity_seen_at = capacity, taken
+        self.stats = stats
+        self._on_finished(finished)
+
+
+def _fail(future: asyncio.Future[tuple[ModelCard, int]], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,302 @@
+"""A worker: fetch, compute and publish, all three at once, until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from redis.exceptions import RedisError
+
+from lmpool import scripts
+from lmpool.backoff import delays
+from lmpool.card import ModelCard
+from lmpool.errors import LMPoolError, WorkerError
+from lmpool.keys import GROUP, Keys
+from lmpool.messages import Failure
+from lmpool.rowcache import RedisRows
+from lmpool.rows import RowBlock
+from lmpool.server import Server
+from lmpool.workers.backend import Backend, BackendStats, Finished
+from lmpool.workers.intake import Intake, Taken
+from lmpool.workers.presence import Presence, new_worker_id
+from lmpool.workers.publisher import Ending, Publisher
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.stepper import Stepper
+
+_log = logging.getLogger("lmpool.worker")
+
+_BLOCK_MS = 500
+_PUBLISHERS = 2
+_UNPUBLISHED_BATCHES = 4
+
+
+@dataclass(slots=True)
+class _Held:
+    """A prompt that this worker holds, and the queue entries that ask for it."""
+
+    entries: list[bytes] = field(default_factory=list)
+    overwrite: bool = False
+
+
+class Worker:
+    """Serves one model from one backend.
+
+    Args:
+        server: the pool's Redis.
+        make_backend: makes the backend; called in the backend's own thread.
+        settings: see `WorkerSettings`.
+    """
+
+    def __init__(
+        self, server: Server, make_backend: Callable[[], Backend], settings: WorkerSettings | None = None
+    ) -> None:
+        self._server = server
+        self._make_backend = make_backend
+        self._settings = settings or WorkerSettings()
+        self._id = new_worker_id()
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._held: dict[bytes, _Held] = {}
+        self._finished: asyncio.Queue[Finished] = asyncio.Queue()
+        self._broken: BaseException | None = None
+        self._alone = False
+        self._failures = 0
+        self._last_stats = BackendStats()
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's name in Redis."""
+        return self._id
+
+    def stop(self) -> None:
+        """Drain: take nothing more, finish and publish what is held, then return from `run`."""
+        if not self._stopping.is_set():
+            _log.info("stopping: %d prompts to finish", len(self._held))
+        self._stopping.set()
+        self._changed.set()
+
+    async def run(self, on_ready: Callable[[ModelCard], None] | None = None) -> None:
+        """Serve until `stop`.
+
+        Args:
+            on_ready: called once with the card when the worker takes jobs.
+
+        Raises:
+            ModelMismatch: the model is served with other weights.
+            ServerError: the server cannot be used at the start; later the worker waits for it instead.
+            WorkerError: the backend broke.
+        """
+        self._stepper = Stepper(self._make_backend, self._finished.put_nowait, self._break)
+        card = await self._stepper.start()
+        settings = self._settings
+        self._card = card = replace(
+            card, lease_s=settings.lease_s, queue_limit=settings.queue_limit, row_ttl_s=settings.row_ttl_s
+        )
+        keys = Keys(settings.prefix)
+        self._keys = keys.model(card.name)
+        self._redis = self._server.client()
+        reader = self._server.client()
+        rows = RedisRows(self._server, keys, card)
+        self._intake = Intake(reader, self._keys, card, self._id, settings.max_deliveries)
+        self._publisher = Publisher(self._server, self._redis, rows, self._keys, card.fingerprint)
+        self._presence = Presence(self._redis, keys, card, self._id)
+        try:
+            await self._join()
+            if on_ready is not None:
+                on_ready(card)
+            await self._serve()
+            await self._presence.leave()
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
+        finally:
+            await self._stepper.close()
+            rows.close()
+            await reader.aclose()
+            await self._redis.aclose()
+
+    async def _join(self) -> None:
+        try:
+            await self._presence.join()
+            await self._intake.ensure_group()
+            await self._presence.beat(self._counters())
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
+
+    async def _serve(self) -> None:
+        """Run all parts until the worker is told to stop and holds nothing any more."""
+        parts = [
+            asyncio.create_task(part, name=name)
+            for name, part in [
+                *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
+                ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
+                ("leases", self._every(self._settings.lease_s / 3, self._renew)),
+                ("claims", self._every(self._settings.lease_s / 3, self._claim)),
+                ("log", self._log_counters()),
+            ]
+        ]
+        fetching = asyncio.create_task(self._fetch_all(), name="fetch")
+        try:
+            done, _ = await asyncio.wait([fetching, *parts], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await self._until(lambda: not self._held)
+        finally:
+            for task in [fetching, *parts]:
+                task.cancel()
+            await asyncio.gather(fetching, *parts, return_exceptions=True)
+        if self._broken is not None:
+            raise WorkerError(f"the backend broke: {self._broken}") from self._broken
+
+    # Fetch
+
+    async def _fetch_all(self) -> None:
+        """Take jobs whenever the backend has room: a batch when it is idle, the next one while it computes."""
+        waits = delays()
+        while not self._stopping.is_set():
+            await self._until(lambda: self._stopping.is_set() or self._room() > 0)
+            if self._stopping.is_set():
+                return
+            try:
+                taken = await self._intake.take(min(self._room(), self._stepper.batch), _BLOCK_MS)
+            except (RedisError, OSError) as error:
+                _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
+                await asyncio.sleep(next(waits))
+                continue
+            waits = delays()
+            await self._until(lambda: not self._alone)
+            await self._accept(taken)
+
+    def _room(self) -> int:
+        if self._alone or self._broken is not None:
+            return 0
+        return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
+
+    async def _accept(self, taken: list[Taken]) -> None:
+        """Hand jobs to the backend; end those that cannot be served. A prompt is computed once at a time."""
+        jobs, endings = [], []
+        for one in taken:
+            if one.job is None:
+                endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
+                continue
+            held = self._held.get(one.digest)
+            if held is None:
+                held = self._held[one.digest] = _Held()
+                jobs.append(one.job)
+            held.overwrite |= one.overwrite
+            if one.entry not in held.entries:
+                held.entries.append(one.entry)
+        if jobs:
+            self._stepper.submit(jobs)
+        if endings:
+            self._failures += len(endings)
+            await self._publisher.end(endings)
+
+    # Publish
+
+    async def _publish_all(self) -> None:
+        while True:
+            finished = await self._finished.get()
+            for block in finished.blocks:
+                await self._publish(block)
+            if finished.failures:
+                await self._publish_failures(finished.failures)
+
+    async def _publish(self, block: RowBlock) -> None:
+        held = {digest: self._held[digest] for digest in block.digests if digest in self._held}
+        overwrite = {digest for digest, one in held.items() if one.overwrite}
+        await self._publisher.publish(block, {digest: one.entries for digest, one in held.items()}, overwrite)
+        self._release(block.digests)
+
+    async def _publish_failures(self, failures: dict[bytes, str]) -> None:
+        self._failures += len(failures)
+        endings = [
+            Ending(entry, digest, Failure(WorkerError.__name__, f"{text} (worker {self._id})"))
+            for digest, text in failures.items()
+            for entry in self._held.get(digest, _Held()).entries
+        ]
+        await self._publisher.end(endings)
+        self._release(list(failures))
+
+    def _release(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._held.pop(digest, None)
+        self._changed.set()
+
+    # Leases
+
+    async def _renew(self) -> None:
+        entries = [entry for held in self._held.values() for entry in held.entries]
+        for at in range(0, len(entries), scripts.MOST_AT_ONCE):
+            part = entries[at : at + scripts.MOST_AT_ONCE]
+            await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._id, *part])
+
+    async def _claim(self) -> None:
+        """Take over jobs of silent workers, as long as there are some and this one has room."""
+        try:
+            while not self._stopping.is_set() and (self._room() > 0 or self._alone):
+                count = max(1, min(self._room(), self._stepper.batch))
+                claimed = await self._intake.claim(self._redis, count, idle=not self._held)
+                if claimed.taken:
+                    _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
+                elif not claimed.alone:
+                    break
+                # What may have killed the others runs with nothing else in this worker.
+                self._alone = claimed.alone
+                await self._accept(claimed.taken)
+                if claimed.alone:
+                    await self._until(lambda: not self._held)
+        finally:
+            self._alone = False
+            self._changed.set()
+        await self._presence.sweep()
+
+    # Signs of life
+
+    async def _beat(self) -> None:
+        await self._presence.beat(self._counters())
+
+    def _counters(self) -> dict[str, str | int | float]:
+        stats = self._stepper.stats
+        return {
+            "state": "draining" if self._stopping.is_set() else "ready",
+            "held": len(self._held),
+            "failures": self._failures,
+            **stats._asdict(),
+        }
+
+    async def _log_counters(self) -> None:
+        every = self._settings.log_every_s
+        while True:
+            await asyncio.sleep(every)
+            now, before = self._stepper.stats, self._last_stats
+            self._last_stats = now
+            rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
+            reused = (now.reused - before.reused) / tokens if tokens else 0.0
+            _log.info(
+                "%.1f rows/s, %.1f prompts a batch, %.0f %% of tokens from the prefix cache, %d held, %d failures",
+                rows / every, rows / steps if steps else 0.0, 100 * reused, len(self._held), self._failures,
+            )  # fmt: skip
+
+    # Helpers
+
+    def _break(self, error: BaseException) -> None:
+        _log.error("the backend broke", exc_info=error)
+        self._broken = error
+        self._held.clear()
+        self.stop()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _every(self, seconds: float, action: Callable[[], object]) -> None:
+        """Repeat an action; a server that does not answer is waited for."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await action()  # type: ignore[misc]
+            except (RedisError, OSError, LMPoolError) as error:
+                _log.warning("will try again: %s", self._server.explain(error))
