@@ -29,6 +29,7 @@ class ModelCard:
         lossy: True when the encoding loses bits that the backend computed.
         adapter: name of the adapter, or "".
         source: hub name or folder of the model, for its tokenizer; or "".
+        gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -45,6 +46,7 @@ class ModelCard:
     lossy: bool = False
     adapter: str = ""
     source: str = ""
+    gguf_file: str = ""
     note: str = ""
     queue_limit: int = 100_000
     lease_s: float = 15.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points, version
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -15,6 +15,8 @@ _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
 
 # Some releases of typer carry a copy of click of their own: take the classes from typer itself.
+_UsageError: type[Exception]
+_ClickException: type[Exception]
 _UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
 app = typer.Typer(
@@ -48,7 +50,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
-        code = _usage(error)
+        code = _usage(cast(typer.BadParameter, error))
     except (typer.Abort, KeyboardInterrupt):
         code = 130
     except (_ClickException, LMPoolError) as error:
@@ -57,7 +59,7 @@ def main() -> None:
         # The reader of our output has gone, as with `| head`; nothing is left to say, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception as error:  # noqa: BLE001  the one place where a bug becomes a line for the user
+    except Exception as error:  # The one place where a bug becomes a line for the user.
         if os.environ.get(_TRACEBACK_VARIABLE):
             raise
         code = _fail(f"unexpected {type(error).__name__}: {error} (set {_TRACEBACK_VARIABLE}=1 for the traceback)")

@@ -78,8 +78,8 @@ class RedisRows:
         """
         link = await self._open()
         writes = [
-            RowWrite(self._prefix + digest, block.header(index), memoryview(numbers).cast("B"), digest in overwrite)
-            for index, (digest, numbers) in enumerate(zip(block.digests, _writable_views(block), strict=True))
+            RowWrite(self._prefix + digest, block.header(index), numbers, digest in overwrite)
+            for index, (digest, numbers) in enumerate(zip(block.digests, _as_bytes(block), strict=True))
         ]
         try:
             replies = await link.set(writes, self._ttl_ms)
@@ -101,9 +101,7 @@ class RedisRows:
         if len(chunks) == 1:
             await self._get_chunk(chunks[0], deliver)
         elif chunks:
-            async with asyncio.TaskGroup() as group:
-                for chunk in chunks:
-                    group.create_task(self._get_chunk(chunk, deliver))
+            await asyncio.gather(*(self._get_chunk(chunk, deliver) for chunk in chunks))
 
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver) -> None:
         prefix = self._prefix
@@ -137,6 +135,8 @@ class RedisRows:
             self._link.close()
 
 
-def _writable_views(block: RowBlock) -> Sequence[NDArray[np.generic]]:
-    """The rows of a block as plain integers: buffers of float16 cannot be cast to bytes everywhere."""
-    return block.numbers.view(np.uint16 if block.numbers.itemsize == 2 else np.uint32)  # type: ignore[return-value]
+def _as_bytes(block: RowBlock) -> list[memoryview]:
+    """The numbers of each row of a block as bytes, in place."""
+    # By way of integers of the same width: memoryview cannot cast every float format.
+    numbers = block.numbers.view(np.uint16 if block.numbers.itemsize == 2 else np.uint32)
+    return [row.data.cast("B") for row in numbers]

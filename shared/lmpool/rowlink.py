@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class RowLink(asyncio.BufferedProtocol):
         writer = connection._writer
         if writer is None:
             raise ConnectionError("the connection is not open")
-        self._transport: asyncio.Transport = writer.transport
+        self._transport = cast(asyncio.Transport, writer.transport)
         self._transport.pause_reading()
         self._transport.set_protocol(self)
         self._transport.resume_reading()

@@ -92,7 +92,8 @@ class RowBlock:
 
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
-        return self.header(index) + self.numbers[index].tobytes()
+        numbers: NDArray[Any] = self.numbers[index]
+        return self.header(index) + numbers.tobytes()
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:

@@ -82,7 +82,7 @@ class Server:
         """
         connection = self._connection()
         try:
-            await connection.connect()
+            await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise self.explain(error) from error
         return RowLink(connection, max_bulk)

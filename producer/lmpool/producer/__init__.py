@@ -1,7 +1,7 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
-from lmpool.producer.flights import ProducerStats
 from lmpool.producer.producer import Producer
+from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer
 
 __all__ = ["Producer", "ProducerStats", "SyncProducer"]

@@ -1,4 +1,186 @@
-"""The client side of the command line (filled below)."""
+"""The client side of the command line: `lmpool logprobs`, `status`, `flush` and `bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
 import typer
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.table import Table
+
+from lmpool.errors import SettingsError
+from lmpool.keys import Keys
+from lmpool.producer.lobby import Lobby
+from lmpool.producer.measuring import Measurement, measure
+from lmpool.producer.producer import Producer
+from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.server import Server
+
+T = TypeVar("T")
+
+ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
+    for command in (logprobs, status, flush, bench):
+        app.command()(command)
+
+
+def logprobs(
+    text: Annotated[str, typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids.")],
+    ids: Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the likeliest next tokens of a prompt."""
+
+    async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
+        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+            tokenizer = None if ids else load_tokenizer(producer.model)
+            tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
+            return tokens, await producer.logprobs(tokens), tokenizer
+
+    tokens, row, tokenizer = _run(ask())
+    best = np.argsort(row, kind="stable")[::-1][:top]
+    found = [
+        {
+            "id": int(token),
+            "token": None if tokenizer is None else tokenizer.decode([int(token)]),
+            "logprob": float(row[token]),
+        }
+        for token in best
+    ]
+    if as_json:
+        typer.echo(json.dumps({"ids": tokens, "top": found}))
+        return
+    table = Table("id", "token", "log-probability", "probability")
+    for item in found:
+        token = "" if item["token"] is None else repr(item["token"])
+        logprob = float(str(item["logprob"]))
+        table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
+    Console().print(table)
+
+
+def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
+    """Show models, workers, queue depths and rates."""
+    found = _run(_survey(Server(redis), Keys(prefix)))
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    if not found:
+        typer.echo("no model is served")
+        return
+    models = Table("model", "backend", "V", "dtype", "rows as", "workers", "queued", "dead", "rows/s", title="Models")
+    workers = Table("worker", "model", "state", "rows", "rows/s", "held", "failures", "prefix reuse", title="Workers")
+    for model in found:
+        card = model["card"]
+        rate = sum(float(worker["rows_per_s"]) for worker in model["workers"])
+        cells = (card["name"], card["backend"], card["vocab_size"], card["dtype"], card["encoding"])
+        counts = (len(model["workers"]), model["queued"], model["dead"], f"{rate:.1f}")
+        models.add_row(*map(str, cells + counts))
+        for worker in model["workers"]:
+            reuse = int(worker["reused"]) / max(1, int(worker["tokens"]))
+            names = ("id", "model", "state", "rows", "rows_per_s", "held", "failures")
+            workers.add_row(*(str(worker[name]) for name in names), f"{reuse:.0%}")
+    console = Console()
+    console.print(models)
+    console.print(workers)
+
+
+async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:
+    redis = server.client()
+    try:
+        lobby = Lobby(redis, keys)
+        return [
+            {
+                "card": {**asdict(card), "fingerprint": card.fingerprint},
+                "queued": await lobby.depth(name),
+                "dead": await lobby.dead(name),
+                "workers": [{"id": worker.worker_id, **worker.fields} for worker in await lobby.workers(name)],
+            }
+            for name, card in (await lobby.cards()).items()
+        ]
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def flush(model: ModelName = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
+    """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
+    typer.echo(f"dropped {_run(_flush(Server(redis), Keys(prefix), model))} rows")
+
+
+async def _flush(server: Server, keys: Keys, model: str | None) -> int:
+    redis = server.client()
+    try:
+        fingerprint = "*" if model is None else (await Lobby(redis, keys).card(model)).fingerprint
+        dropped = 0
+        batch: list[bytes] = []
+        async for key in redis.scan_iter(match=keys.row(fingerprint) + b"*", count=1000):
+            batch.append(key)
+            if len(batch) == 500:
+                dropped += await redis.unlink(*batch)
+                batch.clear()
+        return dropped + (await redis.unlink(*batch) if batch else 0)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def bench(
+    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts to ask.")] = 1000,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 256,
+    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: new ones each time).")] = None,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
+
+    async def run() -> Measurement:
+        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout, cache_bytes=0) as producer:
+            if length > producer.model.max_prompt_tokens:
+                limit = producer.model.max_prompt_tokens
+                raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
+            return await measure(producer, prompts, length, concurrency, seed)
+
+    found = _run(run())
+    if as_json:
+        typer.echo(json.dumps(found._asdict()))
+        return
+    table = Table("", "rows/s", "p50 ms", "p99 ms")
+    table.add_row("new", f"{found.new_per_s:.1f}", f"{found.new_p50_ms:.2f}", f"{found.new_p99_ms:.2f}")
+    table.add_row("cached", f"{found.cached_per_s:.1f}", f"{found.cached_p50_ms:.2f}", f"{found.cached_p99_ms:.2f}")
+    table.add_row("one new alone", "", f"{found.alone_p50_ms:.2f}", f"{found.alone_p99_ms:.2f}")
+    Console().print(table)
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 
-import numpy as np
-from numpy.typing import NDArray
-
+from lmpool.errors import CorruptRow
+from lmpool.producer.lru import RowLRU
+from lmpool.producer.stats import ProducerStats
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
+
+_TRIES_AT_DAMAGED_ROWS = 2
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
@@ -22,6 +22,7 @@ class Stage(Enum):
     """How far a flight has come."""
 
     UNSENT = auto()
+    SENDING = auto()
     REFUSED = auto()
     WAITING = auto()
 
@@ -34,94 +35,94 @@ class Flight:
         waiters: who waits for it here.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
-        damaged: the cache held something else than a row; ask for it to be overwritten.
+        damaged: how often the cache held something else than a row.
         origin: counter of `ProducerStats` that the first waiter's request adds to.
     """
 
     __slots__ = ("damaged", "origin", "prompt", "since", "stage", "waiters")
 
-    def __init__(self, prompt: Prompt, now: float) -> None:
+    def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.waiters: list[Waiter] = []
         self.stage = Stage.UNSENT
-        self.since = now
+        self.since = 0.0
         self.damaged = 0
         self.origin = "cache_hits"
 
 
-class SingleWaiter:
-    """Waits for one row with a future."""
+class FlightTable:
+    """All flights of one session, by digest.
 
-    __slots__ = ("future",)
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future: asyncio.Future[Row] = loop.create_future()
-
-    def __call__(self, answer: Answer) -> None:
-        if not self.future.done():
-            if isinstance(answer, Exception):
-                self.future.set_exception(answer)
-            else:
-                self.future.set_result(answer)
-
-
-class BatchWaiter:
-    """Collects the rows of a batch in one array, so that no row is kept twice.
-
-    Attributes:
-        rows: float32 of shape (n, V); complete when `future` is done.
+    Args:
+        cache: the producer's own rows; what lands is added.
+        stats: the producer's counters.
     """
 
-    __slots__ = ("future", "left", "rows")
+    def __init__(self, cache: RowLRU, stats: ProducerStats) -> None:
+        self._flights: dict[bytes, Flight] = {}
+        self._cache = cache
+        self._stats = stats
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, vocab_size: int) -> None:
-        self.future: asyncio.Future[None] = loop.create_future()
-        self.rows: NDArray[np.float32] = np.empty((count, vocab_size), np.float32)
-        self.left = count
-        if count == 0:
-            self.future.set_result(None)
+    def __len__(self) -> int:
+        return len(self._flights)
 
-    def at(self, index: int) -> Waiter:
-        """The waiter for one row of the batch."""
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(list(self._flights.values()))
 
-        def deliver(answer: Answer) -> None:
-            if self.future.done():
-                return
-            if isinstance(answer, Exception):
-                self.future.set_exception(answer)
-                return
-            self.rows[index] = answer
-            self.left -= 1
-            if self.left == 0:
-                self.future.set_result(None)
+    def get(self, digest: bytes) -> Flight | None:
+        """The flight of a prompt, if it is under way."""
+        return self._flights.get(digest)
 
-        return deliver
+    def is_open(self, flight: Flight) -> bool:
+        """Whether a flight is still under way."""
+        return self._flights.get(flight.prompt.digest) is flight
 
+    def board(self, prompt: Prompt, waiter: Waiter) -> tuple[Flight, bool]:
+        """Let a waiter wait for a prompt; returns its flight, and whether that is a new one."""
+        flight = self._flights.get(prompt.digest)
+        is_new = flight is None
+        if flight is None:
+            flight = self._flights[prompt.digest] = Flight(prompt)
+        else:
+            self._stats.joined += 1
+        flight.waiters.append(waiter)
+        return flight, is_new
 
-@dataclass(slots=True)
-class ProducerStats:
-    """What became of a producer's requests.
+    def leave(self, flight: Flight, waiter: Waiter) -> bool:
+        """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
+        flight.waiters.remove(waiter)
+        self._stats.failed += 1
+        if flight.waiters or not self.is_open(flight):
+            return False
+        del self._flights[flight.prompt.digest]
+        return True
 
-    Attributes:
-        requests: rows that were asked for.
-        local_hits: answered from the producer's own memory.
-        cache_hits: answered from the cache in Redis.
-        joined: joined a request for the same prompt that was under way here or in another process.
-        computed: queued for a worker.
-        failed: ended with an exception, or cancelled.
-    """
+    def deliver(self, digest: bytes, found: Row | CorruptRow | None) -> None:
+        """Take what the cache holds for a prompt."""
+        flight = self._flights.get(digest)
+        if found is None or flight is None:
+            return
+        if isinstance(found, CorruptRow):
+            flight.damaged += 1
+            if flight.damaged > _TRIES_AT_DAMAGED_ROWS:
+                self.land(flight, found)
+            return
+        self._cache.put(digest, found)
+        self.land(flight, found)
 
-    requests: int = 0
-    local_hits: int = 0
-    cache_hits: int = 0
-    joined: int = 0
-    computed: int = 0
-    failed: int = 0
+    def land(self, flight: Flight, answer: Answer) -> None:
+        """End a flight and tell its waiters."""
+        self._flights.pop(flight.prompt.digest, None)
+        waiters, flight.waiters = flight.waiters, []
+        if isinstance(answer, Exception):
+            self._stats.failed += len(waiters)
+        else:
+            self._stats.add(flight.origin)
+        for waiter in waiters:
+            waiter(answer)
 
-    def add(self, name: str, count: int = 1) -> None:
-        """Count."""
-        setattr(self, name, getattr(self, name) + count)
-
-    def copy(self) -> ProducerStats:
-        """A snapshot."""
-        return ProducerStats(*(getattr(self, f.name) for f in fields(self)))
+    def restart(self) -> None:
+        """Forget how far the flights have come: the model has changed."""
+        self._cache.clear()
+        for flight in self._flights.values():
+            flight.stage = Stage.UNSENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -34,7 +34,7 @@ class Lobby:
 
     async def cards(self) -> dict[str, ModelCard]:
         """The cards of all models that are served, by name."""
-        found = await self._redis.hgetall(self._keys.models())  # type: ignore[misc]
+        found = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.models()))
         return {name.decode(): ModelCard.unpack(card) for name, card in sorted(found.items())}
 
     async def card(self, name: str | None) -> ModelCard:
@@ -65,7 +65,7 @@ class Lobby:
             return []  # No such stream: nobody has ever served this model.
         found = []
         for name in sorted(consumer["name"].decode() for consumer in consumers):
-            fields = await self._redis.hgetall(self._keys.worker(name))  # type: ignore[misc]
+            fields = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.worker(name)))
             if fields:
                 found.append(WorkerInfo(name, {k.decode(): v.decode() for k, v in fields.items()}))
         return found

@@ -16,9 +16,11 @@ from lmpool.card import ModelCard
 from lmpool.checks import check_name
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
-from lmpool.producer.flights import BatchWaiter, Flight, ProducerStats, SingleWaiter, Waiter
+from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.session import Session
+from lmpool.producer.stats import ProducerStats
+from lmpool.producer.waiters import BatchWaiter, SingleWaiter
 from lmpool.prompts import Prompt, encode_prompt
 from lmpool.server import Server
 
@@ -205,10 +207,10 @@ class Producer:
 
     async def _connect(self, seconds: float) -> Session:
         server = Server(self._redis)
-        session = Session(server, self._keys, self._model, self._cache, self._stats)
+        session = Session(server, self._keys, self._cache, self._stats)
         try:
             async with asyncio.timeout(seconds):
-                await session.open()
+                await session.open(self._model)
         except TimeoutError as error:
             raise server.explain(TimeoutError(f"no answer within {seconds:g} s")) from error
         self._session = session

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
 from lmpool.errors import ProducerClosed
-from lmpool.producer.flights import ProducerStats
 from lmpool.producer.producer import Producer
+from lmpool.producer.stats import ProducerStats
 
 T = TypeVar("T")
 

@@ -92,5 +92,3 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
     return command
-
-

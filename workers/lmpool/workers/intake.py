@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -14,6 +13,7 @@ from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, WorkerErr
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.messages import Failure, Job, unpack_job
 from lmpool.prompts import check_encoded, digest_of
+from lmpool.streams import stream_entries
 from lmpool.workers.backend import BackendJob
 
 
@@ -65,6 +65,7 @@ class Intake:
         self._redis = redis
         self._keys = keys
         self._card = card
+        self._fingerprint = card.fingerprint
         self._worker_id = worker_id
         self._max_deliveries = max_deliveries
 
@@ -120,19 +121,11 @@ class Intake:
 
     def _refusal(self, job: Job) -> Failure | None:
         card = self._card
-        if job.fingerprint != card.fingerprint:
-            text = f"the model {card.name!r} has changed: its fingerprint is {card.fingerprint}, not {job.fingerprint}"
+        if job.fingerprint != self._fingerprint:
+            text = f"the model {card.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
             return Failure(ModelMismatch.__name__, text)
         try:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
         except InvalidPrompt as error:
             return Failure(type(error).__name__, str(error))
         return None
-
-
-def stream_entries(reply: Any) -> Sequence[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of an XREAD or XREADGROUP of one stream, in whatever shape redis-py returns them."""
-    if not reply:
-        return []
-    entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
-    return [(entry, fields) for entry, fields in entries if fields is not None]

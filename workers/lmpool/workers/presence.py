@@ -47,7 +47,7 @@ class Presence:
         """
         ours, name = self._card.pack(), self._card.name
         while True:
-            seen = await self._redis.hget(self._keys.models(), name) or b""  # type: ignore[misc]
+            seen = _bytes(await self._redis.hget(self._keys.models(), name))
             if seen == ours:
                 return
             differences = _differences(self._card, seen)
@@ -59,10 +59,10 @@ class Presence:
             if await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, ours]):
                 return
 
-    async def beat(self, counters: Mapping[str, str | int | float]) -> None:
+    async def beat(self, counters: Mapping[str | bytes, str | int | float]) -> None:
         """Show a sign of life with the worker's counters, and mend the card if it was lost."""
         key = self._keys.worker(self._worker_id)
-        fields = {
+        fields: dict[str | bytes, str | int | float] = {
             "model": self._card.name,
             "backend": self._card.backend,
             "fingerprint": self._card.fingerprint,
@@ -72,23 +72,21 @@ class Presence:
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(key, mapping=fields)  # type: ignore[arg-type]
         pipe.pexpire(key, int(self._card.lease_s * 1000))
-        pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())  # type: ignore[arg-type]
+        pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
         await pipe.execute()
 
     async def sweep(self) -> None:
         """Remove consumers of workers that are gone and hold nothing; one with jobs keeps them claimable."""
-        for consumer in await self._consumers():
-            name = consumer["name"].decode()
-            gone = name != self._worker_id and consumer["pending"] == 0
-            if gone and not await self._redis.exists(self._keys.worker(name)):
+        for name, pending in (await self._consumers()).items():
+            idle = name != self._worker_id and pending == 0
+            if idle and not await self._redis.exists(self._keys.worker(name)):
                 await self._redis.xgroup_delconsumer(self._jobs, GROUP, name)
 
     async def leave(self) -> None:
         """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
         await self._redis.delete(self._keys.worker(self._worker_id))
-        for consumer in await self._consumers():
-            if consumer["name"].decode() == self._worker_id and consumer["pending"] == 0:
-                await self._redis.xgroup_delconsumer(self._jobs, GROUP, self._worker_id)
+        if (await self._consumers()).get(self._worker_id) == 0:
+            await self._redis.xgroup_delconsumer(self._jobs, GROUP, self._worker_id)
         if not await self._live_workers():
             await scripts.SWAP(self._redis, [self._keys.models()], [self._card.name, self._card.pack(), b""])
 
@@ -97,15 +95,21 @@ class Presence:
         return self._keys.model(self._card.name).jobs
 
     async def _live_workers(self) -> list[str]:
-        names = [consumer["name"].decode() for consumer in await self._consumers()]
+        names = await self._consumers()
         return [name for name in names if name != self._worker_id and await self._redis.exists(self._keys.worker(name))]
 
-    async def _consumers(self) -> list[dict[str, bytes | int]]:
+    async def _consumers(self) -> dict[str, int]:
+        """Who has read this model's queue: worker id -> jobs that it holds."""
         try:
-            found: list[dict[str, bytes | int]] = await self._redis.xinfo_consumers(self._jobs, GROUP)
+            found = await self._redis.xinfo_consumers(self._jobs, GROUP)
         except ResponseError:
-            return []  # No such stream or group: nobody has served this model yet.
-        return found
+            return {}  # No such stream or group: nobody has served this model yet.
+        return {_bytes(consumer["name"]).decode(): int(consumer["pending"]) for consumer in found}
+
+
+def _bytes(value: object) -> bytes:
+    """A reply as bytes; redis-py types it as bytes or text, for the clients that decode."""
+    return value if isinstance(value, bytes) else b""
 
 
 def _differences(card: ModelCard, seen: bytes) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,20 @@ _log = logging.getLogger("lmpool.worker")
 _BLOCK_MS = 500
 _PUBLISHERS = 2
 _UNPUBLISHED_BATCHES = 4
+
+
+class _Rate:
+    """Events a second between two looks at a counter."""
+
+    def __init__(self) -> None:
+        self._count, self._at = 0, time.monotonic()
+
+    def update(self, count: int) -> float:
+        """The rate since the last look."""
+        now = time.monotonic()
+        rate = (count - self._count) / max(1e-3, now - self._at)
+        self._count, self._at = count, now
+        return rate
 
 
 @dataclass(slots=True)
@@ -64,6 +79,7 @@ class Worker:
         self._alone = False
         self._failures = 0
         self._last_stats = BackendStats()
+        self._rate = _Rate()
 
     @property
     def worker_id(self) -> str:
@@ -257,12 +273,13 @@ class Worker:
     async def _beat(self) -> None:
         await self._presence.beat(self._counters())
 
-    def _counters(self) -> dict[str, str | int | float]:
+    def _counters(self) -> dict[str | bytes, str | int | float]:
         stats = self._stepper.stats
         return {
             "state": "draining" if self._stopping.is_set() else "ready",
             "held": len(self._held),
             "failures": self._failures,
+            "rows_per_s": round(self._rate.update(stats.rows), 1),
             **stats._asdict(),
         }
 

@@ -16,7 +16,6 @@ from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidat
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.hf.loading import first_line, load_model
-from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.row_encoder import EncodedRows, RowEncoder
 from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
@@ -65,7 +64,7 @@ class HfBackend:
             backend="hf",
             vocab_size=abilities.logits.shape[-1],
             max_prompt_tokens=loaded.max_prompt_tokens,
-            revision=weights_revision(model),
+            revision=loaded.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,

@@ -57,9 +57,7 @@ class Forward:
         pool.store(prompts, paths, block)
         return logits
 
-    def _run(
-        self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, arguments: dict[str, Any]
-    ) -> Tensor:
+    def _run(self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, arguments: dict[str, Any]) -> Tensor:
         total = max(lengths)
         ids = np.zeros((len(prompts), total), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):

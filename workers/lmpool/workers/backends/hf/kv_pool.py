@@ -16,6 +16,8 @@ from lmpool.workers.backends.hf.prefix_slots import ROOT, PrefixSlots
 _BOOKKEEPING_BYTES = 256
 """Host memory that the trie needs for one slot: it counts, because for tiny models it is the larger part."""
 
+_COPY_BYTES = 1 << 23
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -54,10 +56,9 @@ class KVBlock:
 
     def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
         self.tokens = tokens
-        parts = tokens.split([heads * size for heads, size in layout.shapes], dim=-1)
+        parts = torch.split(tokens, [heads * size for heads, size in layout.shapes], dim=-1)
         views = [
-            part.unflatten(-1, shape).transpose(1, 2)
-            for part, shape in zip(parts, layout.shapes, strict=True)
+            part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, layout.shapes, strict=True)
         ]
         self.cache = DynamicCache()
         self.cache.layers = [
@@ -65,25 +66,27 @@ class KVBlock:
         ]
 
 
-class _BlockLayer(DynamicLayer):
+class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
     """One layer's view of a block. New keys and values are written where the pool takes them from.
 
     The stock layer would copy the whole past to append to it.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
+        self._block = keys, values
         self._filled = past
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._block
         start, end = self._filled, self._filled + key_states.shape[-2]
         self._filled = end
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_seq_length(self) -> int:
         return self._filled
@@ -162,15 +165,21 @@ class KVPool:
                 end = row * total + total - len(ids) + len(path)
                 sources += range(end - len(fresh), end)
                 targets += fresh
-            if targets:
-                device = self._storage.device
-                taken = block.tokens.flatten(0, 1).index_select(0, torch.tensor(sources, device=device))
-                self._storage.index_copy_(0, torch.tensor(targets, device=device), taken)
+            self._copy(block.tokens.flatten(0, 1), sources, targets)
             copied = True
         finally:
             if not copied:
                 # The trie names slots that were not written: forget everything rather than reuse those.
                 self.slots = PrefixSlots(self.capacity)
+
+    def _copy(self, tokens: Tensor, sources: list[int], targets: list[int]) -> None:
+        # Piece by piece, so that the memory in between stays small and warm.
+        step = max(1, _COPY_BYTES // self.layout.slot_bytes)
+        for start in range(0, len(targets), step):
+            source, target = torch.tensor(
+                [sources[start : start + step], targets[start : start + step]], device=tokens.device
+            )
+            self._storage.index_copy_(0, target, tokens.index_select(0, source))
 
     def release(self) -> None:
         """Give back the memory that is only kept to be reused."""

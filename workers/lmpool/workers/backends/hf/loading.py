@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.settings import HfSettings
 
 UNLIMITED = 1 << 20
@@ -25,10 +26,12 @@ class LoadedModel:
     Attributes:
         model: in evaluation mode, on its device.
         max_prompt_tokens: the longest prompt to take.
+        revision: digest of the weights.
     """
 
     model: PreTrainedModel
     max_prompt_tokens: int
+    revision: str
 
 
 def load_model(settings: HfSettings) -> LoadedModel:
@@ -47,11 +50,12 @@ def load_model(settings: HfSettings) -> LoadedModel:
     if settings.gguf_file is not None:
         arguments["gguf_file"] = settings.gguf_file
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(settings.model, **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, **arguments)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         # transformers has no exception type of its own: these are what missing files, unknown
         # architectures, missing packages and broken checkpoints end in.
         _refuse(settings, error)
+    model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise SettingsError(
@@ -59,7 +63,9 @@ def load_model(settings: HfSettings) -> LoadedModel:
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: is it a causal language model?"
         )
     limit = prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
-    return LoadedModel(model.to(device).eval(), limit)
+    model.to(device).eval()
+    # Before the first forward: some models (RWKV) rescale their weights in it.
+    return LoadedModel(model, limit, weights_revision(model))
 
 
 def pick_device(name: str) -> torch.device:

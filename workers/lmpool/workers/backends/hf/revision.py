@@ -49,7 +49,7 @@ def weights_revision(model: PreTrainedModel) -> str:
 def _total(bits: Tensor) -> int:
     """The sum modulo 2^64; in chunks, because widening a large tensor at once could take all memory."""
     total = 0
-    for chunk in bits.split(_CHUNK):
+    for chunk in torch.split(bits, _CHUNK):
         total += int(chunk.sum(dtype=torch.int64))
     return total % (1 << 64)
 

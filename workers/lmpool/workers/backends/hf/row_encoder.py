@@ -64,9 +64,7 @@ class RowEncoder:
         failures = {}
         if not bool(sound.all()):
             kept = sound.tolist()
-            failures = {
-                digest: _fault(row) for digest, row, ok in zip(digests, logits, kept, strict=True) if not ok
-            }
+            failures = {digest: _fault(row) for digest, row, ok in zip(digests, logits, kept, strict=True) if not ok}
             digests = [digest for digest, ok in zip(digests, kept, strict=True) if ok]
             numbers, log_z = numbers[sound], None if log_z is None else log_z[sound]
         if not digests:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,18 +50,16 @@ class HfSettings:
     max_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_text("model", self.model)
-        _check_text("device", self.device)
-        for field, optional in (("gguf_file", self.gguf_file), ("revision", self.revision)):
-            if optional is not None:
-                _check_text(field, optional)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("encoding", self.encoding, ENCODINGS)
-        _check_count("max_batch", self.max_batch, 1)
-        _check_count("max_batch_tokens", self.max_batch_tokens, 1)
-        _check_count("kv_cache_bytes", self.kv_cache_bytes, 0)
+        for field in ("model", "gguf_file", "revision", "device"):
+            _check_text(field, getattr(self, field), optional=field in ("gguf_file", "revision"))
+        check_name("name", self.served_as)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("encoding", self.encoding, ENCODINGS)
+        check_number(self, "max_batch", least=1, most=65_536)
+        check_number(self, "max_batch_tokens", least=1)
+        check_number(self, "kv_cache_bytes", least=0)
         if self.max_prompt_tokens is not None:
-            _check_count("max_prompt_tokens", self.max_prompt_tokens, 1)
+            check_number(self, "max_prompt_tokens", least=1)
         _require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             _require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
@@ -71,24 +70,14 @@ class HfSettings:
         return self.name or Path(self.model).name or self.model
 
 
-def _check_text(field: str, value: object) -> None:
+def _check_text(field: str, value: object, *, optional: bool) -> None:
+    if optional and value is None:
+        return
     if not isinstance(value, str) or not value.strip():
         raise SettingsError(f"{field}: {value!r} is not a name")
-
-
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise SettingsError(f"{field}: {value!r} is not one of {', '.join(choices)}")
-
-
-def _check_count(field: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise SettingsError(f"{field}: {value!r} is not a whole number of at least {least}")
 
 
 def _require(field: str, extra: str, *packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise SettingsError(
-            f'{field}: needs {" and ".join(missing)}; install them with: pip install "{extra}"'
-        )
+        raise SettingsError(f'{field}: needs {" and ".join(missing)}; install them with: pip install "{extra}"')

@@ -1,0 +1,111 @@
+"""Receiving: notifications from the reply stream, and the rows or failures that they announce."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from lmpool import errors
+from lmpool.backoff import delays
+from lmpool.errors import LMPoolError, ModelMismatch, WorkerError
+from lmpool.messages import unpack_failure
+from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.flights import Flight, FlightTable, Stage
+from lmpool.producer.outbox import Outbox
+from lmpool.prompts import DIGEST_SIZE
+from lmpool.streams import stream_entries
+
+_BLOCK_MS = 1000
+_MESSAGES_AT_ONCE = 1000
+
+
+class Inbox:
+    """Receives for one session.
+
+    Args:
+        channel: the connections.
+        flights: all flights of the session.
+        outbox: where a row that was announced and is gone is asked for again.
+        on_other_model: called when the model turns out to have changed.
+    """
+
+    def __init__(
+        self, channel: Channel, flights: FlightTable, outbox: Outbox, on_other_model: Callable[[], None]
+    ) -> None:
+        self._channel = channel
+        self._flights = flights
+        self._outbox = outbox
+        self._on_other_model = on_other_model
+        self._arrived: list[bytes] = []
+        self._has_arrived = asyncio.Event()
+
+    async def read(self) -> None:
+        """The one reader of this client's reply stream; never returns."""
+        channel = self._channel
+        last = b"0-0"
+        waits = delays()
+        while True:
+            try:
+                reply = await channel.reader.xread({channel.reply: last}, _MESSAGES_AT_ONCE, _BLOCK_MS)
+            except TROUBLE as error:
+                channel.note(error)
+                await asyncio.sleep(next(waits))
+                # What was announced meanwhile may be lost with the connection: look for everything.
+                self._announce([flight.prompt.digest for flight in self._flights])
+                continue
+            waits = delays()
+            for entry, fields in stream_entries(reply):
+                last = entry
+                self._on_message(fields)
+
+    async def collect(self) -> None:
+        """Fetch the rows that have been announced; what comes meanwhile makes the next fetch; never returns."""
+        while True:
+            await self._has_arrived.wait()
+            digests, self._arrived = self._arrived, []
+            self._has_arrived.clear()
+            try:
+                await self._channel.fetch(digests)
+                lost = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
+                if lost:
+                    # Announced, but evicted or damaged since: a row is a pure function, so ask again.
+                    await self._outbox.submit(lost, again=True)
+            except TROUBLE as error:
+                self._channel.note(error)
+
+    def _announce(self, digests: list[bytes]) -> None:
+        self._arrived += digests
+        if self._arrived:
+            self._has_arrived.set()
+
+    def _on_message(self, fields: dict[bytes, bytes]) -> None:
+        digests = fields.get(b"d", b"")
+        failure = fields.get(b"e")
+        if failure is not None:
+            flight = self._flights.get(digests)
+            if flight is not None:
+                self._on_failure(flight, failure)
+        elif fields.get(b"f") != self._channel.fingerprint.encode():
+            self._on_other_model()
+        else:
+            parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
+            self._announce([digest for digest in parts if self._flights.get(digest) is not None])
+
+    def _on_failure(self, flight: Flight, packed: bytes) -> None:
+        try:
+            kind, text = unpack_failure(packed)
+        except errors.ProtocolError as error:
+            kind, text = WorkerError.__name__, f"a worker failed, and its message does not decode: {error}"
+        if kind == ModelMismatch.__name__:
+            flight.stage = Stage.UNSENT
+            self._on_other_model()
+            return
+        self._flights.land(flight, _exception(kind, text))
+
+
+def _exception(kind: str, text: str) -> LMPoolError:
+    """The exception that a worker named, as long as it is one of ours."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, LMPoolError):
+        return found(text)
+    return WorkerError(text)

@@ -1,0 +1,161 @@
+"""Sending: look in the cache, ask workers for the rest, and take back what nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from lmpool import scripts
+from lmpool.backoff import delays
+from lmpool.keys import GROUP
+from lmpool.messages import Job
+from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.flights import Flight, FlightTable, Stage
+from lmpool.producer.tasks import Tasks
+
+_FEW = 8
+_WAITING_TTL_MS = 3_600_000
+
+
+class Outbox:
+    """Sends the flights of one session.
+
+    Args:
+        channel: the connections.
+        flights: all flights of the session.
+        tasks: where background work runs.
+    """
+
+    def __init__(self, channel: Channel, flights: FlightTable, tasks: Tasks) -> None:
+        self._channel = channel
+        self._flights = flights
+        self._tasks = tasks
+        self._unsent: list[Flight] = []
+        self._left: list[bytes] = []
+        self._retrying = False
+
+    def add(self, flight: Flight) -> None:
+        """Send a new flight, together with all that are added in this tick of the event loop."""
+        if not self._unsent:
+            # Runs after everything that is ready in this tick has added its requests.
+            self._tasks.loop.call_soon(self._flush)
+        self._unsent.append(flight)
+
+    def take_back(self, flight: Flight) -> None:
+        """Take this client off a prompt that nobody here waits for any more."""
+        if flight.stage is Stage.WAITING:
+            if not self._left:
+                self._tasks.loop.call_soon(self._flush_left)
+            self._left.append(flight.prompt.digest)
+
+    def retry_soon(self) -> None:
+        """Send what could not be sent, until the server takes it."""
+        if not self._retrying:
+            self._retrying = True
+            self._tasks.spawn(self._retry())
+
+    async def submit(self, flights: Sequence[Flight], *, again: bool = False) -> None:
+        """Register for prompts and queue those that nobody computes yet.
+
+        Args:
+            flights: who asks.
+            again: they have waited long; make sure that their jobs still exist.
+
+        Raises:
+            ServerError or an error of redis-py: the server cannot be used.
+        """
+        stored: list[bytes] = []
+        for at in range(0, len(flights), scripts.MOST_AT_ONCE):
+            stored += await self._submit_part(flights[at : at + scripts.MOST_AT_ONCE], again)
+        self._channel.trouble = None
+        await self._channel.fetch(stored)
+        if any(flight.stage is Stage.REFUSED for flight in flights):
+            self.retry_soon()
+
+    async def cancel_all(self) -> None:
+        """Take this client off everything that it waits for: the session ends."""
+        waiting = [flight.prompt.digest for flight in self._flights if flight.stage is Stage.WAITING]
+        await self._cancel(waiting + self._left)
+
+    def _flush(self) -> None:
+        batch, self._unsent = self._unsent, []
+        self._tasks.spawn(self._send([flight for flight in batch if flight.waiters]))
+
+    async def _send(self, flights: Sequence[Flight]) -> None:
+        """Look for rows in the cache; ask workers for the rest."""
+        for flight in flights:
+            flight.stage = Stage.SENDING
+        digests = [flight.prompt.digest for flight in flights]
+        try:
+            if len(flights) <= _FEW:
+                # The script itself sees rows that exist, so both can be asked at once: one round trip less.
+                await asyncio.gather(self._channel.fetch(digests), self.submit(flights))
+            else:
+                await self._channel.fetch(digests)
+                await self.submit([flight for flight in flights if self._flights.is_open(flight)])
+        except TROUBLE as error:
+            self._channel.note(error)
+            for flight in flights:
+                if flight.stage is Stage.SENDING:
+                    flight.stage = Stage.UNSENT
+            self.retry_soon()
+
+    async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
+        """Returns the digests whose rows have appeared in the cache meanwhile."""
+        channel = self._channel
+        check_rows = not any(flight.damaged for flight in flights)
+        keys = [channel.model.jobs, channel.reply]
+        keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
+        if check_rows:
+            keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
+        args: list[Any] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
+        args += [
+            Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, bool(flight.damaged)).pack()
+            for flight in flights
+        ]
+        outcome: bytes = await scripts.SUBMIT(channel.redis, keys, args)
+        stored, abandoned = [], []
+        now = self._tasks.loop.time()
+        for flight, code in zip(flights, outcome.decode(), strict=True):
+            flight.since = now
+            flight.stage = Stage.REFUSED if code == "F" else Stage.WAITING
+            if code == "R":
+                stored.append(flight.prompt.digest)
+            elif code == "Q":
+                flight.origin = "computed"
+            elif code == "J" and not again:
+                flight.origin = "joined"
+            if code in "QJ" and not self._flights.is_open(flight):
+                abandoned.append(flight.prompt.digest)
+        await self._cancel(abandoned)
+        return [digest for digest in stored if self._flights.get(digest) is not None]
+
+    async def _retry(self) -> None:
+        waits = delays()
+        try:
+            while True:
+                await asyncio.sleep(next(waits))
+                pending = [f for f in self._flights if f.stage in (Stage.UNSENT, Stage.REFUSED)]
+                if not pending:
+                    break
+                await self._send(pending)
+        finally:
+            self._retrying = False
+
+    def _flush_left(self) -> None:
+        digests, self._left = self._left, []
+        self._tasks.spawn(self._cancel_quietly([d for d in digests if self._flights.get(d) is None]))
+
+    async def _cancel_quietly(self, digests: Sequence[bytes]) -> None:
+        try:
+            await self._cancel(digests)
+        except TROUBLE as error:
+            self._channel.note(error)  # What stays registered expires.
+
+    async def _cancel(self, digests: Sequence[bytes]) -> None:
+        model = self._channel.model
+        for at in range(0, len(digests), scripts.MOST_AT_ONCE):
+            part = digests[at : at + scripts.MOST_AT_ONCE]
+            keys = [model.jobs, self._channel.reply, *(model.waiting + digest for digest in part)]
+            await scripts.CANCEL(self._channel.redis, keys, [GROUP])

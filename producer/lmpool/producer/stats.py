@@ -1,0 +1,34 @@
+"""Counters of a producer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(slots=True)
+class ProducerStats:
+    """What became of a producer's requests.
+
+    Attributes:
+        requests: rows that were asked for.
+        local_hits: answered from the producer's own memory.
+        cache_hits: answered from the cache in Redis.
+        joined: joined a request for the same prompt that was under way here or in another process.
+        computed: queued for a worker.
+        failed: ended with an exception, or cancelled.
+    """
+
+    requests: int = 0
+    local_hits: int = 0
+    cache_hits: int = 0
+    joined: int = 0
+    computed: int = 0
+    failed: int = 0
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count."""
+        setattr(self, name, getattr(self, name) + count)
+
+    def copy(self) -> ProducerStats:
+        """A snapshot."""
+        return replace(self)

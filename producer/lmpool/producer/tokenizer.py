@@ -1,0 +1,55 @@
+"""Prompts as people type them: text through the model's tokenizer, or token ids."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lmpool.card import ModelCard
+from lmpool.errors import SettingsError
+
+
+class Tokenizer(Protocol):
+    """What the command line uses of a transformers tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids."""
+        ...
+
+
+def load_tokenizer(card: ModelCard) -> Tokenizer:
+    """The tokenizer that belongs to a served model; needs transformers.
+
+    Raises:
+        SettingsError: the model has none, or it cannot be loaded here.
+    """
+    if not card.source:
+        raise SettingsError(f"text: the model {card.name!r} has no tokenizer; pass token ids with --ids")
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise SettingsError(
+            "text: needs the tokenizer of transformers: pip install 'lmpool[hf]', or use --ids"
+        ) from error
+    try:
+        found: Any = AutoTokenizer.from_pretrained(card.source, gguf_file=card.gguf_file or None)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingsError(f"text: the tokenizer of {card.source!r} does not load: {first}; or use --ids") from error
+    tokenizer: Tokenizer = found
+    return tokenizer
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids as typed: integers separated by commas or spaces.
+
+    Raises:
+        SettingsError: something else is among them.
+    """
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise SettingsError(f"ids: {text!r} is not a list of integers such as 1,2,3") from None
