@@ -310,6 +310,8 @@ class EmbeddedServer:
         os.close(lock)
 
     def _await_ready(self) -> None:
+        # A quick server answers before the keeper knows its process id.
+        self._spawned.wait()
         deadline = time.monotonic() + READY_TIMEOUT_S
         while self.running and time.monotonic() < deadline:
             reply = _ping(self._socket)

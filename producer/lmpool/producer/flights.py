@@ -11,7 +11,7 @@ from lmpool.producer.stats import ProducerStats
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 
-_TRIES_AT_DAMAGED_ROWS = 2
+_MOST_OVERWRITES = 2
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
@@ -35,18 +35,20 @@ class Flight:
         waiters: who waits for it here.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
-        damaged: how often the cache held something else than a row.
+        damaged: the cache holds something else than a row; it must be overwritten.
+        overwrites: how often a worker was asked to do that.
         origin: counter of `ProducerStats` that the first waiter's request adds to.
     """
 
-    __slots__ = ("damaged", "origin", "prompt", "since", "stage", "waiters")
+    __slots__ = ("damaged", "origin", "overwrites", "prompt", "since", "stage", "waiters")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.waiters: list[Waiter] = []
         self.stage = Stage.UNSENT
         self.since = 0.0
-        self.damaged = 0
+        self.damaged = False
+        self.overwrites = 0
         self.origin = "cache_hits"
 
 
@@ -103,8 +105,8 @@ class FlightTable:
         if found is None or flight is None:
             return
         if isinstance(found, CorruptRow):
-            flight.damaged += 1
-            if flight.damaged > _TRIES_AT_DAMAGED_ROWS:
+            flight.damaged = True
+            if flight.overwrites >= _MOST_OVERWRITES:
                 self.land(flight, found)
             return
         self._cache.put(digest, found)

@@ -69,7 +69,11 @@ class Outbox:
         for at in range(0, len(flights), scripts.MOST_AT_ONCE):
             stored += await self._submit_part(flights[at : at + scripts.MOST_AT_ONCE], again)
         self._channel.trouble = None
-        await self._channel.fetch(stored)
+        if stored:
+            await self._channel.fetch(stored)
+            damaged = [flight for flight in flights if flight.damaged and self._flights.is_open(flight)]
+            if damaged:
+                await self.submit(damaged)
         if any(flight.stage is Stage.REFUSED for flight in flights):
             self.retry_soon()
 
@@ -111,7 +115,7 @@ class Outbox:
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
         args: list[Any] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
         args += [
-            Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, bool(flight.damaged)).pack()
+            Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, flight.damaged).pack()
             for flight in flights
         ]
         outcome: bytes = await scripts.SUBMIT(channel.redis, keys, args)
@@ -119,6 +123,7 @@ class Outbox:
         now = self._tasks.loop.time()
         for flight, code in zip(flights, outcome.decode(), strict=True):
             flight.since = now
+            flight.overwrites += flight.damaged
             flight.stage = Stage.REFUSED if code == "F" else Stage.WAITING
             if code == "R":
                 stored.append(flight.prompt.digest)

@@ -113,7 +113,7 @@ class Session:
         """End all requests and connections, and leave nothing on the server."""
         if not self.closed:
             self._supervisor.cancel()
-            await asyncio.gather(self._supervisor, return_exceptions=True)
+            await asyncio.wait([self._supervisor])
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""
@@ -122,7 +122,9 @@ class Session:
             await asyncio.gather(*map(self._tasks.spawn, parts))
         finally:
             self.closed = True
-            await self._shut_down()
+            # A loop that was closed without cancelling its tasks can do nothing any more.
+            if not self.loop.is_closed():
+                await self._shut_down()
 
     async def _shut_down(self) -> None:
         await self._tasks.cancel()

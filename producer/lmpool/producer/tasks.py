@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from lmpool.tasks import end_tasks
+
 
 class Tasks:
     """Keeps the tasks of one event loop.
@@ -27,6 +29,4 @@ class Tasks:
 
     async def cancel(self) -> None:
         """Cancel all tasks and wait until they have ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)

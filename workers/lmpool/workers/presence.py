@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -59,10 +60,10 @@ class Presence:
             if await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, ours]):
                 return
 
-    async def beat(self, counters: Mapping[str | bytes, str | int | float]) -> None:
+    async def beat(self, counters: Mapping[str, str | int | float]) -> None:
         """Show a sign of life with the worker's counters, and mend the card if it was lost."""
         key = self._keys.worker(self._worker_id)
-        fields: dict[str | bytes, str | int | float] = {
+        fields: dict[Any, str | int | float] = {
             "model": self._card.name,
             "backend": self._card.backend,
             "fingerprint": self._card.fingerprint,
@@ -70,7 +71,7 @@ class Presence:
             **counters,
         }
         pipe = self._redis.pipeline(transaction=False)
-        pipe.hset(key, mapping=fields)  # type: ignore[arg-type]
+        pipe.hset(key, mapping=fields)
         pipe.pexpire(key, int(self._card.lease_s * 1000))
         pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
         await pipe.execute()

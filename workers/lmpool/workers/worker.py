@@ -19,6 +19,7 @@ from lmpool.messages import Failure
 from lmpool.rowcache import RedisRows
 from lmpool.rows import RowBlock
 from lmpool.server import Server
+from lmpool.tasks import end_tasks
 from lmpool.workers.backend import Backend, BackendStats, Finished
 from lmpool.workers.intake import Intake, Taken
 from lmpool.workers.presence import Presence, new_worker_id
@@ -159,9 +160,7 @@ class Worker:
                 task.result()
             await self._until(lambda: not self._held)
         finally:
-            for task in [fetching, *parts]:
-                task.cancel()
-            await asyncio.gather(fetching, *parts, return_exceptions=True)
+            await end_tasks([fetching, *parts])
         if self._broken is not None:
             raise WorkerError(f"the backend broke: {self._broken}") from self._broken
 
@@ -273,7 +272,7 @@ class Worker:
     async def _beat(self) -> None:
         await self._presence.beat(self._counters())
 
-    def _counters(self) -> dict[str | bytes, str | int | float]:
+    def _counters(self) -> dict[str, str | int | float]:
         stats = self._stepper.stats
         return {
             "state": "draining" if self._stopping.is_set() else "ready",

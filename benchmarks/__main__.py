@@ -1,0 +1,101 @@
+"""`python -m benchmarks [NAME …]`: measure, print, and write the report."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from redis.exceptions import RedisError
+
+from benchmarks import job_queue, latency, peers, real_model, scaling, transport
+from benchmarks.pairs import Result
+from benchmarks.processes import BenchmarkError
+from benchmarks.report import Surroundings, read_notes, render
+from benchmarks.workplace import Workplace, open_workplace
+from lmpool.errors import LMPoolError
+
+_MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
+    "new-f32": transport.new_f32,
+    "new-bf16": transport.new_bf16,
+    "cached": transport.cached,
+    "tiny": transport.tiny,
+    "row-link": transport.row_link,
+    "alone": latency.alone,
+    "scaling": scaling.scaling,
+    "arq": job_queue.arq,
+    "hf-random": real_model.hf_random,
+    "hf-shared": real_model.hf_shared,
+}
+_WITH_PEERS = ("arq", "hf-random", "hf-shared")
+_REPEATS, _QUICK_REPEATS = 5, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the measures.
+
+    Returns:
+        0 when all ran, whatever they showed; 1 when one did not; 130 on Ctrl-C.
+    """
+    given = _parse(arguments)
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        return _run(given.names, given.repeats, given.quick, given.write)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) -> int:
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    with open_workplace(repeats, quick) as place:
+        uses_peers = any(name in _WITH_PEERS for name in names)
+        surroundings = Surroundings.of(place.url, peers.versions(peers.peers_python()) if uses_peers else {})
+        for name in names:
+            print(f"measuring {name}", file=sys.stderr, flush=True)
+            try:
+                place.refill()
+                found = _MEASURES[name](place)
+            except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
+                failures[name] = str(error)
+                print(f"{name}: did not run: {error}", file=sys.stderr, flush=True)
+                continue
+            results += found
+            print(*found, sep="\n", flush=True)
+    for name, fact in surroundings.facts.items():
+        print(f"{name}: {fact}")
+    if write is not None:
+        write.write_text(render(results, failures, surroundings, repeats, read_notes(write)))
+    return 1 if failures else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure the pool against its peers.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(_MEASURES)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
+    parser.add_argument(
+        "--repeats", type=int, help=f"samples of each side (default: {_REPEATS}, quick: {_QUICK_REPEATS})"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there; takes a full run")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in _MEASURES]:
+        parser.error(f"no such measure: {', '.join(unknown)} (there are {', '.join(_MEASURES)})")
+    if given.write is not None and (given.names or given.quick):
+        parser.error("--write: a report holds all measures of one full run, so name none and leave out --quick")
+    given.names = given.names or list(_MEASURES)
+    given.repeats = given.repeats or (_QUICK_REPEATS if given.quick else _REPEATS)
+    if given.repeats < 1:
+        parser.error(f"--repeats: {given.repeats} is not at least 1")
+    return given
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """On SIGTERM end as on an error, so that all processes are ended."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The peers' own environment: what the pool is compared with, from PyPI, built once and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.processes import REPOSITORY, BenchmarkError
+
+VARIABLE = "LMPOOL_BENCH_PEERS"
+
+# In this order: whatever needs torch must find it there instead of choosing its own.
+_STEPS = (
+    ("torch==2.13.0",),
+    # The transformers that the project is tested with, so that both sides run the same model code.
+    ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "arq==0.28.0"),
+)
+_SHOWN = ("genlm-backend", "arq", "torch", "transformers", "redis", "numpy")
+_STAMP = "lmpool-requirements.json"
+
+
+def peers_python() -> str:
+    """The Python of the environment that LMPOOL_BENCH_PEERS names, or of our own, which is built if need be.
+
+    Raises:
+        BenchmarkError: the named one has no Python, or the packages could not be installed.
+    """
+    if named := os.environ.get(VARIABLE):
+        python = Path(named) / "bin" / "python"
+        if not python.exists():
+            raise BenchmarkError(f"{VARIABLE} names {named}, where there is no bin/python")
+        return str(python)
+    folder = REPOSITORY / ".cache" / "peers-venv"
+    stamp, wanted = folder / _STAMP, json.dumps(_STEPS)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        _build(folder)
+        stamp.write_text(wanted)
+    return str(folder / "bin" / "python")
+
+
+def versions(python: str) -> dict[str, str]:
+    """Package -> version in the peers' environment."""
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {_SHOWN!r}}}))"
+    return dict(json.loads(_run(python, "-I", "-c", code)))
+
+
+def _build(folder: Path) -> None:
+    print(f"installing the peers into {folder} (once; some minutes)", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(sys.executable, "-m", "venv", str(folder))
+    for step in _STEPS:
+        _run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *step)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchmarkError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return done.stdout

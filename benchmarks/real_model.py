@@ -1,0 +1,123 @@
+"""The pool with a real model against genlm-backend in one process."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Goal, Result, Side, Take, alternate
+from benchmarks.peers import peers_python
+from benchmarks.processes import REPOSITORY, BenchmarkError, Child
+from benchmarks.transport import FULL_V
+from benchmarks.workplace import Workplace
+
+Ids = list[int]
+
+_PROMPTS, _PROMPT_TOKENS = 64, 32
+_CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16
+_FIRST_ORDINARY_ID = 3
+_TOLERANCE = 1e-2
+
+
+def hf_random(place: Workplace) -> list[Result]:
+    """Prompts that share nothing."""
+    with ExitStack() as stack:
+        contest = _Contest(stack, place)
+        sides: dict[str, Take] = {"pool": contest.pool_random, "peer": contest.peer_random}
+        for take in sides.values():
+            take()
+        samples = alternate(sides, place.repeats)
+    meaning = (
+        f"rows/s for {_PROMPTS} random prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool (one "
+        f"producer, one hf worker) ÷ genlm-backend's AsyncTransformer (batch_size 64), the same prompts"
+    )
+    return [Result("hf-random", meaning, Goal(1.5), *[Side(side, "rows/s", taken) for side, taken in samples.items()])]
+
+
+def hf_shared(place: Workplace) -> list[Result]:
+    """Contexts that share a prompt and grow token by token."""
+    with ExitStack() as stack:
+        contest = _Contest(stack, place)
+        # Two steps are enough to warm up: the peer as it comes takes half a minute for all.
+        contest.pool_shared(2), contest.peer_shared(2, cache_kv=False), contest.peer_shared(2, cache_kv=True)
+        samples = alternate(
+            {
+                "pool": contest.pool_shared,
+                "as it comes": lambda: contest.peer_shared(cache_kv=False),
+                "cache_kv": lambda: contest.peer_shared(cache_kv=True),
+            },
+            place.repeats,
+        )
+    meaning = (
+        f"rows/s for {_CONTEXTS} contexts that share a prompt of {_SHARED_TOKENS} tokens and grow token by token, "
+        f"{_STEPS} rows each, SmolLM2-135M f32, through the pool ÷ AsyncTransformer "
+    )
+    ours = Side("pool", "rows/s", samples["pool"])
+    plain, kept = (Side(name, "rows/s", samples[name]) for name in ("as it comes", "cache_kv"))
+    return [
+        Result("hf-shared", f"{meaning}as it comes", Goal(10), ours, plain),
+        Result("hf-shared-kv", f"{meaning}after its `cache_kv` on the shared prompt, untimed", Goal(2.5), ours, kept),
+    ]
+
+
+class _Contest:
+    """Both sides with the model loaded, never busy at the same time; both are asked the same prompts in a round.
+
+    Args:
+        stack: ends the processes.
+        place: where.
+    """
+
+    def __init__(self, stack: ExitStack, place: Workplace) -> None:
+        model = str(_model_folder())
+        stack.enter_context(place.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
+        self._pool = stack.enter_context(place.producer("smollm2"))
+        self._peer = stack.enter_context(place.child("genlm_peer", model, python=peers_python()))
+        self._random = random.Random()
+        self._asked: dict[str, Any] = {}
+        self._probe: list[float] = []
+
+    def pool_random(self) -> float:
+        """Rows per second for new random prompts."""
+        self._asked = {"prompts": self._draw(_PROMPTS, _PROMPT_TOKENS)}
+        return self._take(self._pool, "together", _PROMPTS)
+
+    def peer_random(self) -> float:
+        """Rows per second for the prompts that the pool had."""
+        return self._take(self._peer, "together", _PROMPTS)
+
+    def pool_shared(self, steps: int = _STEPS) -> float:
+        """Rows per second for new contexts."""
+        self._asked = {"shared": self._draw(1, _SHARED_TOKENS)[0], "tokens": self._draw(_CONTEXTS, steps)}
+        return self._take(self._pool, "extend", _CONTEXTS * steps)
+
+    def peer_shared(self, steps: int = _STEPS, *, cache_kv: bool) -> float:
+        """Rows per second for the contexts that the pool had."""
+        return self._take(self._peer, "extend", _CONTEXTS * steps, cache_kv=cache_kv)
+
+    def _draw(self, number: int, length: int) -> list[Ids]:
+        return [[self._random.randrange(_FIRST_ORDINARY_ID, FULL_V) for _ in range(length)] for _ in range(number)]
+
+    def _take(self, side: Child, do: str, rows: int, **more: bool) -> float:
+        answer = side.ask(do, **self._asked, **more)
+        if side is self._pool:
+            self._probe = answer["probe"]
+        elif any(abs(a - b) > _TOLERANCE for a, b in zip(self._probe, answer["probe"], strict=True)):
+            raise BenchmarkError(f"the sides disagree on a row: {self._probe} and {answer['probe']}")
+        return rows / float(answer["seconds"])
+
+
+def _model_folder() -> Path:
+    """SmolLM2 in float32, in the folder that the tests use too; written when it is not there."""
+    folder = REPOSITORY / ".cache" / "models" / "smollm2-float32"
+    if not (folder / "config.json").exists():
+        script = str(REPOSITORY / "examples" / "smollm2.py")
+        # In a process of its own, so that torch does not stay in this one's memory.
+        done = subprocess.run([sys.executable, script, str(folder)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchmarkError(f"the model cannot be written: {done.stderr[-2000:]}")
+    return folder

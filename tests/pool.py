@@ -1,0 +1,149 @@
+"""What the tests of processes need: a pool of real ones, and waiting for conditions instead of for time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.asyncio import Redis
+
+from lmpool.keys import Keys
+from lmpool.producer import Producer
+from lmpool.producer.lobby import Lobby
+from lmpool.server import Server
+
+DEADLINE_S = 30.0
+V = 512
+
+
+def lmpool_command() -> list[str]:
+    """The `lmpool` command of the environment that runs the tests."""
+    return [str(Path(sys.executable).with_name("lmpool"))]
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until `condition()` is true and return it."""
+    end = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
+async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until `await condition()` is true and return it."""
+    end = time.monotonic() + deadline_s
+    while not (found := await condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.01)
+    return found
+
+
+class WorkerProcess:
+    """One `lmpool worker` process with its log."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.log = log
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*lmpool_command(), *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+            )
+
+    @property
+    def text(self) -> str:
+        """What the worker has printed."""
+        return self.log.read_text("utf-8", "replace")
+
+    def until_says(self, text: str) -> None:
+        """Wait until the worker has printed a text."""
+
+        def said() -> bool:
+            if self.process.poll() is not None and text not in self.text:
+                raise AssertionError(f"the worker ended with {self.process.returncode}:\n{self.text}")
+            return text in self.text
+
+        until(said, f"the worker prints {text!r}; it printed:\n{self.text}", 90)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for the end; returns the exit code."""
+        return self.process.wait(deadline_s)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Pool:
+    """Worker processes and producers under one key prefix of one server, so that tests do not meet."""
+
+    def __init__(self, url: str, prefix: str, folder: Path) -> None:
+        self.url = url
+        self.prefix = prefix
+        self.folder = folder
+        self.keys = Keys(prefix)
+        self.workers: list[WorkerProcess] = []
+        self.redis = redis.Redis.from_url(url)
+
+    def start(self, *options: str | int | float, model: str = "syn", wait: bool = True) -> WorkerProcess:
+        """Start a worker process; without options a synthetic one."""
+        chosen = [str(option) for option in options]
+        if "--backend" not in chosen:
+            chosen += ["--backend", "synthetic"]
+            if "--vocab-size" not in chosen:
+                chosen += ["--vocab-size", str(V)]
+        arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
+        worker = WorkerProcess(arguments, self.folder / f"worker-{len(self.workers)}.log")
+        self.workers.append(worker)
+        if wait:
+            worker.until_says("serving ")
+        return worker
+
+    def producer(self, model: str | None = None, **settings: Any) -> Producer:
+        """A producer of this pool."""
+        return Producer(model, redis=self.url, prefix=self.prefix, **settings)
+
+    def jobs(self, model: str = "syn") -> int:
+        """Entries of the job stream."""
+        return int(self.redis.xlen(self.keys.model(model).jobs))  # type: ignore[arg-type]
+
+    def held(self, model: str = "syn") -> int:
+        """Entries that workers hold."""
+        groups: Any = self.redis.xinfo_groups(self.keys.model(model).jobs)
+        return int(groups[0]["pending"]) if groups else 0
+
+    def names(self, pattern: str) -> list[str]:
+        """The keys of this pool that match a pattern."""
+        found = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
+        return sorted(key.decode("utf-8", "replace") for key in found)
+
+    async def rows_computed(self, model: str = "syn") -> int:
+        """Rows that the live workers have computed, as of their last heartbeats."""
+        client: Redis = Server(self.url).client()
+        try:
+            workers = await Lobby(client, self.keys).workers(model)
+            return sum(int(worker.fields["rows"]) for worker in workers)
+        finally:
+            await client.aclose()
+
+    def end(self) -> None:
+        """End all workers."""
+        for worker in self.workers:
+            worker.end()
+        self.redis.close()

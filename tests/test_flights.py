@@ -1,0 +1,315 @@
+"""Flights: one per prompt, any number of waiters on it, and counters that tell what became of each request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from lmpool.errors import CorruptRow, DeadlineExceeded, WorkerError
+from lmpool.producer.flights import Answer, FlightTable, Stage
+from lmpool.producer.lru import RowLRU
+from lmpool.producer.stats import ProducerStats
+from lmpool.producer.waiters import BatchWaiter, SingleWaiter
+from lmpool.prompts import Prompt, encode_prompt
+from lmpool.rowcache import Row
+
+
+def prompt(*ids: int) -> Prompt:
+    return encode_prompt(ids, vocab_size=100, max_tokens=10)
+
+
+def row(value: float = 0.0) -> Row:
+    return np.full(3, value, np.float32)
+
+
+class Ear:
+    """A waiter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Answer] = []
+
+    def __call__(self, answer: Answer) -> None:
+        self.heard.append(answer)
+
+
+class Desk:
+    """A table with its cache and counters."""
+
+    def __init__(self) -> None:
+        self.cache = RowLRU(10_000)
+        self.stats = ProducerStats()
+        self.flights = FlightTable(self.cache, self.stats)
+
+    def counted(self) -> dict[str, int]:
+        """The counters that are not zero."""
+        return {name: count for name, count in asdict(self.stats).items() if count}
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+# Boarding and leaving
+
+
+def test_the_first_waiter_starts_a_flight_and_the_next_ones_join_it(desk: Desk) -> None:
+    flight, is_new = desk.flights.board(prompt(1), Ear())
+    assert is_new
+    assert flight.stage is Stage.UNSENT
+    assert desk.flights.board(prompt(1), Ear()) == (flight, False)
+    assert desk.flights.board(prompt(1), Ear()) == (flight, False)
+    assert len(flight.waiters) == 3
+    assert len(desk.flights) == 1
+    assert desk.counted() == {"joined": 2}
+
+
+def test_different_prompts_are_different_flights(desk: Desk) -> None:
+    one, _ = desk.flights.board(prompt(1), Ear())
+    two, is_new = desk.flights.board(prompt(1, 2), Ear())
+    assert is_new
+    assert one is not two
+    assert desk.flights.get(prompt(1).digest) is one
+    assert desk.flights.get(prompt(3).digest) is None
+    assert list(desk.flights) == [one, two]
+
+
+def test_a_flight_ends_when_its_last_waiter_leaves(desk: Desk) -> None:
+    first, second = Ear(), Ear()
+    flight, _ = desk.flights.board(prompt(1), first)
+    desk.flights.board(prompt(1), second)
+    assert desk.flights.leave(flight, first) is False
+    assert desk.flights.is_open(flight)
+    assert desk.flights.leave(flight, second) is True
+    assert not desk.flights.is_open(flight)
+    assert len(desk.flights) == 0
+    assert desk.counted() == {"joined": 1, "failed": 2}
+
+
+def test_who_has_left_hears_nothing(desk: Desk) -> None:
+    gone, stays = Ear(), Ear()
+    flight, _ = desk.flights.board(prompt(1), gone)
+    desk.flights.board(prompt(1), stays)
+    desk.flights.leave(flight, gone)
+    desk.flights.deliver(prompt(1).digest, row())
+    assert (len(gone.heard), len(stays.heard)) == (0, 1)
+
+
+def test_a_prompt_asked_for_again_after_all_have_left_is_a_new_flight(desk: Desk) -> None:
+    ear = Ear()
+    old, _ = desk.flights.board(prompt(1), ear)
+    desk.flights.leave(old, ear)
+    new, is_new = desk.flights.board(prompt(1), Ear())
+    assert is_new
+    assert new is not old
+    assert desk.flights.is_open(new)
+    assert not desk.flights.is_open(old)
+
+
+def test_flights_may_end_while_they_are_gone_through(desk: Desk) -> None:
+    for i in range(5):
+        desk.flights.board(prompt(i), Ear())
+    for flight in desk.flights:
+        desk.flights.land(flight, WorkerError("no"))
+    assert len(desk.flights) == 0
+
+
+# Landing
+
+
+def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(desk: Desk) -> None:
+    ears = [Ear() for _ in range(3)]
+    for ear in ears:
+        desk.flights.board(prompt(1), ear)
+    found = row(1.0)
+    desk.flights.deliver(prompt(1).digest, found)
+    desk.flights.deliver(prompt(1).digest, found)
+    assert [ear.heard for ear in ears] == [[found]] * 3
+    assert desk.cache.get(prompt(1).digest) is found
+    assert len(desk.flights) == 0
+
+
+def test_a_failure_reaches_every_waiter_and_is_not_kept(desk: Desk) -> None:
+    ears = [Ear(), Ear()]
+    for ear in ears:
+        flight, _ = desk.flights.board(prompt(1), ear)
+    error = WorkerError("no")
+    desk.flights.land(flight, error)
+    assert [ear.heard for ear in ears] == [[error], [error]]
+    assert len(desk.cache) == 0
+    assert not desk.flights.is_open(flight)
+    assert desk.counted() == {"joined": 1, "failed": 2}
+
+
+@pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])
+def test_a_landing_is_counted_where_the_row_came_from(desk: Desk, origin: str) -> None:
+    flight, _ = desk.flights.board(prompt(1), Ear())
+    flight.origin = origin
+    desk.flights.deliver(prompt(1).digest, row())
+    assert desk.counted() == {origin: 1}
+
+
+def test_a_row_comes_from_the_cache_unless_something_else_is_known(desk: Desk) -> None:
+    for _ in range(3):
+        desk.flights.board(prompt(1), Ear())
+    desk.flights.deliver(prompt(1).digest, row())
+    assert desk.counted() == {"cache_hits": 1, "joined": 2}
+
+
+def test_nothing_in_the_cache_changes_nothing(desk: Desk) -> None:
+    ear = Ear()
+    flight, _ = desk.flights.board(prompt(1), ear)
+    desk.flights.deliver(prompt(1).digest, None)
+    assert desk.flights.is_open(flight)
+    assert ear.heard == []
+    assert desk.counted() == {}
+
+
+def test_a_row_that_nobody_waits_for_is_dropped(desk: Desk) -> None:
+    desk.flights.deliver(prompt(1).digest, row())
+    desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+    assert len(desk.cache) == 0
+    assert desk.counted() == {}
+
+
+def test_landing_an_old_flight_does_not_end_the_new_one_of_its_prompt(desk: Desk) -> None:
+    ear = Ear()
+    old, _ = desk.flights.board(prompt(1), ear)
+    desk.flights.leave(old, ear)
+    new, _ = desk.flights.board(prompt(1), Ear())
+    desk.flights.land(old, WorkerError("late"))
+    assert desk.flights.is_open(new)
+
+
+# Damaged rows
+
+
+def test_a_damaged_row_is_asked_for_again_twice_before_it_is_an_error(desk: Desk) -> None:
+    ear = Ear()
+    flight, _ = desk.flights.board(prompt(1), ear)
+    for times in (1, 2):
+        desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+        assert desk.flights.is_open(flight)
+        assert flight.damaged == times
+    last = CorruptRow("still bad")
+    desk.flights.deliver(prompt(1).digest, last)
+    assert ear.heard == [last]
+    assert not desk.flights.is_open(flight)
+    assert desk.counted() == {"failed": 1}
+    assert len(desk.cache) == 0
+
+
+def test_a_mended_row_lands(desk: Desk) -> None:
+    ear = Ear()
+    desk.flights.board(prompt(1), ear)
+    desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+    found = row(2.0)
+    desk.flights.deliver(prompt(1).digest, found)
+    assert ear.heard == [found]
+
+
+# Another model
+
+
+def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(desk: Desk) -> None:
+    for i, stage in enumerate(Stage):
+        flight, _ = desk.flights.board(prompt(i), Ear())
+        flight.stage = stage
+    desk.cache.put(b"old", row())
+    desk.flights.restart()
+    assert [flight.stage for flight in desk.flights] == [Stage.UNSENT] * len(Stage)
+    assert all(len(flight.waiters) == 1 for flight in desk.flights)
+    assert len(desk.cache) == 0
+
+
+# Waiters
+
+
+async def test_a_single_waiter_gives_the_row() -> None:
+    waiter, found = SingleWaiter(asyncio.get_running_loop()), row()
+    waiter(found)
+    assert await waiter.future is found
+
+
+async def test_a_single_waiter_raises_the_failure() -> None:
+    waiter = SingleWaiter(asyncio.get_running_loop())
+    waiter(DeadlineExceeded("late"))
+    with pytest.raises(DeadlineExceeded, match="late"):
+        await waiter.future
+
+
+async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
+    waiter = SingleWaiter(asyncio.get_running_loop())
+    waiter.future.cancel()
+    waiter(row())
+    waiter(WorkerError("no"))
+    assert waiter.future.cancelled()
+
+
+async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
+    batch = BatchWaiter(asyncio.get_running_loop(), 3, 3)
+    for index in (2, 0):
+        batch.at(index)(row(float(index)))
+    assert not batch.future.done()
+    batch.at(1)(row(1.0))
+    await batch.future
+    assert batch.rows.dtype == np.float32
+    assert batch.rows.tolist() == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+async def test_a_batch_is_a_copy_that_its_owner_may_change() -> None:
+    shared = row(1.0)
+    shared.flags.writeable = False
+    batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
+    batch.at(0)(shared)
+    batch.at(1)(shared)
+    batch.rows[:] = 9.0
+    assert shared.tolist() == [1.0] * 3
+
+
+async def test_the_first_failure_ends_a_batch_and_what_comes_later_is_ignored() -> None:
+    batch = BatchWaiter(asyncio.get_running_loop(), 3, 3)
+    batch.at(0)(row())
+    batch.at(1)(WorkerError("first"))
+    batch.at(2)(WorkerError("second"))
+    batch.at(2)(row())
+    with pytest.raises(WorkerError, match="first"):
+        await batch.future
+
+
+async def test_an_empty_batch_is_done_at_once() -> None:
+    batch = BatchWaiter(asyncio.get_running_loop(), 0, 3)
+    await batch.future
+    assert batch.rows.shape == (0, 3)
+
+
+async def test_a_cancelled_batch_ignores_what_comes() -> None:
+    batch = BatchWaiter(asyncio.get_running_loop(), 1, 3)
+    batch.future.cancel()
+    batch.at(0)(row())
+    batch.at(0)(WorkerError("no"))
+    assert batch.future.cancelled()
+
+
+async def test_one_prompt_twice_in_a_batch_fills_both_rows(desk: Desk) -> None:
+    batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
+    desk.flights.board(prompt(1), batch.at(0))
+    desk.flights.board(prompt(1), batch.at(1))
+    desk.flights.deliver(prompt(1).digest, row(4.0))
+    await batch.future
+    assert batch.rows.tolist() == [[4.0] * 3] * 2
+
+
+# Counters
+
+
+def test_a_snapshot_of_the_counters_stays_as_it_is() -> None:
+    stats = ProducerStats(requests=1)
+    before = stats.copy()
+    stats.add("requests")
+    stats.add("computed", 3)
+    assert before == ProducerStats(requests=1)
+    assert stats == ProducerStats(requests=2, computed=3)

@@ -1,0 +1,152 @@
+"""The KV pool: which prefixes it holds, in how much memory, and that it returns what was put in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool
+from lmpool.workers.backends.hf.prefix_slots import PrefixSlots
+
+LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
+
+
+def hold(slots: PrefixSlots, *prompts: list[int]) -> list[list[int]]:
+    """Run a step over prompts, without a model; returns the new slots of each."""
+    paths = [slots.match(ids) for ids in prompts]
+    slots.begin(paths)
+    return [slots.extend(ids, path) for ids, path in zip(prompts, paths, strict=True)]
+
+
+def held(slots: PrefixSlots, ids: list[int]) -> int:
+    return len(slots.match(ids))
+
+
+def test_a_prompt_finds_its_longest_held_prefix() -> None:
+    slots = PrefixSlots(100)
+    hold(slots, [1, 2, 3, 4])
+    assert [held(slots, ids) for ids in ([1, 2, 3, 4, 5], [1, 2, 9], [2, 3], [1, 2, 3, 4])] == [4, 2, 0, 4]
+
+
+def test_a_branch_shares_the_slots_of_the_stem() -> None:
+    slots = PrefixSlots(100)
+    hold(slots, [1, 2, 3], [1, 2, 4, 5])
+    assert len(slots) == 5
+    assert slots.match([1, 2, 3])[:2] == slots.match([1, 2, 4])[:2]
+
+
+def test_equal_tokens_computed_twice_in_one_step_take_one_slot() -> None:
+    slots = PrefixSlots(100)
+    first, second = hold(slots, [1, 2, 3], [1, 2, 3])
+    assert (len(first), len(second), len(slots)) == (3, 0, 3)
+
+
+def test_the_least_recently_used_branch_goes_first_and_leaf_first() -> None:
+    slots = PrefixSlots(6)
+    hold(slots, [1, 2, 3])
+    hold(slots, [1, 5, 6])
+    hold(slots, [1, 2, 3])
+    hold(slots, [7, 8])
+    assert held(slots, [1, 2, 3]) == 3
+    assert held(slots, [7, 8]) == 2
+    assert held(slots, [1, 5, 6]) == 2
+
+
+def test_what_a_step_uses_is_never_freed_in_it() -> None:
+    slots = PrefixSlots(4)
+    hold(slots, [1, 2, 3])
+    path, other = slots.match([1, 2, 3]), slots.match([4, 5, 6])
+    slots.begin([path, other])
+    assert len(slots.extend([4, 5, 6], other)) == 1
+    assert slots.match([1, 2, 3]) == path
+
+
+def test_of_a_prompt_longer_than_the_pool_the_beginning_is_held() -> None:
+    slots = PrefixSlots(3)
+    hold(slots, [1, 2, 3, 4, 5])
+    assert held(slots, [1, 2, 3, 4, 5]) == 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacity=st.integers(1, 30),
+    steps=st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=4), max_size=25),
+)
+def test_no_slot_is_lost_or_cut_off_from_the_root(capacity: int, steps: list[list[list[int]]]) -> None:
+    slots = PrefixSlots(capacity)
+    for prompts in steps:
+        hold(slots, *prompts)
+        reachable = {0}
+        edges = dict(slots._children)
+        for edge, slot in sorted(edges.items(), key=lambda item: -slots._stamps[item[1]]):
+            assert edge >> 32 in reachable
+            reachable.add(slot)
+        assert len(reachable) == len(slots) + 1 <= capacity + 1
+        assert len(slots) + len(slots._free) == len(slots._edges) - 1
+        if len(prompts) == 1:
+            assert held(slots, prompts[0]) == min(len(prompts[0]), capacity)
+
+
+def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
+    """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
+    paths = [pool.slots.match(ids) for ids in prompts]
+    block = pool.gather([len(ids) for ids in prompts], paths, new)
+    at = 0
+    for layer, (keys, sizes) in enumerate(zip(LAYOUT.shapes[::2], LAYOUT.shapes[1::2], strict=True)):
+        parts = []
+        for heads, size in (keys, sizes):
+            part = values[..., at : at + heads * size].unflatten(-1, (heads, size))  # type: ignore[no-untyped-call]
+            parts.append(part.transpose(1, 2))
+            at += heads * size
+        whole, _ = block.cache.update(*parts, layer)
+        assert whole.shape == (len(prompts), keys[0], block.tokens.shape[1], keys[1])
+    pool.store(prompts, paths, block)
+    return block.tokens.clone()
+
+
+def test_what_is_gathered_is_what_was_stored() -> None:
+    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
+    values = torch.randn(2, 4, LAYOUT.width)
+    put(pool, [[1, 2, 3, 4], [1, 2, 3]], 4, values)
+    more = torch.randn(3, 1, LAYOUT.width)
+    block = put(pool, [[1, 2, 3, 4, 5], [1, 2, 6], [7]], 1, more)
+    assert torch.equal(block[0, :4], values[0])
+    assert torch.equal(block[1, 2:4], values[0, :2])
+    assert torch.equal(block[:, 4:], more)
+    again = put(pool, [[1, 2, 6, 9]], 1, more[:1])
+    assert torch.equal(again[0, :3], torch.cat([values[0, :2], more[1]]))
+
+
+def test_padding_is_finite_whatever_the_memory_held_before() -> None:
+    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
+    pool._storage[1:].fill_(torch.nan)
+    put(pool, [[1, 2, 3, 4]], 4, torch.ones(1, 4, LAYOUT.width))
+    assert put(pool, [[1, 2, 3, 4, 5], [9]], 1, torch.ones(2, 1, LAYOUT.width)).isfinite().all()
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, 1000, 12_345, 1 << 20])
+def test_the_pool_keeps_to_its_bytes(max_bytes: int) -> None:
+    capacity = LAYOUT.capacity(max_bytes)
+    assert capacity == max(0, max_bytes // LAYOUT.slot_bytes - 1)
+    if capacity:
+        pool = KVPool(LAYOUT, capacity, torch.device("cpu"))
+        assert pool._storage.nbytes < pool.nbytes <= max_bytes
+        for start in range(0, 5 * capacity, 7):
+            hold(pool.slots, list(range(start, start + 7)))
+        assert capacity - capacity // 32 - 7 <= len(pool.slots) <= capacity
+
+
+def test_a_failed_store_forgets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
+    put(pool, [[1, 2]], 2, torch.ones(1, 2, LAYOUT.width))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVPool, "_copy", fail)
+        with pytest.raises(RuntimeError):
+            put(pool, [[1, 2, 3]], 1, torch.ones(1, 1, LAYOUT.width))
+    assert held(pool.slots, [1, 2, 3]) == 0

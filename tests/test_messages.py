@@ -1,0 +1,219 @@
+"""Control messages: round trips, the wire pinned to the byte, and nothing but ProtocolError for all else."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmpool.errors import ProtocolError
+from lmpool.messages import Failure, Job, unpack_failure, unpack_job
+
+LIMIT = 16 * 1024 * 1024
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
+
+
+def job(version: object = 1, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
+        overwrite: object = False) -> bytes:  # fmt: skip
+    """A job as MessagePack, with fields of one's own."""
+    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite])
+    return packed
+
+
+def failure(version: object = 1, kind: object = "WorkerError", text: object = "no") -> bytes:
+    """A failure as MessagePack, with fields of one's own."""
+    packed: bytes = msgpack.packb([version, kind, text])
+    return packed
+
+
+@given(st.binary(max_size=64), texts, texts, st.booleans())
+def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool) -> None:
+    sent = Job(ids, adapter, fingerprint, overwrite)
+    assert unpack_job(sent.pack()) == sent
+
+
+@given(texts, texts)
+def test_failures_survive_the_wire(kind: str, text: str) -> None:
+    assert unpack_failure(Failure(kind, text).pack()) == Failure(kind, text)
+
+
+def test_the_wire_is_pinned_to_the_byte() -> None:
+    # Ids travel as one `bin` (c4), whatever their number.
+    assert Job(b"\x07\0\0\0", "a", "fp", True).pack().hex() == "95" "01" "c40407000000" "a161" "a26670" "c3"
+    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-1] == 0xC2
+    assert Failure("E", "no").pack().hex() == "93" "01" "a145" "a26e6f"
+
+
+def test_a_long_prompt_travels() -> None:
+    ids = b"\x01\0\0\0" * 1_000_000
+    assert unpack_job(Job(ids, "", "f").pack()).ids == ids
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "é" * 100_000, "\U0001f600" * 100_000])
+def test_a_long_error_text_is_cut_and_still_reads_back(text: str) -> None:
+    assert unpack_failure(Failure("WorkerError", text).pack()) == Failure("WorkerError", text[:4096])
+
+
+WRONG_JOBS: dict[str, bytes] = {
+    "empty": b"",
+    "version 0": job(version=0),
+    "version 2": job(version=2),
+    "version as text": job(version="1"),
+    "version as a float": job(version=1.0),
+    "version as a bool": job(version=True),
+    "ids as text": job(ids="\x01"),
+    "ids as a list": job(ids=[1, 2]),
+    "ids as a number": job(ids=1),
+    "no ids": job(ids=None),
+    "adapter as bytes": job(adapter=b""),
+    "adapter as None": job(adapter=None),
+    "fingerprint as bytes": job(fingerprint=b"f"),
+    "fingerprint as a number": job(fingerprint=1),
+    "overwrite as a number": job(overwrite=1),
+    "overwrite as None": job(overwrite=None),
+    "a field too few": msgpack.packb([1, b"\x01\0\0\0", "", "f"]),
+    "a field too many": msgpack.packb([1, b"\x01\0\0\0", "", "f", False, 0]),
+    "a map": msgpack.packb({"ids": b""}),
+    "an empty map": msgpack.packb({}),
+    "a number": msgpack.packb(1),
+    "bytes": msgpack.packb(b"\x01\0\0\0"),
+    "a failure": failure(),
+    "cut": job()[:-1],
+    "followed by a byte": job() + b"\0",
+    "twice": job() * 2,
+    "text that is not UTF-8": job(adapter="zz").replace(b"zz", b"\xff\xfe"),
+    "an extension type": msgpack.packb([1, msgpack.ExtType(5, b"abc"), "", "f", False]),
+    "an empty extension type": b"\xc7\x00\x05",
+    "a timestamp": msgpack.packb([msgpack.Timestamp(1, 2)]),
+    "a byte that MessagePack never uses": b"\xc1",
+}
+WRONG_FAILURES: dict[str, bytes] = {
+    "empty": b"",
+    "version 2": failure(version=2),
+    "version as a float": failure(version=1.0),
+    "version as a bool": failure(version=True),
+    "kind as bytes": failure(kind=b"WorkerError"),
+    "text as bytes": failure(text=b"no"),
+    "text as None": failure(text=None),
+    "a field too few": msgpack.packb([1, "WorkerError"]),
+    "a field too many": msgpack.packb([1, "WorkerError", "no", "more"]),
+    "a job": job(),
+    "cut": failure()[:-1],
+    "followed by a byte": failure() + b"\0",
+}
+
+
+@pytest.mark.parametrize("data", WRONG_JOBS.values(), ids=WRONG_JOBS)
+def test_what_is_not_a_job_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="job"):
+        unpack_job(data)
+
+
+@pytest.mark.parametrize("data", WRONG_FAILURES.values(), ids=WRONG_FAILURES)
+def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="failure"):
+        unpack_failure(data)
+
+
+@readers
+@given(data=st.binary(max_size=80))
+def test_random_bytes_are_refused(read: Callable[[bytes], object], data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read(data)
+
+
+@given(st.data())
+def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.DataObject) -> None:
+    for good, read in ((bytearray(job()), unpack_job), (bytearray(failure()), unpack_failure)):
+        for _ in range(data.draw(st.integers(1, 3))):
+            good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            found: Any = read(bytes(good))
+        except ProtocolError:
+            continue
+        if isinstance(found, Job):
+            assert [type(field) for field in found] == [bytes, str, str, bool]
+        else:
+            assert [type(field) for field in found] == [str, str]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=5) | texts,
+        lambda inner: st.lists(inner, max_size=6) | st.dictionaries(texts, inner, max_size=3),
+        max_leaves=10,
+    )
+)
+def test_any_other_messagepack_is_refused(value: Any) -> None:
+    data = msgpack.packb(value)
+    for read in (unpack_job, unpack_failure):
+        with pytest.raises(ProtocolError):
+            read(data)
+
+
+# Bombs: a small message that would decode to very much.
+
+
+def peak_bytes(read: Callable[[bytes], object], data: bytes) -> int:
+    """Memory in use at the worst moment while a message is refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            read(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def tree_of_lists(depth: int) -> bytes:
+    """Lists of eight lists of eight lists ..., empty ones at the end: one byte for each of them."""
+    return b"\x90" if depth == 0 else b"\x98" + tree_of_lists(depth - 1) * 8
+
+
+BOMBS: dict[str, bytes] = {
+    "a million empty strings": b"\xdd" + (10**6).to_bytes(4, "big") + b"\xa0" * 10**6,
+    "a list that claims four thousand million": b"\xdd\xff\xff\xff\xff",
+    "a map that claims four thousand million": b"\xdf\xff\xff\xff\xff",
+    "a list of a million empty lists": b"\xdd" + (10**6).to_bytes(4, "big") + b"\x90" * 10**6,
+    "a map of a million": b"\xdf" + (10**6).to_bytes(4, "big") + b"\xa0\xa0" * 10**6,
+    "an extension that claims four gigabytes": b"\xc9\xff\xff\xff\xff\x05",
+    "a bin that claims four gigabytes": b"\xc6\xff\xff\xff\xff",
+    "a string that claims four gigabytes": b"\xdb\xff\xff\xff\xff",
+    "lists within lists": b"\x91" * 100_000 + b"\x90",
+    "a list of lists for every field": b"\x95" + (b"\xdd" + (10**5).to_bytes(4, "big") + b"\xa0" * 10**5) * 5,
+}
+
+
+@readers
+@pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
+def test_a_bomb_is_refused_without_decoding_it(read: Callable[[bytes], object], data: bytes) -> None:
+    assert peak_bytes(read, data) < 200_000
+
+
+@pytest.mark.parametrize("depth", [5, 6], ids=["37 KB", "300 KB"])
+def test_a_tree_of_lists_is_refused_without_decoding_it(depth: int) -> None:
+    # No field of any message is a list. Each byte of this would become an object of some 70 bytes.
+    data = tree_of_lists(depth)
+    assert peak_bytes(unpack_job, data) < 200_000 + 4 * len(data)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.binary(min_size=1, max_size=4))
+def test_a_message_over_the_limit_is_refused_with_size_and_limit(end: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"{LIMIT + len(end)} bytes .* {LIMIT}"):
+        unpack_job(b"\x95" + bytes(LIMIT - 1) + end)
+    with pytest.raises(ProtocolError, match="limit of 32768"):
+        unpack_failure(bytes(32_768) + end)
+
+
+def test_the_text_of_a_refusal_is_short() -> None:
+    for value in (["x" * 100_000], [b"x" * 100_000, 1], "x" * 100_000):
+        with pytest.raises(ProtocolError) as caught:
+            unpack_job(msgpack.packb(value))
+        assert len(str(caught.value)) < 200

@@ -1,0 +1,86 @@
+"""Tiny random models on disk, made in a moment, each with something of its own about its cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RwkvConfig,
+)
+
+VOCAB_SIZE = 97
+MAX_TOKENS = 64
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_TOKENS,
+}
+
+
+def llama() -> PreTrainedConfig:
+    """Rotary embeddings, and two query heads to one of keys."""
+    return LlamaConfig(**_SHAPE, num_hidden_layers=3)
+
+
+def gpt2() -> PreTrainedConfig:
+    """Learned absolute positions."""
+    return GPT2Config(vocab_size=VOCAB_SIZE, n_positions=MAX_TOKENS, n_embd=32, n_layer=2, n_head=4)
+
+
+def mistral() -> PreTrainedConfig:
+    """Every layer looks back four tokens only."""
+    return MistralConfig(**_SHAPE, num_hidden_layers=2, sliding_window=4)
+
+
+def gemma3() -> PreTrainedConfig:
+    """Layers with and without a window take turns, each kind with rotary embeddings of its own."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma3TextConfig(**_SHAPE, num_hidden_layers=4, head_dim=8, sliding_window=4, layer_types=kinds)
+
+
+def mamba() -> PreTrainedConfig:
+    """A state instead of keys and values."""
+    return MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, state_size=4, num_hidden_layers=2)
+
+
+def rwkv() -> PreTrainedConfig:
+    """A state, and no idea of padding."""
+    return RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, context_length=MAX_TOKENS)
+
+
+CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma3, mamba, rwkv)}
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A model of that kind (a key of `CONFIGS`) with random weights, in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(CONFIGS[kind]())
+        # As they come the weights are so small that all rows look alike: wrong ones would pass for right.
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    model.tie_weights()
+    made: PreTrainedModel = model.to(dtype).eval()
+    return made
+
+
+def write_model(folder: Path, kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Write weights and config of such a model to `folder`, as transformers reads it; there is no tokenizer."""
+    make_model(kind, dtype, seed).save_pretrained(folder)
+    return folder
