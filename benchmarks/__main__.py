@@ -52,8 +52,7 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
     results: list[Result] = []
     failures: dict[str, str] = {}
     with open_workplace(repeats, quick) as place:
-        uses_peers = any(name in _WITH_PEERS for name in names)
-        surroundings = Surroundings.of(place.url, peers.versions(peers.peers_python()) if uses_peers else {})
+        surroundings = Surroundings.of(place.url, _versions_of_peers(names))
         for name in names:
             print(f"measuring {name}", file=sys.stderr, flush=True)
             try:
@@ -70,6 +69,17 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
     if write is not None:
         write.write_text(render(results, failures, surroundings, repeats, read_notes(write)))
     return 1 if failures else 0
+
+
+def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:
+    """The peers' versions, where a measure needs them; builds their environment before anything is measured."""
+    if not any(name in _WITH_PEERS for name in names):
+        return {}
+    try:
+        return peers.versions(peers.peers_python())
+    except BenchmarkError as error:
+        print(f"without peers: {error}", file=sys.stderr, flush=True)
+        return {}  # The measures that need them will say so too.
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

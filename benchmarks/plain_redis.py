@@ -32,12 +32,12 @@ class PlainRedis:
         self._redis = redis
 
     async def put(self, rows: int, row_bytes: int) -> None:
-        """SET values of that size, over and over under the same keys, in pipelines."""
-        row = np.random.default_rng(0).bytes(row_bytes)
+        """SET values of that size, each made from an array, over and over under the same keys, in pipelines."""
+        row = np.random.default_rng(0).integers(0, 256, row_bytes, np.uint8)
         for start in range(0, rows, _PIPELINE):
             pipe = self._redis.pipeline(transaction=False)
             for key in _keys(start):
-                pipe.set(key, row, ex=_TTL_S)
+                pipe.set(key, row.tobytes(), ex=_TTL_S)
             await pipe.execute()
 
     async def get(self, rows: int, row_bytes: int) -> None:

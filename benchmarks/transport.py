@@ -12,29 +12,29 @@ from benchmarks.workplace import Workplace
 FULL_V = 49_152
 TINY_V = 64
 
-AT_ONCE = 256
+AT_ONCE = 512
 AT_ONCE_TINY = 1024
 _PRIMED_ROWS = 256
 
 
 def new_f32(place: Workplace) -> list[Result]:
     """New rows of float32."""
-    return _new(place, "new-f32", FULL_V, "f32", Goal(0.75), place.scaled(4096, 1024))
+    return _new(place, "new-f32", FULL_V, "f32", Goal(0.75), place.scaled(8192, 2048))
 
 
 def new_bf16(place: Workplace) -> list[Result]:
     """New rows of bfloat16."""
-    return _new(place, "new-bf16", FULL_V, "bf16", Goal(0.75), place.scaled(6144, 1536))
+    return _new(place, "new-bf16", FULL_V, "bf16", Goal(0.75), place.scaled(12_288, 3072))
 
 
 def tiny(place: Workplace) -> list[Result]:
     """New rows that weigh nothing, so that only control costs."""
-    return _new(place, "tiny", TINY_V, "f32", Goal(0.35), place.scaled(30_720, 6144))
+    return _new(place, "tiny", TINY_V, "f32", Goal(0.35), place.scaled(61_440, 12_288))
 
 
 def cached(place: Workplace) -> list[Result]:
     """Rows that are in Redis already."""
-    rows, times = place.scaled(1024, 512), place.scaled(4, 2)
+    rows, times = 1024, place.scaled(8, 2)
     with ExitStack() as stack:
         stack.enter_context(place.workers("cached", "cached", "--backend", "synthetic", "--seed", "3"))
         producer = stack.enter_context(place.producer("cached", "--cache-bytes", "0"))
@@ -62,7 +62,7 @@ def cached(place: Workplace) -> list[Result]:
 
 def row_link(place: Workplace) -> list[Result]:
     """The pool's row transport alone."""
-    rows = place.scaled(4096, 1024)
+    rows = place.scaled(8192, 2048)
     with ExitStack() as stack:
         own = [stack.enter_context(place.child("row_link", place.url, str(FULL_V))) for _ in range(2)]
         ceiling = Ceiling(stack, place, FULL_V * 4)

@@ -121,10 +121,12 @@ class Pool:
 
     def jobs(self, model: str = "syn") -> int:
         """Entries of the job stream."""
-        return int(self.redis.xlen(self.keys.model(model).jobs))  # type: ignore[arg-type]
+        return int(self.redis.xlen(self.keys.model(model).jobs))
 
     def held(self, model: str = "syn") -> int:
-        """Entries that workers hold."""
+        """Entries that workers hold; 0 before there is a queue."""
+        if not self.redis.exists(self.keys.model(model).jobs):
+            return 0
         groups: Any = self.redis.xinfo_groups(self.keys.model(model).jobs)
         return int(groups[0]["pending"]) if groups else 0
 
@@ -143,7 +145,12 @@ class Pool:
             await client.aclose()
 
     def end(self) -> None:
-        """End all workers."""
+        """End all workers and close the connection."""
         for worker in self.workers:
             worker.end()
         self.redis.close()
+
+
+async def is_held(pool: Pool) -> bool:
+    """Whether a worker holds prompts."""
+    return pool.held() > 0

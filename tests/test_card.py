@@ -16,9 +16,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import ProtocolError
 from lmpool.rows import Encoding
 
-CARD = ModelCard(
-    name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32"
-)
+CARD = ModelCard(name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32")
 OTHER: dict[str, Any] = {
     "name": "n",
     "backend": "hf",
@@ -133,7 +131,7 @@ def packed(**changed: Any) -> bytes:
     return data
 
 
-WRONG_TYPES = [
+WRONG_TYPES: list[tuple[str, Any]] = [
     *((name, value) for name in ("name", "revision", "encoding", "note") for value in (None, 1, b"f32", ["f32"], True)),
     *((name, value) for name in ("vocab_size", "queue_limit") for value in (None, "64", 64.0, True, [64], b"64")),
     *((name, value) for name in ("lease_s", "row_ttl_s") for value in (None, "1", True, [1.0], {})),
@@ -165,7 +163,7 @@ def test_an_unknown_field_is_refused(more: dict[Any, Any]) -> None:
         ModelCard.unpack(msgpack.packb({**asdict(CARD), **more}))
 
 
-IMPOSSIBLE = [
+IMPOSSIBLE: list[tuple[str, Any]] = [
     *(("vocab_size", value) for value in (0, -1, 2**32, 2**63)),
     *(("max_prompt_tokens", value) for value in (0, -1)),
     *(("encoding", value) for value in ("", "f64", "F 32", "int8")),

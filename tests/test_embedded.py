@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -270,6 +271,20 @@ def test_many_owners_at_once_start_one_server() -> None:
     finally:
         for server in servers:
             server.stop()
+
+
+def test_lock_that_the_last_owner_has_just_removed_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    lock, really_lock = folder / "owner.lock", fcntl.flock
+
+    def remove_first(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", really_lock)
+        lock.unlink()
+        really_lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    with EmbeddedServer():
+        assert lock.read_text() == str(os.getpid())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")

@@ -27,7 +27,7 @@ from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.settings import HfSettings
-from tests.tiny_models import MAX_TOKENS, VOCAB_SIZE, make_model, write_model
+from tests.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 
 Ids = tuple[int, ...]
 Logprobs = NDArray[np.float32]
@@ -113,7 +113,7 @@ def random_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[
 
 
 ATTENTION = pytest.mark.parametrize("kind", ["llama", "gpt2"])
-EVERY_KIND = pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral", "gemma3", "mamba", "rwkv"])
+EVERY_KIND = pytest.mark.parametrize("kind", list(CONFIGS))
 
 
 @EVERY_KIND
@@ -129,7 +129,7 @@ def test_extensions_and_branches_have_the_rows_of_transformers(tiny: Tiny, kind:
     for size in (0, 1, 2, 5, 6, 12):
         tiny.reference(kind).check(serve(backend, [stem + tail[:size] for tail in tails]))
     tiny.reference(kind).check(serve(backend, [stem[:size] + tails[0] for size in (1, 7, 13, 19)]))
-    assert (backend.stats().reused > 0) == (kind not in ("mamba", "rwkv"))
+    assert (backend.stats().reused > 0) == (kind not in ("longrope", "mamba", "rwkv"))
 
 
 @ATTENTION
@@ -206,6 +206,38 @@ def test_a_model_that_cannot_be_padded_is_not(tiny: Tiny) -> None:
     backend = tiny.backend("rwkv")
     serve(backend, random_prompts(3, (4, 4)) + random_prompts(2, (6, 6)))
     assert backend.stats().steps == 2
+
+
+def test_reuse_is_switched_off_where_it_gives_other_rows(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def forgetful(self: LlamaForCausalLM, *arguments: Any, **named: Any) -> Any:
+        cache = named.get("past_key_values")
+        reuses = cache is not None and cache.get_seq_length() > 0
+        output = forward(self, *arguments, **named)
+        if reuses:
+            output.logits = output.logits + torch.linspace(0, 0.1, VOCAB_SIZE)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forgetful)
+    backend = tiny.backend()
+    for size in (5, 9):
+        tiny.reference("llama").check(serve(backend, [range(size)]))
+    assert backend.stats().reused == 0
+
+
+def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
+    backend = tiny.backend("longrope")
+    for size in (10, 16, 17, 18, 11):
+        tiny.reference("longrope").check(serve(backend, [range(size)]))
+    assert backend.stats().reused == 0 + 10 + 0 + 0 + 10
+
+
+def test_models_that_return_the_logits_of_all_positions_are_sliced(tiny: Tiny) -> None:
+    backend = tiny.backend()
+    backend._forward.takes -= {"logits_to_keep"}
+    tiny.reference("llama").check(serve(backend, random_prompts(6, (1, 20))))
 
 
 def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
@@ -297,6 +329,18 @@ def test_nan_weights_fail_the_prompts_that_meet_them(tiny: Tiny, tmp_path: Path)
     assert all("as NaN" in message and "\n" not in message for message in finished.failures.values())
     rows = decode(finished.blocks)
     tiny.reference("llama").check({prompt: rows[job(prompt).digest] for prompt in good})
+
+
+def test_a_failure_leaves_the_other_rows_their_encoding(tmp_path: Path) -> None:
+    model: Any = make_model("llama", torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[50] = torch.nan
+    model.save_pretrained(tmp_path)
+    backend = HfBackend(HfSettings(str(tmp_path), device="cpu"))
+    backend.submit([job((1, 2)), job((1, 50))])
+    (finished,) = drain(backend)
+    assert [(block.digests, block.encoding) for block in finished.blocks] == [([job((1, 2)).digest], Encoding.BF16)]
+    assert set(finished.failures) == {job((1, 50)).digest}
 
 
 @pytest.mark.parametrize(
@@ -482,7 +526,7 @@ def test_the_revision_follows_the_weights(tiny: Tiny, tmp_path: Path) -> None:
     assert (theirs.revision, theirs.fingerprint) == (ours.revision, ours.fingerprint)
     model: Any = make_model("llama")
     with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[7, 5] += 1e-6
+        model.model.embed_tokens.weight[0, 1] += 1e-6
     model.save_pretrained(tmp_path / "changed")
     changed = HfBackend(HfSettings(str(tmp_path / "changed"), device="cpu")).card
     assert changed.fingerprint != ours.fingerprint

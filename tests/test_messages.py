@@ -45,9 +45,9 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
-    assert Job(b"\x07\0\0\0", "a", "fp", True).pack().hex() == "95" "01" "c40407000000" "a161" "a26670" "c3"
+    assert Job(b"\x07\0\0\0", "a", "fp", True).pack().hex() == "9501c40407000000a161a26670c3"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-1] == 0xC2
-    assert Failure("E", "no").pack().hex() == "93" "01" "a145" "a26e6f"
+    assert Failure("E", "no").pack().hex() == "9301a145a26e6f"
 
 
 def test_a_long_prompt_travels() -> None:

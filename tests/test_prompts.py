@@ -284,9 +284,9 @@ def test_the_exceptions_are_also_the_builtin_ones() -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=3),
-        lambda inner: st.lists(inner, max_size=4)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.integers(), inner, max_size=2),
+        lambda inner: (
+            st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.integers(), inner, max_size=2)
+        ),
         max_leaves=8,
     )
 )

@@ -52,6 +52,18 @@ def gemma3() -> PreTrainedConfig:
     return Gemma3TextConfig(**_SHAPE, num_hidden_layers=4, head_dim=8, sliding_window=4, layer_types=kinds)
 
 
+def longrope() -> PreTrainedConfig:
+    """Other rotary embeddings as soon as the longest prompt of a batch passes 16 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+    }
+    return LlamaConfig(**_SHAPE, num_hidden_layers=2, rope_parameters=rope)
+
+
 def mamba() -> PreTrainedConfig:
     """A state instead of keys and values."""
     return MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, state_size=4, num_hidden_layers=2)
@@ -62,7 +74,7 @@ def rwkv() -> PreTrainedConfig:
     return RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, context_length=MAX_TOKENS)
 
 
-CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma3, mamba, rwkv)}
+CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma3, longrope, mamba, rwkv)}
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

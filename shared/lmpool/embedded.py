@@ -47,8 +47,8 @@ _FILES = {"owner.lock", "server.pid", "server.log", "redis.sock", "appendonlydir
 _PING_TIMEOUT_S = 2.0
 _DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
 
-# glibc would map each row-sized value afresh and trim the heap after each free, and the page faults cost
-# about a third of the rows per second. Builds with jemalloc ignore these names.
+# glibc would map each row-sized value afresh and trim the heap after each free; the page faults cost a tenth
+# to a third of the rows per second. Builds with jemalloc ignore these names.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),

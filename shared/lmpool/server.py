@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ URL_VARIABLE = "LMPOOL_REDIS_URL"
 
 _CONNECT_TIMEOUT_S = 5.0
 _SCHEMES = ("redis", "rediss", "unix")
+_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
@@ -98,12 +100,21 @@ class Server:
         if isinstance(error, LMPoolError):
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        refused = text.startswith(("NOAUTH", "WRONGPASS", "NOPERM"))
-        if refused or isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)):
+        if text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")) or any(
+            isinstance(one, _REFUSALS) for one in _chain(error)
+        ):
             return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
         return ServerError(f"{self} answered with an error: {text}")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that led to it: redis-py may wrap a refusal in a lost connection."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def _parse(url: str) -> dict[str, Any]:

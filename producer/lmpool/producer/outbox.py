@@ -139,14 +139,17 @@ class Outbox:
     async def _retry(self) -> None:
         waits = delays()
         try:
-            while True:
+            while pending := self._pending():
                 await asyncio.sleep(next(waits))
-                pending = [f for f in self._flights if f.stage in (Stage.UNSENT, Stage.REFUSED)]
-                if not pending:
-                    break
-                await self._send(pending)
+                before = len(pending)
+                await self._send(self._pending())
+                if len(self._pending()) < before:
+                    waits = delays()  # The queue moves: keep it full.
         finally:
             self._retrying = False
+
+    def _pending(self) -> list[Flight]:
+        return [flight for flight in self._flights if flight.stage in (Stage.UNSENT, Stage.REFUSED)]
 
     def _flush_left(self) -> None:
         digests, self._left = self._left, []

@@ -69,7 +69,7 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
     """
     first = waiting[0]
     batch = [first]
-    if False:
+    if len(first.ids) > rules.horizon:
         return batch
     started = {first.unshared}
     new, longest, needed = first.new, len(first.ids), first.new

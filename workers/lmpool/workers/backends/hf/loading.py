@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.hf.revision import weights_revision
@@ -41,6 +43,9 @@ def load_model(settings: HfSettings) -> LoadedModel:
         SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
     """
     device = pick_device(settings.device)
+    if not sys.stderr.isatty():
+        # Progress bars make a mess of a log.
+        disable_progress_bar()
     arguments: dict[str, Any] = {
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,
@@ -63,7 +68,11 @@ def load_model(settings: HfSettings) -> LoadedModel:
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}: is it a causal language model?"
         )
     limit = prompt_limit(model.config.get_text_config(decoder=True), settings.max_prompt_tokens)
-    model.to(device).eval()
+    try:
+        model.to(device).eval()
+    except (RuntimeError, ValueError) as error:
+        # Too little memory, or quantised weights that cannot be moved.
+        raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
     # Before the first forward: some models (RWKV) rescale their weights in it.
     return LoadedModel(model, limit, weights_revision(model))
 

@@ -92,10 +92,10 @@ class RowEncoder:
 
     def _narrowed(self, logits: Tensor) -> Tensor | None:
         """The logits in the model's 16-bit dtype if that loses nothing."""
-        if logits.dtype in _NARROW:
-            return logits
         if self._dtype not in _NARROW:
             return None
+        if logits.dtype == self._dtype:
+            return logits
         narrow = logits.to(self._dtype)
         return narrow if torch.equal(narrow.to(logits.dtype), logits) else None
 

@@ -46,8 +46,8 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
         RuntimeError, ValueError, ...: the model cannot even run one prompt.
     """
     config = forward.model.config.get_text_config(decoder=True)
-    window = attention_window(config)
-    length = min(max_prompt_tokens, max(_LENGTH, window + 8 if window <= _LONGEST_WINDOW else 0))
+    horizon = min(max_prompt_tokens, _horizon(config))
+    length = min(horizon, max(_LENGTH, attention_window(config) + 8))
     logits = forward.logits([[1]])
     check = _Check(forward, _prompts(length, logits.shape[-1]))
     pads = check.pads()
@@ -58,7 +58,7 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
         layout = None
     if layout is None:
         _logger.info("the model's cache is not made of plain attention layers: prefixes are not reused")
-    return Abilities(logits, pads, layout, min(max_prompt_tokens, _horizon(config)))
+    return Abilities(logits, pads, layout, horizon)
 
 
 def attention_window(config: PreTrainedConfig) -> int:
@@ -73,7 +73,8 @@ def _horizon(config: PreTrainedConfig) -> int:
     A window too long to be tried here has no effect below its size. Rotary embeddings that stretch with the
     longest prompt of a batch have none below the length that the model was first trained for.
     """
-    limits = [attention_window(config)] if attention_window(config) > _LONGEST_WINDOW else []
+    window = attention_window(config)
+    limits = [window] if window > _LONGEST_WINDOW else []
     stated = getattr(config, "rope_parameters", None) or {}
     for rope in [stated, *stated.values()]:
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):

@@ -1,0 +1,326 @@
+"""What the code may import and contain, read from its syntax trees, and the public names."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmpool.producer
+from lmpool import errors, scripts
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED, PRODUCER, WORKERS = ROOT / "shared", ROOT / "producer", ROOT / "workers"
+HF = WORKERS / "lmpool/workers/backends/hf"
+LUA = SHARED / "lmpool/lua"
+FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS) for path in part.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
+
+LOADERS_OF_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "code"}
+HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
+
+
+def within(folder: Path) -> list[Path]:
+    return [path for path in FILES if path.is_relative_to(folder)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module that a file imports, anywhere in it, with the statement.
+
+    `from a import b` counts as `a` and as `a.b`, for b may be a module.
+    """
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            module = node.module or ""
+            yield module, node
+            for alias in node.names:
+                yield f"{module}.{alias.name}", node
+
+
+def third_party(path: Path) -> set[str]:
+    tops = {module.partition(".")[0] for module, _ in imports(path)}
+    return tops - set(sys.stdlib_module_names) - {"lmpool", "__future__"}
+
+
+def strings(path: Path) -> Iterator[tuple[str, int]]:
+    """Every string or bytes literal of a file, parts of f-strings included, docstrings left out."""
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            if isinstance(node.value, str):
+                yield node.value, node.lineno
+            elif isinstance(node.value, bytes):
+                yield node.value.decode("latin-1"), node.lineno
+
+
+def test_the_three_parts_are_there() -> None:
+    assert all(len(within(part)) > 5 for part in (SHARED, PRODUCER, WORKERS))
+    # A namespace package: none of the parts owns `lmpool`.
+    assert not [part for part in (SHARED, PRODUCER, WORKERS) if (part / "lmpool/__init__.py").exists()]
+
+
+# Layers
+
+
+@pytest.mark.parametrize(
+    ("part", "forbidden"),
+    [(SHARED, ("producer", "workers")), (PRODUCER, ("workers",)), (WORKERS, ("producer",))],
+    ids=["shared", "producer", "workers"],
+)
+def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
+    prefixes = tuple(f"lmpool.{name}" for name in forbidden)
+    found = [
+        f"{name_of(path)}:{node.lineno}: {module}"
+        for path in within(part)
+        for module, node in imports(path)
+        if f"{module}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
+    ]
+    assert found == []
+
+
+def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {text}"
+        for part, other in ((SHARED, "producer|workers"), (PRODUCER, "workers"), (WORKERS, "producer"))
+        for path in within(part)
+        for text, line in strings(path)
+        if re.search(rf"\blmpool\.({other})\b", text)
+    ]
+    assert found == []
+
+
+def test_only_backends_import_an_engine() -> None:
+    """The one exception: the command line loads a tokenizer of transformers, inside a function."""
+    found = {
+        (name_of(path), module.partition(".")[0])
+        for path in FILES
+        if not path.is_relative_to(HF)
+        for module, _ in imports(path)
+        if module.partition(".")[0] in HEAVY
+    }
+    assert found == {("producer/lmpool/producer/tokenizer.py", "transformers")}
+    tokenizer = PRODUCER / "lmpool/producer/tokenizer.py"
+    top_level = [node for node in TREES[tokenizer].body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not [node for module, node in imports(tokenizer) if module.startswith("transformers") and node in top_level]
+
+
+def test_each_part_needs_no_more_than_it_says() -> None:
+    """Only the files of the command line need more than numpy, redis and msgpack."""
+    small = {"numpy", "redis", "msgpack"}
+    extra = {
+        "shared/lmpool/cli.py": {"typer"},
+        "producer/lmpool/producer/commands.py": {"typer", "rich", "uvloop"},
+        "producer/lmpool/producer/tokenizer.py": {"transformers"},
+        "workers/lmpool/workers/commands.py": {"typer"},
+        "workers/lmpool/workers/options.py": {"typer"},
+        "workers/lmpool/workers/serving.py": {"uvloop"},
+    }
+    found = {
+        name_of(path): more
+        for path in FILES
+        if not path.is_relative_to(HF)
+        if (more := third_party(path) - small - extra.get(name_of(path), set()))
+    }
+    assert found == {}
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
+    unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
+    for statement in ("import lmpool.producer", "import lmpool.synthetic", "import lmpool.embedded"):
+        assert loaded_after(statement) & unwanted == set()
+    modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
+    loaded_after(modules)
+
+
+def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
+    for statement in ("import lmpool.workers.worker", "import lmpool.workers.commands"):
+        assert loaded_after(statement) & HEAVY == set()
+
+
+def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
+    assert {"typer", "rich"} <= loaded_after("import lmpool.producer.commands")
+
+
+# Nothing that runs what it reads
+
+
+def test_nothing_is_unpickled_and_no_text_is_run() -> None:
+    found = []
+    for path in FILES:
+        found += [
+            f"{name_of(path)}:{node.lineno}: import {module}"
+            for module, node in imports(path)
+            if module.partition(".")[0] in LOADERS_OF_CODE
+        ]
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Name) and node.id in {"eval", "exec", "compile", "__import__"}:
+                found.append(f"{name_of(path)}:{node.lineno}: {node.id}")
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                found.append(f"{name_of(path)}:{node.value.lineno}: allow_pickle")
+            elif isinstance(node, ast.keyword) and node.arg == "shell":
+                found.append(f"{name_of(path)}:{node.value.lineno}: shell")
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "os.system"}:
+                found.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_at_most_the_named_places_catch_every_exception() -> None:
+    """A bare `except`, `except Exception` or `except BaseException` that does not raise again."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kinds = "" if node.type is None else ast.unparse(node.type)
+            raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
+                found.append(name_of(path))
+    allowed = {"shared/lmpool/cli.py", "workers/lmpool/workers/stepper.py"}
+    assert {name for name in found if not name.startswith(name_of(HF))} <= allowed
+
+
+# Keys and scripts
+
+
+def test_all_redis_keys_are_made_in_one_file() -> None:
+    key = re.compile(r"^lmpool:\S|:(jobs|models|worker|row|dead|waiting|reply|trie)(:|$)")
+    found = {
+        (name_of(path), text) for path in FILES for text, _ in strings(path) if key.search(text) and "://" not in text
+    }
+    assert {name for name, _ in found} == {"shared/lmpool/keys.py"}
+
+
+def test_no_script_makes_a_key_of_its_own() -> None:
+    for path in LUA.glob("*.lua"):
+        code = re.sub(r"--.*", "", path.read_text("utf-8"))
+        assert not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
+        for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
+            # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
+            assert re.fullmatch(r"KEYS\[\d\]|jobs|dead|waiting|reply", call[2]) or "KEYS[" in call[2], call[0]
+
+
+def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
+    assert {path.parent for path in ROOT.glob("*/lmpool/**/*.lua")} == {LUA}
+    loaded = {script.name: script.source for script in vars(scripts).values() if isinstance(script, scripts.Script)}
+    assert loaded == {path.stem: path.read_text("utf-8") for path in LUA.glob("*.lua")}
+    assert len(loaded) >= 6
+    found = [
+        f"{name_of(path)}:{line}"
+        for path in FILES
+        for text, line in strings(path)
+        if re.search(r"redis\.p?call|\bKEYS\[|\bARGV\[", text)
+    ]
+    assert found == []
+
+
+# Public names
+
+
+def test_the_public_names_of_the_client_are_pinned() -> None:
+    assert sorted(lmpool.producer.__all__) == ["Producer", "ProducerStats", "SyncProducer"]
+    public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert public == set(lmpool.producer.__all__)
+    calls = {name for name in vars(lmpool.producer.Producer) if not name.startswith("_")}
+    assert calls == {"logprobs", "batch_logprobs", "model", "stats", "open", "close"}
+    assert {name for name in vars(lmpool.producer.SyncProducer) if not name.startswith("_")} == calls - {"open"}
+
+
+def exceptions_of_the_tree() -> dict[str, type[BaseException]]:
+    return {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == "lmpool.errors"
+    }
+
+
+def test_the_names_of_the_errors_are_pinned() -> None:
+    assert sorted(exceptions_of_the_tree()) == [
+        "AmbiguousModel",
+        "AuthenticationFailed",
+        "CorruptRow",
+        "DeadlineExceeded",
+        "EmptyPrompt",
+        "InvalidPrompt",
+        "LMPoolError",
+        "ModelError",
+        "ModelMismatch",
+        "NoWorker",
+        "NotTokenIds",
+        "ProducerClosed",
+        "PromptTooLong",
+        "ProtocolError",
+        "QueueFull",
+        "RequestFailed",
+        "ServerError",
+        "ServerUnreachable",
+        "SettingsError",
+        "TokenOutOfRange",
+        "UnknownModel",
+        "WorkerError",
+    ]
+
+
+def test_the_tree_that_is_drawn_is_the_tree_of_the_classes() -> None:
+    drawn: dict[str, tuple[str, ...]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^ {4}((?:│   |    )*)(?:[├└]── )?(\w+)(?: \((\w+)\))?(?:  |$)", line)
+        if match is None:
+            continue
+        indent, name, builtin = match.groups()
+        depth = len(indent) // 4 + (1 if re.search("[├└]", line) else 0)
+        del above[depth:]
+        drawn[name] = (*above[-1:], *([builtin] if builtin else []))
+        above.append(name)
+    real = {name: tuple(base.__name__ for base in kind.__bases__) for name, kind in exceptions_of_the_tree().items()}
+    assert real.pop("LMPoolError") == ("Exception",)
+    assert drawn.pop("LMPoolError") == ()
+    assert drawn == real
+
+
+def test_every_exception_of_the_package_belongs_to_the_tree() -> None:
+    tree = set(exceptions_of_the_tree())
+    plain = {name for name, value in vars(builtins).items() if isinstance(value, type)} - {"object"}
+    strays = []
+    for path in FILES:
+        if path.name == "errors.py":
+            continue
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                is_exception = any(
+                    base in tree or (base in plain and issubclass(getattr(builtins, base), BaseException))
+                    for base in bases
+                )
+                if is_exception and not bases & tree:
+                    strays.append(f"{name_of(path)}: {node.name}")
+    assert strays == []
+
+
+def test_every_exception_says_what_it_is_for() -> None:
+    assert all(inspect.getdoc(kind) for kind in exceptions_of_the_tree().values())

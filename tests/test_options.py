@@ -1,0 +1,409 @@
+"""Settings, options and addresses: what is unknown or malformed is refused by name, and no password is ever told."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import redis as redis_sync
+import redis.asyncio as redis_async
+import redis.exceptions as redis_errors
+import typer.models
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from lmpool.card import ModelCard
+from lmpool.errors import (
+    AuthenticationFailed,
+    LMPoolError,
+    ProtocolError,
+    ServerError,
+    ServerUnreachable,
+    SettingsError,
+)
+from lmpool.producer import Producer, SyncProducer
+from lmpool.server import URL_VARIABLE, Server, mask
+from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.synthetic import SyntheticSettings
+from lmpool.workers.options import build, option_parameters
+from lmpool.workers.settings import WorkerSettings
+
+SECRET = "hunter2"
+ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}
+
+
+@pytest.fixture(autouse=True)
+def no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(tmp_path / "none"))
+
+
+# Options from settings classes
+
+
+@dataclass(frozen=True)
+class Kettle:
+    """A kettle.
+
+    Attributes:
+        litres: how much water, up
+            to the brim.
+        name: what it is called.
+        whistles: whether it whistles.
+        colour: any, or None.
+
+    Raises:
+        SettingsError: never.
+    """
+
+    litres: float = 1.5
+    name: str = ""
+    whistles: bool = False
+    colour: str | None = None
+
+
+def option(parameter: inspect.Parameter) -> tuple[Any, typer.models.OptionInfo]:
+    kind, info = get_args(parameter.annotation)
+    return kind, info
+
+
+def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
+    found = {parameter.name: parameter for parameter in option_parameters({"kitchen": Kettle}, set())}
+    assert list(found) == ["litres", "name", "whistles", "colour"]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in found.values())
+    assert all(parameter.default is None for parameter in found.values())
+    kinds = {name: option(parameter)[0] for name, parameter in found.items()}
+    assert kinds == {"litres": float | None, "name": str | None, "whistles": bool, "colour": str | None}
+    texts = {name: option(parameter)[1].help for name, parameter in found.items()}
+    assert texts == {
+        "litres": "How much water, up to the brim. (default: 1.5)",
+        "name": "What it is called.",
+        "whistles": "Whether it whistles.",
+        "colour": "Any, or None.",
+    }
+    assert {option(parameter)[1].rich_help_panel for parameter in found.values()} == {"Options: kitchen"}
+
+
+def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out() -> None:
+    found = [parameter.name for parameter in option_parameters(ALL, {"model"})]
+    assert len(found) == len(set(found))
+    every = {field.name for kind in ALL.values() for field in fields(kind)}
+    assert set(found) == every - {"model"}
+
+
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+def test_every_setting_is_described(kind: type) -> None:
+    for parameter in option_parameters({"x": kind}, set()):
+        assert len(str(option(parameter)[1].help)) > 10
+
+
+def test_a_numeric_default_of_zero_is_told() -> None:
+    helps = {p.name: str(option(p)[1].help) for p in option_parameters({"x": SyntheticSettings}, set())}
+    assert helps["seed"].endswith("(default: 0)")
+    assert helps["step_ms"].endswith("(default: 0.0)")
+
+
+def test_settings_are_built_from_what_was_given_and_defaults() -> None:
+    assert build(WorkerSettings, {}, "workers") == WorkerSettings()
+    assert build(WorkerSettings, {"lease_s": 3.0}, "workers") == WorkerSettings(lease_s=3.0)
+
+
+def test_an_option_of_another_class_is_refused_with_its_name_and_the_class() -> None:
+    for kind, name in ((WorkerSettings, "vocab_size"), (SyntheticSettings, "kv_cache_bytes"), (Kettle, "Litres")):
+        with pytest.raises(SettingsError, match=f"^{name}: .* of my class"):
+            build(kind, {name: 1}, "my class")
+
+
+def test_a_malformed_value_is_refused_while_building() -> None:
+    with pytest.raises(SettingsError, match=r"^lease_s: 0 .* at least 0\.1"):
+        build(WorkerSettings, {"lease_s": 0}, "workers")
+
+
+# The settings of every worker
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("prefix", value) for value in ("", "a{b}", "a\nb", "a\0b", "p" * 201, None, 5, b"lmpool")),
+        *(("lease_s", value) for value in (0, 0.09, -1, 3601, NAN, INF, -INF, "15", None, True)),
+        *(("max_deliveries", value) for value in (0, -1, 1001, 2.0, NAN, "3", None, True)),
+        *(("queue_limit", value) for value in (0, -5, 1e5, INF, "9", None, False)),
+        *(("row_ttl_s", value) for value in (0, 0.5, -1, NAN, "60", None, True)),
+        *(("log_every_s", value) for value in (0, -1, NAN, "60", None, True)),
+    ],
+)
+def test_a_malformed_worker_setting_is_refused_with_its_name_and_value(field: str, value: object) -> None:
+    with pytest.raises(SettingsError) as caught:
+        WorkerSettings(**{field: value})  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{field}: {value!r} ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("row_ttl_s", INF), ("row_ttl_s", 1e300), ("queue_limit", 2**64)],
+)
+def test_a_worker_setting_that_cannot_be_carried_out_is_refused(field: str, value: object) -> None:
+    # Redis takes milliseconds as int64, the card numbers up to uint64.
+    with pytest.raises(SettingsError, match=field):
+        WorkerSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def test_the_heartbeat_is_frequent_enough_to_miss_two() -> None:
+    for lease in (0.1, 15.0, 3600):
+        assert 3 * WorkerSettings(lease_s=lease).heartbeat_s < lease
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(AttributeError):
+        WorkerSettings().prefix = "x"  # type: ignore[misc]
+
+
+# The producer's arguments
+
+
+@pytest.mark.parametrize("make", [Producer, SyncProducer])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("model", value) for value in ("", "a{b", "a\nb", "m" * 201, 5, b"m", ["m"])),
+        *(("prefix", value) for value in ("", "a}b", "a\rb", None, 5, b"lmpool")),
+        *(("timeout", value) for value in (0, -1, 0.0, NAN, INF, 1e9, "60", None, True)),
+        *(("cache_bytes", value) for value in (-1, 1.5, "9", None, True)),
+        *(("redis", value) for value in (5, b"redis://h", ["redis://h"], object(), ("h", 6379))),
+    ],
+)
+def test_a_malformed_argument_is_refused_with_its_name(make: Any, field: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=f"^{field}: "):
+        make(**{field: value})
+
+
+def test_a_name_that_is_no_utf8_is_refused() -> None:
+    # What a shell passes for bytes that are not UTF-8; no Redis key can be made of it.
+    for field in ("model", "prefix"):
+        with pytest.raises(SettingsError, match=f"^{field}: "):
+            Producer(**{field: "a\udc80"})  # type: ignore[arg-type]
+
+
+def test_an_unknown_argument_is_an_error() -> None:
+    for make in (Producer, SyncProducer):
+        with pytest.raises(TypeError, match="colour"):
+            make(colour="red")  # type: ignore[call-arg]
+
+
+def test_numbers_of_numpy_are_good_timeouts() -> None:
+    assert isinstance(Producer(timeout=np.float64(1.5)), Producer)
+    assert isinstance(Producer(timeout=1), Producer)
+
+
+async def test_a_timeout_of_one_call_is_checked_before_anything_is_sent() -> None:
+    producer = Producer(redis="redis://localhost:1")
+    for call in (producer.logprobs, producer.batch_logprobs):
+        for value in (0, -1, NAN, "5", True):
+            with pytest.raises(SettingsError, match="^timeout: "):
+                await call([1], timeout=value)  # type: ignore[arg-type]
+
+
+async def test_the_model_card_is_known_only_after_connecting() -> None:
+    with pytest.raises(LMPoolError, match="not connected"):
+        _ = Producer().model
+
+
+# Addresses
+
+BAD_URLS = [
+    "http://h",
+    "localhost",
+    "localhost:6379",
+    "h",
+    "://h",
+    "valkey://h",
+    "REDIS",
+    "redis//h",
+    "redis:h",
+    "redis:/h",
+    "redis://h:port",
+    "redis://h:99999",
+    "redis://h?db=x",
+    "redis://h?colour=red",
+    "redis://h?max_connections=many",
+    "redis://[::1",
+    "redis://h?protocol=4",
+    "rediss://h?ssl_cert_reqs=maybe",
+    "redis://h/no-number",
+    "unix://",
+]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_a_malformed_address_is_refused_by_name(url: str) -> None:
+    with pytest.raises(SettingsError, match="^redis: "):
+        Server(url)
+
+
+async def test_a_producer_refuses_a_malformed_address_when_it_connects() -> None:
+    for url in ("http://h", "redis://h:port"):
+        with pytest.raises(SettingsError, match="^redis: "):
+            await Producer(redis=url).open()
+        with pytest.raises(SettingsError, match="^redis: "):
+            SyncProducer(redis=url)
+
+
+def test_the_address_comes_from_the_environment_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(URL_VARIABLE, "redis://elsewhere:7000")
+    assert str(Server()) == "redis://elsewhere:7000"
+    assert str(Server("redis://here")) == "redis://here:6379"
+
+
+def test_without_any_address_the_error_says_what_to_do() -> None:
+    with pytest.raises(ServerUnreachable, match=f"lmpool up.*{URL_VARIABLE}"):
+        Server()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://", "redis://localhost:6379"),
+        ("redis://h", "redis://h:6379"),
+        ("redis://h:7000/3", "redis://h:7000"),
+        (f"redis://user:{SECRET}@h:7000", "redis://h:7000"),
+        (f"redis://:{SECRET}@h", "redis://h:6379"),
+        (f"redis://h?password={SECRET}", "redis://h:6379"),
+        (f"rediss://user:{SECRET}@h", "rediss://h:6379"),
+        ("unix:///run/r.sock", "unix:///run/r.sock"),
+        (f"unix://user:{SECRET}@/run/r.sock?db=2", "unix:///run/r.sock"),
+    ],
+)
+def test_an_address_is_shown_without_user_and_password(url: str, shown: str) -> None:
+    assert str(Server(url)) == shown
+    assert repr(Server(url)) == f"Server({shown!r})"
+
+
+CLIENTS: dict[str, tuple[Any, str]] = {
+    "sync": (redis_sync.Redis(host="h", port=7, username="u", password=SECRET, db=3), "redis://h:7"),
+    "asyncio": (redis_async.Redis(host="h", port=7, username="u", password=SECRET, db=3), "redis://h:7"),
+    "sync url": (redis_sync.Redis.from_url(f"redis://u:{SECRET}@h:7/3"), "redis://h:7"),
+    "asyncio url": (redis_async.Redis.from_url(f"redis://u:{SECRET}@h:7/3"), "redis://h:7"),
+    "sync socket": (
+        redis_sync.Redis(unix_socket_path="/r.sock", username="u", password=SECRET, db=3),
+        "unix:///r.sock",
+    ),
+    "asyncio socket": (
+        redis_async.Redis(unix_socket_path="/r.sock", username="u", password=SECRET, db=3),
+        "unix:///r.sock",
+    ),
+    "sync TLS": (redis_sync.Redis(host="h", ssl=True, username="u", password=SECRET, db=3), "rediss://h:6379"),
+    "asyncio TLS": (redis_async.Redis(host="h", ssl=True, username="u", password=SECRET, db=3), "rediss://h:6379"),
+    "decoding": (redis_async.Redis(host="h", username="u", password=SECRET, db=3, decode_responses=True), "redis://h"),
+    "RESP3": (redis_sync.Redis(host="h", username="u", password=SECRET, db=3, protocol=3), "redis://h:6379"),
+}
+
+
+@pytest.mark.parametrize(("client", "shown"), CLIENTS.values(), ids=CLIENTS)
+def test_address_and_credentials_are_taken_over_from_a_client(client: Any, shown: str) -> None:
+    server = Server(client)
+    assert str(server).startswith(shown)
+    ours = server.client()
+    assert ours is not client
+    assert isinstance(ours, redis_async.Redis)
+    connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    assert (connection.username, connection.password, connection.db) == ("u", SECRET, 3)
+    assert not ours.connection_pool.connection_kwargs.get("decode_responses")
+
+
+def test_our_clients_do_not_retry_by_themselves() -> None:
+    ours = Server(redis_sync.Redis(host="h", retry=Retry(NoBackoff(), 5))).client()
+    connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    assert connection.retry.get_retries() == 0
+
+
+# Passwords
+
+LEAKS = [
+    f"http://user:{SECRET}@h",
+    f"http://h?password={SECRET}",
+    f"user:{SECRET}@localhost:6379",
+    f":{SECRET}@localhost",
+    f"redis:user:{SECRET}@h",
+    f"redis://user:{SECRET}@h:port",
+    f"redis://user:{SECRET}@h:99999",
+    f"redis://user:{SECRET}@h?db=x",
+    f"redis://user:{SECRET}@h?colour=red",
+    f"redis://h?password={SECRET}&db=x",
+    f"unix:///r.sock?password={SECRET}&db=x",
+    f"redis://:{SECRET}/with-a-slash@h",
+    f"redis://:{SECRET}#with-a-hash@h",
+    f"redis://:{SECRET}?with-a-question@h",
+    f"redis://:{SECRET}@with-an-at@h:port",
+    f"redis://user:{SECRET}@[::1",
+]
+
+
+@pytest.mark.parametrize("url", LEAKS)
+def test_no_error_tells_the_password(url: str) -> None:
+    # Any exception: which one is the claim of another test.
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        Server(url)
+    assert SECRET not in str(caught.value)
+    assert SECRET not in "".join(traceback.format_exception(caught.value)), "a traceback shows the causes too"
+
+
+@pytest.mark.parametrize("url", [f"redis://user:{SECRET}@h:7", f"unix://user:{SECRET}@/r.sock"])
+def test_no_text_of_a_server_or_a_producer_tells_the_password(url: str) -> None:
+    server, producer = Server(url), Producer("m", redis=url)
+    texts = [str(server), repr(server), str(producer), repr(producer), f"{server!r} {producer!s}"]
+    assert not any(SECRET in text for text in texts)
+    for error in (OSError("refused"), redis_errors.AuthenticationError("WRONGPASS no"), redis_errors.RedisError("x")):
+        assert SECRET not in str(server.explain(error))
+
+
+def test_a_masked_url_keeps_what_helps_to_find_it() -> None:
+    assert mask(f"redis://user:{SECRET}@h:7/3") == "redis://…@h:7/3"
+    assert mask("redis://h:7/3") == "redis://h:7/3"
+
+
+# Errors of the server in the words of the tree
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError(111, "refused"), ServerUnreachable),
+        (redis_errors.ConnectionError("Error 111"), ServerUnreachable),
+        (redis_errors.TimeoutError("Timeout"), ServerUnreachable),
+        (redis_errors.BusyLoadingError("LOADING"), ServerUnreachable),
+        (TimeoutError(), ServerUnreachable),
+        (redis_errors.AuthenticationError("invalid username-password pair"), AuthenticationFailed),
+        (redis_errors.NoPermissionError("NOPERM this user"), AuthenticationFailed),
+        (redis_errors.ResponseError("NOAUTH Authentication required."), AuthenticationFailed),
+        (redis_errors.ResponseError("WRONGPASS invalid"), AuthenticationFailed),
+        (redis_errors.ResponseError("OOM command not allowed"), ServerError),
+        (redis_errors.ReadOnlyError("READONLY"), ServerError),
+    ],
+)
+def test_every_error_of_the_server_has_its_exception(error: Exception, kind: type[ServerError]) -> None:
+    found = Server("redis://h:7").explain(error)
+    assert type(found) is kind
+    assert "redis://h:7" in str(found)
+    assert str(error).splitlines()[:1] == [] or str(error).splitlines()[0] in str(found)
+
+
+def test_an_exception_of_the_tree_stays_what_it_is() -> None:
+    error = ProtocolError("x")
+    assert Server("redis://h").explain(error) is error
+
+
+def test_every_good_worker_setting_fits_in_a_card() -> None:
+    for settings in (
+        WorkerSettings(lease_s=0.1, queue_limit=1, row_ttl_s=1),
+        WorkerSettings(lease_s=3600, queue_limit=2**31, row_ttl_s=1e9),
+    ):
+        card = ModelCard("m", "synthetic", 1, 1, "r", "float32", queue_limit=settings.queue_limit,
+                         lease_s=settings.lease_s, row_ttl_s=settings.row_ttl_s)  # fmt: skip
+        assert ModelCard.unpack(card.pack()) == card

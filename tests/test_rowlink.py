@@ -1,0 +1,473 @@
+"""The row link: its RESP parser fed with replies cut anywhere, and what it puts on the wire, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import ResponseError
+
+from lmpool import rowlink
+from lmpool.errors import ProtocolError
+from lmpool.rowlink import RowLink, RowWrite
+
+MAX_BULK = 1_000_000
+LARGE = 200_000  # more than the 64 KiB window of the parser
+Reply = asyncio.Future[Any]
+
+
+class Transport:
+    """Takes what a link writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
+
+    def __init__(self) -> None:
+        self.protocol: asyncio.BufferedProtocol | None = None
+        self.written = b""
+        self.calls: list[str] = []
+
+    def set_protocol(self, protocol: asyncio.BufferedProtocol) -> None:
+        self.calls.append("set_protocol")
+        self.protocol = protocol
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause_reading")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume_reading")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def write(self, data: bytes) -> None:
+        self.written += bytes(data)
+
+    def writelines(self, chunks: Iterable[bytes | memoryview]) -> None:
+        for chunk in chunks:
+            self.write(bytes(chunk))
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        """Hand bytes over, at most `sizes` at a time, then as many as the link has room for."""
+        assert self.protocol is not None
+        steps = iter(sizes)
+        at = 0
+        while at < len(data) and "abort" not in self.calls:
+            buffer = cast(memoryview, self.protocol.get_buffer(-1))
+            assert len(buffer) > 0
+            count = min(len(buffer), next(steps, len(data)), len(data) - at)
+            buffer[:count] = data[at : at + count]
+            self.protocol.buffer_updated(count)
+            at += count
+
+
+class Line:
+    """A link on a transport."""
+
+    def __init__(self, max_bulk: int = MAX_BULK) -> None:
+        self.transport = Transport()
+        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
+        self.link = RowLink(cast(AbstractConnection, connection), max_bulk)
+
+    def mget(self, count: int) -> Reply:
+        return self.link.mget([b"key-%d" % index for index in range(count)])
+
+    def set(self, count: int, *, size: int = 8) -> Reply:
+        writes = [RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)]
+        return self.link.set(writes, 1000)
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        self.transport.feed(data, sizes)
+
+
+def bulk(value: bytes | None, null: bytes = b"$-1\r\n") -> bytes:
+    return null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def array(values: list[bytes | None], null: bytes = b"$-1\r\n") -> bytes:
+    return b"*%d\r\n" % len(values) + b"".join(bulk(value, null) for value in values)
+
+
+def plain(reply: Reply) -> list[Any]:
+    """A reply as bytes, None and the texts of errors."""
+    assert reply.done()
+    return [
+        value.tobytes() if isinstance(value, np.ndarray) else str(value) if isinstance(value, Exception) else value
+        for value in reply.result()
+    ]
+
+
+def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run one example of a property; each has a loop of its own."""
+    asyncio.run(work())
+
+
+values = st.lists(st.none() | st.binary(max_size=30), min_size=1, max_size=6)
+nulls = st.sampled_from([b"$-1\r\n", b"_\r\n"])
+cuts = st.lists(st.integers(1, 12), max_size=60)
+
+
+# Replies cut anywhere
+
+
+@settings(deadline=None)
+@given(values, nulls, cuts)
+def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], null: bytes, sizes: list[int]) -> None:
+    async def work() -> None:
+        line = Line()
+        reply = line.mget(len(found))
+        line.feed(array(found, null), sizes)
+        assert plain(reply) == found
+        assert not line.link.closed
+
+    in_a_loop(work)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(["mget", "set"]), min_size=1, max_size=6))
+
+    async def work() -> None:
+        line, stream, expected, replies = Line(), b"", [], []
+        for kind in kinds:
+            if kind == "mget":
+                found: list[Any] = data.draw(values)
+                stream += array(found, data.draw(nulls))
+                replies.append(line.mget(len(found)))
+            else:
+                outcomes = data.draw(st.lists(st.sampled_from(["+OK", "$-1", "_", "-OOM no room"]), min_size=1))
+                stream += b"".join(outcome.encode() + b"\r\n" for outcome in outcomes)
+                found = [outcome[1:] if outcome.startswith("-") else None for outcome in outcomes]
+                replies.append(line.set(len(outcomes)))
+            expected.append(found)
+        line.feed(stream, data.draw(cuts))
+        assert [plain(reply) for reply in replies] == expected
+
+    in_a_loop(work)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.sampled_from([0, 1, 1023, 1025, 32_768, 65_536, 65_537, LARGE]), min_size=1))
+    found: list[bytes | None] = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+    steps = data.draw(st.lists(st.sampled_from([1, 2, 3, 1000, 70_000]), max_size=40))
+
+    async def work() -> None:
+        line = Line()
+        first, second = line.mget(len(found)), line.mget(1)
+        line.feed(array(found) + array([b"after"]), steps)
+        assert plain(first) == found
+        assert plain(second) == [b"after"]
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 3000])
+async def test_a_reply_that_comes_byte_by_byte(size: int) -> None:
+    line = Line()
+    reply = line.mget(3)
+    line.feed(array([b"x" * size, None, b""]), iter(lambda: 1, 0))
+    assert plain(reply) == [b"x" * size, None, b""]
+
+
+async def test_many_small_rows_fill_the_window_many_times() -> None:
+    line = Line()
+    found: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
+    reply = line.mget(1000)
+    line.feed(array(found))
+    assert plain(reply) == found
+
+
+async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
+    line = Line()
+    found: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
+    reply = line.mget(4)
+    line.feed(array(found), iter(lambda: 2, 0))
+    assert plain(reply) == found
+
+
+async def test_each_value_is_fresh_writeable_memory_of_its_own() -> None:
+    line = Line()
+    first, second = line.mget(2), line.mget(1)
+    line.feed(array([b"one", b"one"]) + array([b"two"]))
+    one, other = first.result()
+    assert one.dtype == np.uint8
+    assert one.shape == (3,)
+    assert one.flags.owndata
+    one[:] = 0
+    assert (other.tobytes(), second.result()[0].tobytes()) == (b"one", b"two")
+
+
+async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
+    line = Line()
+    reply = line.mget(2)
+    whole = array([b"abc", b"def"])
+    line.feed(whole[:-3])  # all but the last byte of the value
+    assert not reply.done()
+    line.feed(whole[-3:])
+    assert plain(reply) == [b"abc", b"def"]
+
+
+# Errors that the server answers with
+
+
+async def test_a_row_that_is_refused_is_an_error_of_that_row_alone() -> None:
+    line = Line()
+    reply = line.set(3)
+    line.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
+    stored, refused, kept = reply.result()
+    assert (stored, kept) == (None, None)
+    assert isinstance(refused, ResponseError)
+    assert str(refused) == "OOM command not allowed when used memory > 'maxmemory'."
+    assert not line.link.closed
+
+
+async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values() -> None:
+    line = Line()
+    refused, good = line.mget(3), line.mget(1)
+    line.feed(b"-LOADING Redis is loading the dataset in memory\r\n" + array([b"v"]), [5, 5, 5])
+    with pytest.raises(ResponseError, match="^LOADING"):
+        await refused
+    assert plain(good) == [b"v"]
+    assert not line.link.closed
+
+
+async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
+    line = Line()
+    first, second = line.mget(1), line.mget(1)
+    text = "ERR " + "x" * 5000
+    line.feed(array([bytes(LARGE)]) + f"-{text}\r\n".encode())
+    assert plain(first) == [bytes(LARGE)]
+    with pytest.raises(ResponseError) as caught:
+        await second
+    assert str(caught.value) == text
+
+
+async def test_an_error_that_is_no_utf8_is_an_error_too() -> None:
+    line = Line()
+    reply = line.mget(1)
+    line.feed(b"-ERR \xff\xfe\r\n")
+    with pytest.raises(ResponseError):
+        await reply
+
+
+async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
+    line = Line()
+    gone, stays = line.mget(1), line.mget(1)
+    gone.cancel()
+    line.feed(array([b"for the first"]) + array([b"for the second"]))
+    assert plain(stays) == [b"for the second"]
+    refused, after = line.mget(1), line.mget(1)
+    refused.cancel()
+    line.feed(b"-ERR no\r\n" + array([b"x"]))
+    assert plain(after) == [b"x"]
+
+
+# What breaks a link
+
+
+def assert_broken(line: Line, replies: list[Reply], kind: type[Exception]) -> None:
+    assert line.link.closed
+    assert "abort" in line.transport.calls
+    for reply in replies:
+        assert isinstance(reply.exception(), kind)
+
+
+BROKEN: dict[str, bytes] = {
+    "text": b"hello\r\n",
+    "HTTP": b"HTTP/1.1 400 Bad Request\r\n",
+    "an integer": b":5\r\n",
+    "a map": b"%1\r\n",
+    "a push": b">1\r\n",
+    "an empty line": b"\r\n",
+    "a size that is no number": b"*2\r\n$abc\r\n",
+    "no size": b"*2\r\n$\r\n",
+    "an array of no number": b"*x\r\n",
+    "too few values": b"*1\r\n",
+    "too many values": b"*3\r\n",
+    "no array at all": b"*-1\r\n",
+    "an array in an array": b"*2\r\n*2\r\n",
+    "an endless line": b"-" + b"x" * 70_000,
+    "a value that is too large": b"*2\r\n$1000001\r\n",
+    "a value of a gigabyte": b"*2\r\n$1073741824\r\n",
+    "a value without the end of its line": b"*2\r\n$3\r\nabcXY$3\r\n",
+    "a status instead of an array": b"+OK\r\n",
+    "a value instead of an array": b"$3\r\nabc\r\n",
+    "a null instead of an array": b"_\r\n",
+    "a status within an array": b"*2\r\n$1\r\na\r\n+OK\r\n",
+    "an error within an array": b"*2\r\n$1\r\na\r\n-ERR\r\n$1\r\nb\r\n",
+    "a negative size": b"*2\r\n$-7\r\n",
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("size", [1, 10**9])
+async def test_what_answers_no_mget_closes_the_link_and_fails_all_that_wait(data: bytes, size: int) -> None:
+    line = Line()
+    replies = [line.mget(2), line.mget(2), line.set(2)]
+    line.feed(data, iter(lambda: size, 0))
+    assert_broken(line, replies, ProtocolError)
+
+
+@pytest.mark.parametrize("data", [b"+OK\r\n", b"-ERR no\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"])
+@pytest.mark.parametrize("size", [1, 10**9])
+async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: int) -> None:
+    line = Line()
+    line.feed(data, iter(lambda: size, 0))
+    assert_broken(line, [], ProtocolError)
+
+
+@pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"$3\r\nabc\r\n", b":1\r\n"])
+async def test_what_answers_no_set_closes_the_link(data: bytes) -> None:
+    line = Line()
+    replies = [line.set(1), line.mget(1)]
+    line.feed(data)
+    assert_broken(line, replies, ProtocolError)
+
+
+@pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
+async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line()
+    reply = line.mget(1)
+    taken: list[int] = []
+    monkeypatch.setattr(rowlink, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
+    line.feed(b"*1\r\n$%d\r\n" % size)
+    assert taken == []
+    assert_broken(line, [reply], ProtocolError)
+    assert f"{size} bytes" in str(reply.exception())
+    assert str(MAX_BULK) in str(reply.exception())
+
+
+async def test_a_value_of_exactly_the_limit_is_taken() -> None:
+    line = Line(max_bulk=10)
+    reply = line.mget(1)
+    line.feed(array([b"x" * 10]))
+    assert plain(reply) == [b"x" * 10]
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=200), cuts)
+def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
+    async def work() -> None:
+        line = Line()
+        replies = [line.mget(2), line.set(1)]
+        line.feed(data, sizes)
+        if line.link.closed:
+            assert all(reply.done() for reply in replies)
+        line.link.close()
+        for reply in replies:
+            reply.exception()
+
+    in_a_loop(work)
+
+
+@pytest.mark.parametrize("reason", [None, OSError("cable cut")])
+async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -> None:
+    line = Line()
+    replies = [line.mget(1), line.set(2), line.mget(3)]
+    line.feed(b"*1\r\n$100\r\npart of a row")
+    line.link.connection_lost(reason)
+    assert_broken(line, replies, ConnectionError)
+    assert ("cable cut" if reason else "closed") in str(replies[0].exception())
+
+
+async def test_the_end_of_the_stream_closes_the_transport() -> None:
+    # A false answer makes the event loop close it, and `connection_lost` follows.
+    assert Line().link.eof_received() is False
+
+
+async def test_closing_fails_what_waits_with_the_reason() -> None:
+    line = Line()
+    reply = line.mget(1)
+    line.link.close(OSError("enough"))
+    assert_broken(line, [reply], OSError)
+    assert str(reply.exception()) == "enough"
+
+
+async def test_closing_twice_keeps_the_first_reason() -> None:
+    line = Line()
+    reply = line.mget(1)
+    line.link.close(ProtocolError("first"))
+    line.link.close(OSError("second"))
+    line.link.connection_lost(None)
+    assert str(reply.exception()) == "first"
+    assert line.transport.calls.count("abort") == 1
+
+
+async def test_what_comes_after_the_close_is_ignored() -> None:
+    line = Line()
+    reply = line.mget(1)
+    buffer = line.link.get_buffer(-1)
+    data = array([b"late"])
+    buffer[: len(data)] = data
+    line.link.close()
+    line.link.buffer_updated(len(data))
+    assert isinstance(reply.exception(), ConnectionError)
+    assert len(line.link.get_buffer(-1)) > 0
+
+
+async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
+    line = Line()
+    line.link.close()
+    replies = [line.mget(1), line.set(1), line.set(1, size=LARGE)]
+    for reply in replies:
+        with pytest.raises(ConnectionError, match="closed"):
+            await reply
+    assert line.transport.written == b""
+
+
+async def test_a_connection_that_is_not_open_is_refused() -> None:
+    with pytest.raises(ConnectionError, match="not open"):
+        RowLink(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
+
+
+# On the wire
+
+
+async def test_the_protocol_is_changed_while_nothing_is_read() -> None:
+    assert Line().transport.calls == ["pause_reading", "set_protocol", "resume_reading"]
+
+
+async def test_mget_on_the_wire() -> None:
+    line = Line()
+    line.link.mget([b"a", b"\x00\r\n\xff"])
+    assert line.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
+
+
+SET = b"*6\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000\r\n$2\r\nNX\r\n"
+OVERWRITE = b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000\r\n"
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 32 * 1024 - 1, 32 * 1024, LARGE])
+async def test_set_on_the_wire(size: int) -> None:
+    line, numbers = Line(), np.random.default_rng(0).bytes(size)
+    value = b"header--" + numbers
+    first = RowWrite(b"k", b"header--", memoryview(numbers), False)
+    line.link.set([first], 60_000)
+    assert line.transport.written == SET % (len(value), value)
+    line.transport.written = b""
+    line.link.set([first, first._replace(overwrite=True), first], 60_000)
+    kept, replaced = SET % (len(value), value), OVERWRITE % (len(value), value)
+    assert line.transport.written == kept + replaced + kept
+
+
+async def test_rows_of_several_sizes_in_one_call_are_sent_whole() -> None:
+    for sizes in ((1, LARGE, 5), (LARGE, 0, 1)):
+        line = Line()
+        line.link.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
+        assert line.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
+
+
+async def test_asking_for_nothing_is_answered_at_once_and_sends_nothing() -> None:
+    line = Line()
+    assert await line.link.mget([]) == []
+    assert await line.link.set([], 1000) == []
+    assert line.transport.written == b""
