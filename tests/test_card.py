@@ -134,7 +134,7 @@ def packed(**changed: Any) -> bytes:
 WRONG_TYPES: list[tuple[str, Any]] = [
     *((name, value) for name in ("name", "revision", "encoding", "note") for value in (None, 1, b"f32", ["f32"], True)),
     *((name, value) for name in ("vocab_size", "queue_limit") for value in (None, "64", 64.0, True, [64], b"64")),
-    *((name, value) for name in ("lease_s", "row_ttl_s") for value in (None, "1", True, [1.0], {})),
+    *((name, value) for name in ("lease_s", "row_ttl_s") for value in (None, "1", True, [1.0], {"s": 1})),
     *(("lossy", value) for value in (None, 0, 1, "", "f32")),
 ]
 

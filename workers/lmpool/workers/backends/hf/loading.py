@@ -45,7 +45,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     device = pick_device(settings.device)
     if not sys.stderr.isatty():
         # Progress bars make a mess of a log.
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
     arguments: dict[str, Any] = {
         "revision": settings.revision,
         "trust_remote_code": settings.trust_remote_code,

@@ -1,0 +1,170 @@
+"""The demo: one server, one worker with a real model, three client processes that share its rows.
+
+    python examples/demo.py MODEL_FOLDER
+
+Each client asks 48 prompts: the beginnings, at three lengths, of 16 English sentences. All ask the same ones, so
+most answers come out of the cache or of a request that another client has under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lmpool.errors import LMPoolError
+from lmpool.producer import Producer, SyncProducer
+
+CLIENTS = 3
+START_LIMIT_S = 120.0
+SENTENCES = [
+    "The capital of France is",
+    "Water freezes at a temperature of zero degrees",
+    "She opened the door and saw a",
+    "The quick brown fox jumps over the lazy",
+    "In the beginning there was nothing but",
+    "To be or not to be, that is the",
+    "The largest planet in our solar system is",
+    "Once upon a time there was a little",
+    "The opposite of hot is",
+    "He drank a cup of coffee and read the",
+    "Two plus two is equal to",
+    "The sun rises in the east and sets in the",
+    "My favorite season of the year is",
+    "The first president of the United States was George",
+    "A triangle has three sides and three",
+    "They lived happily ever",
+]
+
+
+def prompts_of(tokenizer: Any) -> list[list[int]]:
+    """48 prompts: each sentence without its last two, without its last, and with all of its words."""
+    texts = [" ".join(sentence.split()[: len(sentence.split()) - cut]) for sentence in SENTENCES for cut in (2, 1, 0)]
+    return [list(tokenizer.encode(text)) for text in texts]
+
+
+async def client(folder: str) -> None:
+    """One client process: wait for the word, ask everything at once, print what came back as JSON."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    prompts = prompts_of(tokenizer)
+    async with Producer() as producer:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        started = time.perf_counter()
+        rows = await producer.batch_logprobs(prompts)
+        seconds = time.perf_counter() - started
+        stats = producer.stats()
+    best = [np.argsort(row)[::-1][:3] for row in rows[2::3]]
+    words = [
+        [(tokenizer.decode([int(token)]), float(np.exp(row[token]))) for token in tokens]
+        for row, tokens in zip(rows[2::3], best, strict=True)
+    ]
+    shared = stats.cache_hits + stats.joined
+    print(json.dumps({"asked": stats.requests, "computed": stats.computed, "shared": shared,
+                      "seconds": seconds, "words": words}))  # fmt: skip
+
+
+@contextmanager
+def pool(folder: str, runtime: Path) -> Iterator[None]:
+    """`lmpool up` with the model, in a folder of its own so that a pool of yours is not touched."""
+    command = [str(Path(sys.executable).with_name("lmpool")), "up", folder, "--name", "smollm2"]
+    log = runtime / "up.log"
+    with log.open("wb") as out:
+        up = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + START_LIMIT_S
+        while not _is_served():
+            if up.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"lmpool up did not come up:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.wait(60)
+
+
+def _is_served() -> bool:
+    try:
+        SyncProducer("smollm2").close()
+    except LMPoolError:
+        return False
+    return True
+
+
+def ask_from_clients(folder: str) -> list[dict[str, Any]]:
+    """Start the client processes, give the word to all at once, and collect their answers."""
+    command = [sys.executable, __file__, folder, "--client"]
+    clients = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
+    ]
+    try:
+        for one in clients:
+            assert one.stdout is not None
+            if one.stdout.readline() != "ready\n":
+                raise SystemExit("a client did not start")
+        for one in clients:
+            assert one.stdin is not None
+            one.stdin.write("go\n")
+            one.stdin.flush()
+        return [json.loads(one.communicate(timeout=120)[0]) for one in clients]
+    finally:
+        for one in clients:
+            if one.poll() is None:
+                one.kill()
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Print the likeliest next words, and who got their rows from where."""
+    console = Console()
+    words = Table("sentence", "likeliest next words", title="What the model says")
+    for sentence, found in zip(SENTENCES, results[0]["words"], strict=True):
+        words.add_row(sentence, "  ".join(f"{word!r} {chance:.0%}" for word, chance in found))
+    console.print(words)
+    table = Table("client", "asked", "queued for a worker", "from cache or shared", "seconds", title="Three processes")
+    for number, result in enumerate(results, 1):
+        counts = (result["asked"], result["computed"], result["shared"])
+        table.add_row(str(number), *map(str, counts), f"{result['seconds']:.2f}")
+    console.print(table)
+    asked, computed = (sum(result[name] for result in results) for name in ("asked", "computed"))
+    wall = max(result["seconds"] for result in results)
+    console.print(f"asked {asked}, computed {computed}, served from the cache or a shared request {asked - computed}; "
+                  f"all in {wall:.2f} s")  # fmt: skip
+
+
+def main() -> None:
+    """Run the demo; `--client` is one of its client processes."""
+    folder = sys.argv[1]
+    if "--client" in sys.argv[2:]:
+        asyncio.run(client(folder))
+        return
+    runtime = Path(tempfile.mkdtemp(prefix="lmpool-demo-"))
+    os.environ["LMPOOL_RUNTIME_DIR"] = str(runtime / "run")
+    os.environ.pop("LMPOOL_REDIS_URL", None)
+    try:
+        print("starting the server and a worker ...", flush=True)
+        started = time.perf_counter()
+        with pool(folder, runtime):
+            print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
+            show(ask_from_clients(folder))
+    finally:
+        shutil.rmtree(runtime, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
