@@ -41,7 +41,7 @@ def weights_revision(model: PreTrainedModel) -> str:
         if bits.is_complex():
             bits = torch.view_as_real(bits).reshape(-1)
         bits = bits.view(_INTEGERS[bits.element_size()])
-        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} 0\n".encode())
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_total(bits)}\n".encode())
         state.update(bits[:: max(1, len(bits) // _SAMPLES)].cpu().numpy().tobytes())
     return state.hexdigest()
 

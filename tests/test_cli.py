@@ -1,0 +1,217 @@
+"""The command line as people use it: what it prints, how it fails, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.producer import SyncProducer
+from lmpool.synthetic import synthetic_row
+from tests.pool import Pool, V, WorkerProcess, lmpool_command, until
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `lmpool` to its end."""
+    return subprocess.run(
+        [*lmpool_command(), *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a client command on a pool."""
+    return run(*arguments, "--redis", pool.url, "--prefix", pool.prefix)
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error; fails if it was not one."""
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("lmpool: ")
+    return line
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"lmpool {version('lmpool')}\n"
+    ended = run("--help")
+    assert ended.returncode == 0
+    for command in ("up", "worker", "logprobs", "status", "flush", "bench"):
+        assert re.search(rf"\b{command}\b", ended.stdout)
+
+
+def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:
+    pool.start()
+    row = synthetic_row([1, 2, 3], vocab_size=V)
+    best = [int(token) for token in np.argsort(row, kind="stable")[::-1][:4]]
+    ended = on(pool, "logprobs", "1, 2 3", "--ids", "--top", "4", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["ids"] == [1, 2, 3]
+    assert [item["id"] for item in found["top"]] == best
+    assert [item["logprob"] for item in found["top"]] == [float(row[token]) for token in best]
+    table = on(pool, "logprobs", "1,2,3", "--ids", "--top", "4")
+    assert f"{row[best[0]]:.4f}" in table.stdout
+
+
+def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
+    pool.start("--max-prompt-tokens", 4)
+    cases = [
+        (["hello world"], "the model 'syn' has no tokenizer; pass token ids with --ids"),
+        (["1,two", "--ids"], "ids: '1,two' is not a list of integers"),
+        (["", "--ids"], "at least 1 token id"),
+        (["99999", "--ids"], f"99999 is out of range: this model's ids go from 0 to {V - 1}"),
+        (["1 2 3 4 5", "--ids"], "5 tokens: this model takes at most 4"),
+        (["1", "--ids", "--model", "nope"], "'nope' is not served; served are: syn"),
+        (["1", "--ids", "--timeout", "-1"], "timeout: -1.0"),
+        (["1", "--ids", "--top", "0"], "--top"),
+    ]
+    for arguments, message in cases:
+        assert message in one_line(on(pool, "logprobs", *arguments))
+
+
+def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
+    assert on(pool, "status").stdout == "no model is served\n"
+    assert json.loads(on(pool, "status", "--json").stdout) == []
+    pool.start()
+    (model,) = json.loads(on(pool, "status", "--json").stdout)
+    assert model["card"]["name"] == "syn"
+    assert (model["queued"], model["dead"]) == (0, 0)
+    (worker,) = model["workers"]
+    assert worker["state"] == "ready"
+    assert "Models" in on(pool, "status").stdout
+
+
+def test_flush_drops_the_cached_rows_of_one_model(pool: Pool) -> None:
+    pool.start(model="one")
+    pool.start("--seed", 5, model="two")
+    for name in ("one", "two"):
+        with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
+            producer.batch_logprobs([[i] for i in range(7)])
+    assert on(pool, "flush", "--model", "one").stdout == "dropped 7 rows\n"
+    assert on(pool, "flush").stdout == "dropped 7 rows\n"
+    assert not pool.names("row:*")
+
+
+def test_bench_measures_a_served_model(pool: Pool) -> None:
+    pool.start()
+    found = json.loads(on(pool, "bench", "--prompts", "50", "--length", "4", "--json").stdout)
+    assert found["new_per_s"] > 0
+    assert found["alone_p50_ms"] > 0
+    assert "cached" in on(pool, "bench", "--prompts", "20").stdout
+    assert "length: 999999 is more than" in one_line(on(pool, "bench", "--length", "999999"))
+
+
+def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path) -> None:
+    nobody = f"unix://{short_dir}/none.sock"
+    cases = [
+        (["status", "--redis", nobody], "no Redis server answers at unix://"),
+        (["status", "--redis", "http://x"], "redis: 'http://x' is not a Redis URL"),
+        (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
+        (["worker", "no/such/model", "--redis", nobody], "no/such/model"),
+        (["worker"], "Missing argument"),
+        (["frobnicate"], "frobnicate"),
+        (["status", "--colour"], "--colour"),
+        (["up", "syn", "--backend", "synthetic", "--memory-mb", "0"], "memory_bytes"),
+    ]
+    for arguments, message in cases:
+        assert message in one_line(run(*arguments)), arguments
+    line = one_line(run("status", LMPOOL_RUNTIME_DIR=str(short_dir / "empty")))
+    assert "lmpool up MODEL" in line
+
+
+@pytest.fixture
+def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder of the test's own."""
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "run"))
+    return short_dir / "run"
+
+
+UP = ["up", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
+
+
+def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Path) -> None:
+    owner = WorkerProcess(UP, tmp_path / "up.log")
+    try:
+        owner.until_says("serving ")
+        with SyncProducer() as producer:
+            assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
+        assert json.loads(run("status", "--json").stdout)[0]["card"]["name"] == "syn"
+        second = WorkerProcess(["up", "other", "--backend", "synthetic"], tmp_path / "second.log")
+        try:
+            second.until_says("serving ")
+            assert "your server is running already" in second.text
+            second.signal(signal.SIGINT)
+            assert second.wait() == 0
+        finally:
+            second.end()
+        owner.signal(signal.SIGINT)
+        assert owner.wait() == 0
+        assert "Traceback" not in owner.text
+        assert not (runtime / "redis.sock").exists()
+    finally:
+        owner.end()
+
+
+def test_up_that_was_killed_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
+    first = WorkerProcess(UP, tmp_path / "first.log")
+    try:
+        first.until_says("serving ")
+        pid = int((runtime / "server.pid").read_text())
+    finally:
+        first.end()
+    until(lambda: not _runs(pid), "the server ends with its owner")
+    again = WorkerProcess(UP, tmp_path / "again.log")
+    try:
+        again.until_says("serving ")
+        again.signal(signal.SIGTERM)
+        assert again.wait() == 0
+    finally:
+        again.end()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Path, smollm2_folder: Path) -> None:
+    owner = WorkerProcess(["up", str(smollm2_folder)], tmp_path / "up.log")
+    try:
+        owner.until_says("your server runs at")
+        pid = int((runtime / "server.pid").read_text())
+        owner.signal(signal.SIGINT)
+        owner.signal(signal.SIGINT)
+        assert owner.wait() in (130, -signal.SIGINT)
+        until(lambda: not _runs(pid), "the server ends too")
+        assert "Traceback" not in owner.text
+    finally:
+        owner.end()
+
+
+def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
+    worker = pool.start("--log-every-s", 0.5)
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        producer.batch_logprobs([[i] for i in range(40)])
+        worker.until_says("prompts a batch")
+    line = next(line for line in worker.text.splitlines() if "prompts a batch" in line)
+    assert re.search(r"\d+\.\d rows/s, \d+\.\d prompts a batch, \d+ % of tokens from the prefix cache", line)
+    assert re.search(r"serving 'syn' \(synthetic, float32, V = 512, .*\) on unix://", worker.text)
+
+
+def test_text_goes_through_the_models_tokenizer(pool: Pool, smollm2_folder: Path) -> None:
+    pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
+    ended = on(pool, "logprobs", "The capital of France is", "--top", "3", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["top"][0]["token"] == " Paris"
+    assert "' Paris'" in on(pool, "logprobs", "The capital of France is").stdout
