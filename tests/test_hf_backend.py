@@ -22,6 +22,7 @@ from lmpool.errors import SettingsError
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.rows import Encoding, RowBlock, decode_row, widen_bf16
 from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backends.hf import self_check
 from lmpool.workers.backends.hf import settings as hf_settings
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
@@ -232,6 +233,14 @@ def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
     for size in (10, 16, 17, 18, 11):
         tiny.reference("longrope").check(serve(backend, [range(size)]))
     assert backend.stats().reused == 0 + 10 + 0 + 0 + 10
+
+
+def test_a_window_too_long_to_be_tried_is_a_horizon(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "_LONGEST_WINDOW", 3)
+    backend = tiny.backend("mistral")
+    for size in (3, 4, 5, 6):
+        tiny.reference("mistral").check(serve(backend, [range(size)]))
+    assert backend.stats().reused == 3
 
 
 def test_models_that_return_the_logits_of_all_positions_are_sliced(tiny: Tiny) -> None:

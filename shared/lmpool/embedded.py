@@ -2,12 +2,8 @@
 
 Its owner (`lmpool up`) starts it in a folder that only this user can enter; clients find it there.
 
-    owner.lock    flock held by the owner, with its process id; decides who may touch the folder
-    server.pid    POSIX lock held by the server itself, with its process id; tells an orphan from a stale file
-    server.log    what the server printed
-    redis.sock    the socket
-
-All four are gone after `stop`. What a killed owner leaves is cleared by the next `start`.
+`lmpool.runtime_folder` describes the folder. Its files are gone after `stop`; what a killed owner leaves is
+cleared by the next `start`.
 """
 
 from __future__ import annotations
@@ -18,33 +14,36 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import urllib.parse
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lmpool.errors import LMPoolError, ServerError, SettingsError
+from lmpool.errors import ServerError, SettingsError
+from lmpool.runtime_folder import (
+    READY_TIMEOUT_S,
+    STOP_TIMEOUT_S,
+    clear,
+    end_orphan,
+    explained,
+    last_lines,
+    ping,
+    runtime_dir,
+    secure,
+    socket_path,
+    socket_url,
+    take_ownership,
+)
 
 if sys.platform != "win32":
     import fcntl
 
-READY_TIMEOUT_S = 10.0
-STOP_TIMEOUT_S = 5.0
 LEAST_MEMORY_BYTES = 4 * 2**20
 
-# sun_path is 108 bytes on Linux and 104 elsewhere, one of them the closing NUL.
-_SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
-_FILES = {"owner.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof"}
-_PING_TIMEOUT_S = 2.0
 _DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
 
 # glibc would map each row-sized value afresh and trim the heap after each free; the page faults cost a tenth
@@ -73,51 +72,6 @@ os.write(lock, b"%d" % os.getpid())
 os.set_inheritable(lock, True)
 os.execv(sys.argv[4], sys.argv[4:])
 """
-
-
-class AlreadyRunning(ServerError):
-    """Another owner has this folder; its server can be joined.
-
-    Attributes:
-        pid: process id of the owner, 0 when it cannot be read.
-        url: where its server listens.
-    """
-
-    def __init__(self, message: str, *, pid: int = 0, url: str = "") -> None:
-        super().__init__(message)
-        self.pid = pid
-        self.url = url
-
-
-def runtime_dir() -> Path:
-    """The folder of this user's embedded server: LMPOOL_RUNTIME_DIR, or one that all shells agree on."""
-    if chosen := os.environ.get("LMPOOL_RUNTIME_DIR"):
-        return Path(chosen).expanduser().absolute()
-    uid = os.geteuid()
-    # Not $XDG_RUNTIME_DIR: it is unset in cron, containers and `su`, and clients there must come here too.
-    session = Path(f"/run/user/{uid}")
-    with contextlib.suppress(OSError):
-        if session.lstat().st_uid == uid and session.is_dir():
-            return session / "lmpool"
-    return Path(tempfile.gettempdir()).absolute() / f"lmpool-{uid}"
-
-
-def find() -> str | None:
-    """URL of this user's live embedded server, None when there is none. Blocks for 2 s at most.
-
-    Raises:
-        ServerError: the folder is a symlink or belongs to another user.
-        SettingsError: the folder's path is too long for a socket.
-    """
-    if sys.platform == "win32":
-        return None
-    folder = runtime_dir()
-    path = _socket_path(folder)
-    if not os.path.lexists(folder):
-        return None
-    with _explained(folder):
-        _secure(folder)
-    return _url(path) if _ping(path).startswith((b"+PONG", b"-LOADING")) else None
 
 
 def physical_memory() -> int:
@@ -183,7 +137,7 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where it listens, as redis-py wants it."""
-        return _url(self._socket)
+        return socket_url(self._socket)
 
     @property
     def log_path(self) -> Path:
@@ -216,16 +170,16 @@ class EmbeddedServer:
         """
         if sys.platform == "win32":
             raise ServerError("there is no embedded server on Windows: name a server with LMPOOL_REDIS_URL")
-        _socket_path(self._folder)
+        socket_path(self._folder)
         command = self._command(server_binary())
-        with contextlib.ExitStack() as undo, _explained(self._folder):
+        with contextlib.ExitStack() as undo, explained(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _secure(self._folder)
-            self._lock = _take_ownership(self._folder)
+            secure(self._folder)
+            self._lock = take_ownership(self._folder)
             undo.callback(self._release)
             _owners.add(self)
-            _end_orphan(self._folder / "server.pid")
-            _clear(self._folder, "redis.sock", "server.pid", "server.log")
+            end_orphan(self._folder / "server.pid")
+            clear(self._folder, "redis.sock", "server.pid", "server.log")
             self._process, self._failure, self._stopping = None, None, False
             self._spawned.clear()
             # The kernel sends the death signal when the *thread* that forked ends, and the caller's may end
@@ -293,7 +247,7 @@ class EmbeddedServer:
             self._spawned.set()
             self._process.wait()
             # The log of a server that ended by itself says why.
-            _clear(self._folder, "redis.sock", "server.pid", *(("server.log",) if self._stopping else ()))
+            clear(self._folder, "redis.sock", "server.pid", *(("server.log",) if self._stopping else ()))
         except OSError as error:
             self._failure = error
         finally:
@@ -304,7 +258,7 @@ class EmbeddedServer:
         lock, self._lock = self._lock, -1
         if lock < 0:
             return
-        _clear(self._folder, "owner.lock")
+        clear(self._folder, "owner.lock")
         # Closing alone leaves it locked where a child that C code forked has inherited the descriptor.
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
@@ -314,7 +268,7 @@ class EmbeddedServer:
         self._spawned.wait()
         deadline = time.monotonic() + READY_TIMEOUT_S
         while self.running and time.monotonic() < deadline:
-            reply = _ping(self._socket)
+            reply = ping(self._socket)
             if reply.startswith(b"+PONG"):
                 return
             if reply.startswith(b"-LOADING"):
@@ -322,7 +276,7 @@ class EmbeddedServer:
                 deadline = time.monotonic() + READY_TIMEOUT_S
             time.sleep(0.01)
         why = f"is not ready after {READY_TIMEOUT_S:g} s" if self.running else "ended at its start"
-        raise ServerError(f"the embedded server {why}: {self._failure or _last_lines(self.log_path)}")
+        raise ServerError(f"the embedded server {why}: {self._failure or last_lines(self.log_path)}")
 
 
 # Servers owned by this process. A fork duplicates their locks, which would outlive the owner in its child.
@@ -338,141 +292,3 @@ def _disown_all() -> None:
 
 if sys.platform != "win32":
     os.register_at_fork(after_in_child=_disown_all)
-
-
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except LMPoolError:
-        raise
-    except OSError as error:
-        raise ServerError(f"the embedded server cannot use its folder {folder}: {error}") from error
-
-
-def _url(path: Path) -> str:
-    return "unix://" + urllib.parse.quote(str(path))
-
-
-def _socket_path(folder: Path) -> Path:
-    path = folder / "redis.sock"
-    if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
-        raise SettingsError(
-            f"the socket's path {path} has {length} bytes and the limit is {_SOCKET_PATH_LIMIT}: "
-            "set LMPOOL_RUNTIME_DIR to a shorter folder"
-        )
-    return path
-
-
-def _secure(folder: Path) -> None:
-    """Refuse a folder that is not ours alone; close one that is to others."""
-    info = folder.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        raise ServerError(f"{folder} is not a folder: remove it, or set LMPOOL_RUNTIME_DIR to another")
-    if info.st_uid != os.geteuid():
-        raise ServerError(
-            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}: "
-            "set LMPOOL_RUNTIME_DIR to a folder of yours"
-        )
-    if info.st_mode & 0o777 == 0o700:
-        return
-    # LMPOOL_RUNTIME_DIR may name a home folder, or /tmp for root: closing that would break other programs.
-    if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= _FILES:
-        raise ServerError(
-            f"{folder} has mode {info.st_mode & 0o7777:o} and is not lmpool's alone: "
-            "set LMPOOL_RUNTIME_DIR to a folder of its own"
-        )
-    folder.chmod(0o700)
-
-
-def _ping(path: Path) -> bytes:
-    """What the server at the socket answers to PING; nothing when there is no such server of ours."""
-    try:
-        info = path.lstat()
-        if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
-            return b""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_PING_TIMEOUT_S)
-            connection.connect(str(path))
-            connection.sendall(b"PING\r\n")
-            return connection.recv(64)
-    except OSError:
-        return b""
-
-
-def _take_ownership(folder: Path) -> int:
-    """Descriptor of the owner's lock, which is held.
-
-    Raises:
-        AlreadyRunning: somebody else holds it, and its server answers or has had the time to.
-    """
-    path, server = folder / "owner.lock", folder / "redis.sock"
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = _read_pid(lock)
-            os.close(lock)
-            # A silent server is one that its owner starts or ends just now: joinable, or ours, in a moment.
-            if not _ping(server).startswith(b"+PONG") and time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
-            url = _url(server)
-            raise AlreadyRunning(f"process {pid} already runs the embedded server at {url}", pid=pid, url=url) from None
-        # The last owner may have removed the file after it was opened here; that lock guards nothing.
-        if os.fstat(lock).st_nlink:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, b"%d" % os.getpid(), 0)
-            return lock
-        os.close(lock)
-
-
-def _end_orphan(pid_file: Path) -> None:
-    """End the server of an owner that was killed where no death signal ended it.
-
-    A dying server removes the socket's path, so a new one must not listen there before the old one is gone.
-    """
-    try:
-        lock = os.open(pid_file, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return
-    with os.fdopen(lock, "r+b", buffering=0):
-        start = time.monotonic()
-        while not _locks(lock):
-            waited = time.monotonic() - start
-            # The lock is held, so this is the id of the server and of no later process.
-            pid = _read_pid(lock)
-            if waited > 2 * STOP_TIMEOUT_S:
-                raise ServerError(f"the server of an earlier owner, process {pid}, does not end: kill it")
-            if pid > 1:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM if waited < STOP_TIMEOUT_S else signal.SIGKILL)
-            time.sleep(0.05)
-
-
-def _locks(lock: int) -> bool:
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
-
-
-def _read_pid(lock: int) -> int:
-    digits = os.pread(lock, 32, 0)
-    return int(digits) if digits.isdigit() else 0
-
-
-def _clear(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-
-
-def _last_lines(log: Path, count: int = 10) -> str:
-    try:
-        lines = log.read_text(errors="replace").splitlines()
-    except OSError:
-        return "it left no log"
-    return f"the end of {log} is\n" + "\n".join(lines[-count:])

@@ -14,9 +14,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
-from lmpool import embedded
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.rowlink import RowLink
+from lmpool.runtime_folder import find, runtime_dir
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
 
@@ -138,10 +138,10 @@ def mask(url: str) -> str:
 
 
 def _embedded_url() -> str:
-    url = embedded.find()
+    url = find()
     if url is None:
         raise ServerUnreachable(
-            f"no Redis server was named and none of yours runs in {embedded.runtime_dir()}: "
+            f"no Redis server was named and none of yours runs in {runtime_dir()}: "
             f"start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
         )
     return url

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from lmpool.checks import check_choice
-from lmpool.embedded import AlreadyRunning, EmbeddedServer
+from lmpool.embedded import EmbeddedServer
+from lmpool.runtime_folder import AlreadyRunning
 from lmpool.server import Server
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.hf.settings import HfSettings

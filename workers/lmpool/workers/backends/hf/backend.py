@@ -69,6 +69,7 @@ class HfBackend:
             encoding=encoding.name.lower(),
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
             source=settings.model,
+            gguf_file=settings.gguf_file or "",
         )
 
     @property
@@ -102,9 +103,9 @@ class HfBackend:
     def close(self) -> None:
         """Free the model, the KV pool and what waits. The backend cannot be used afterwards."""
         self._waiting.clear()
-        self._free_memory()
         self._pool = None
         del self._forward
+        self._free_memory()
 
     @torch.inference_mode()
     def step(self) -> Finished:

@@ -47,17 +47,19 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     """
     config = forward.model.config.get_text_config(decoder=True)
     horizon = min(max_prompt_tokens, _horizon(config))
-    length = min(horizon, max(_LENGTH, attention_window(config) + 8))
-    logits = forward.logits([[1]])
+    window = attention_window(config)
+    length = min(horizon, max(_LENGTH, window + 8 if window <= _LONGEST_WINDOW else 0))
+    logits = forward.logits([[0]])
     check = _Check(forward, _prompts(length, logits.shape[-1]))
     pads = check.pads()
     if not pads:
         _logger.info("the model's rows change with padding: only prompts of one length run together")
     layout = cache_layout(forward)
-    if layout is not None and not check.reuses(layout, pads):
-        layout = None
     if layout is None:
         _logger.info("the model's cache is not made of plain attention layers: prefixes are not reused")
+    elif not check.reuses(layout, pads):
+        layout = None
+        _logger.info("the model's rows change when a prefix is reused: prefixes are not reused")
     return Abilities(logits, pads, layout, horizon)
 
 
@@ -89,7 +91,7 @@ def cache_layout(forward: Forward) -> KVLayout | None:
         return None
     cache = DynamicCache()
     try:
-        forward.model(input_ids=torch.tensor([[1, 2, 3]], device=forward.device), past_key_values=cache, use_cache=True)
+        forward.model(input_ids=torch.tensor([[0, 0, 0]], device=forward.device), past_key_values=cache, use_cache=True)
     except _FORWARD_ERRORS:
         return None
     shapes = []
