@@ -181,7 +181,7 @@ BOMBS: dict[str, bytes] = {
     "a list that claims four thousand million": b"\xdd\xff\xff\xff\xff",
     "a map that claims four thousand million": b"\xdf\xff\xff\xff\xff",
     "a list of a million empty lists": b"\xdd" + (10**6).to_bytes(4, "big") + b"\x90" * 10**6,
-    "a map of a million": b"\xdf" + (10**6).to_bytes(4, "big") + b"\xa0\xa0" * 10**6,
+    "a map of many keys": b"\xdf" + (50_000).to_bytes(4, "big") + b"".join(b"\xa5%05d\xc0" % i for i in range(50_000)),
     "an extension that claims four gigabytes": b"\xc9\xff\xff\xff\xff\x05",
     "a bin that claims four gigabytes": b"\xc6\xff\xff\xff\xff",
     "a string that claims four gigabytes": b"\xdb\xff\xff\xff\xff",

@@ -17,7 +17,8 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError
 from lmpool.keys import Keys
-from lmpool.rowlink import RowLink, RowWrite
+from lmpool.line import Line
+from lmpool.rowlink import RowWrite
 from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
 from lmpool.server import Server
 
@@ -32,6 +33,11 @@ _CHUNKS_UNDER_WAY = 3
 
 class RowCache(Protocol):
     """Stores the rows of one model under one fingerprint."""
+
+    @property
+    def line(self) -> Line:
+        """A connection on which a script that is sent after `put` was called finds the rows."""
+        ...
 
     async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
@@ -56,6 +62,9 @@ class RedisRows:
         server: where they are.
         keys: the deployment's key names.
         card: the model; decides the namespace, the size and the lifetime of rows.
+
+    Attributes:
+        line: the connection; a script that is run on it after `put` was called finds the rows.
     """
 
     def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
@@ -63,12 +72,11 @@ class RedisRows:
         self._prefix = keys.row(card.fingerprint)
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
-        self._max_bulk = encoded_size(card.vocab_size, Encoding.F32)
+        # A script's reply must fit too where rows are tiny.
+        self.line = Line(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)))
         size = encoded_size(card.vocab_size, card.row_encoding)
         self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
-        self._link: RowLink | None = None
-        self._opening = asyncio.Lock()
 
     async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
         """See `RowCache.put`.
@@ -76,7 +84,7 @@ class RedisRows:
         Raises:
             ServerError: the server cannot be used; nothing is known of the rows.
         """
-        link = await self._open()
+        link = await self.line.open()
         writes = [
             RowWrite(self._prefix + digest, block.header(index), numbers, digest in overwrite)
             for index, (digest, numbers) in enumerate(zip(block.digests, _as_bytes(block), strict=True))
@@ -106,7 +114,7 @@ class RedisRows:
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver) -> None:
         prefix = self._prefix
         async with self._window:
-            link = await self._open()
+            link = await self.line.open()
             try:
                 values = await link.mget([prefix + digest for digest in digests])
             except (RedisError, OSError, LMPoolError) as error:
@@ -122,17 +130,9 @@ class RedisRows:
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
 
-    async def _open(self) -> RowLink:
-        if self._link is None or self._link.closed:
-            async with self._opening:
-                if self._link is None or self._link.closed:
-                    self._link = await self._server.row_link(self._max_bulk)
-        return self._link
-
     def close(self) -> None:
         """Close the connection; what is under way fails."""
-        if self._link is not None:
-            self._link.close()
+        self.line.close()
 
 
 def _as_bytes(block: RowBlock) -> list[memoryview]:

@@ -1,9 +1,10 @@
-"""A connection for rows: SET and MGET without copying them more often than the kernel does.
+"""A connection for rows and scripts: SET and MGET without copying rows more often than the kernel does.
 
 redis-py opens the connection (address, TLS, user, password, database); then its transport is handed to
 this protocol, which writes rows straight from the backend's block and receives each into the buffer that
 becomes the row. The general client copies a received row twice more, and every copy of 200 KB is paid in
-page faults too.
+page faults too. Scripts of the path of a request run here as well: what is sent first is done first, so a
+script that follows a SET finds the row.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from redis.exceptions import ResponseError
 from lmpool.errors import ProtocolError
 
 Bulk = NDArray[np.uint8]
+Reply = Bulk | int | ResponseError | None
 
 _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
@@ -50,9 +52,9 @@ class _Pending:
     """A command (or a run of SETs) whose replies are awaited; an MGET's replies are the array's elements."""
 
     replies: int
-    future: asyncio.Future[list[Bulk | ResponseError | None]]
+    future: asyncio.Future[list[Reply]]
     is_array: bool
-    values: list[Bulk | ResponseError | None] = field(default_factory=list)
+    values: list[Reply] = field(default_factory=list)
 
 
 class RowLink(asyncio.BufferedProtocol):
@@ -89,7 +91,7 @@ class RowLink(asyncio.BufferedProtocol):
         """True when nothing can be sent any more."""
         return self._closed is not None
 
-    def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+    def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Reply]]:
         """Fetch values; each is a fresh uint8 array of shape (size,), or None where there is none.
 
         The future raises ConnectionError when the link breaks and ResponseError when the server refuses.
@@ -101,7 +103,7 @@ class RowLink(asyncio.BufferedProtocol):
         self._transport.write(_CRLF.join(parts))
         return future
 
-    def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+    def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[Reply]]:
         """Store rows; per row None, or the error with which the server refused it.
 
         The blocks must not change before the future is done.
@@ -130,7 +132,26 @@ class RowLink(asyncio.BufferedProtocol):
             self._transport.writelines(chunks)
         return future
 
-    def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Bulk | ResponseError | None]]:
+    async def call(self, *arguments: bytes | str | int) -> bytes | int | None:
+        """Run one command whose reply is not an array.
+
+        Raises:
+            ResponseError: the server refuses.
+            ConnectionError: the link broke.
+        """
+        future = self._expect(1, is_array=False)
+        parts = [b"*%d" % len(arguments)]
+        for argument in arguments:
+            data = argument if isinstance(argument, bytes) else str(argument).encode()
+            parts += (b"$%d" % len(data), data)
+        parts.append(b"")
+        self._transport.write(_CRLF.join(parts))
+        (reply,) = await future
+        if isinstance(reply, ResponseError):
+            raise reply
+        return reply.tobytes() if isinstance(reply, np.ndarray) else reply
+
+    def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Reply]]:
         future = asyncio.get_running_loop().create_future()
         if self._closed is not None:
             future.set_exception(self._closed)
@@ -220,6 +241,8 @@ class RowLink(asyncio.BufferedProtocol):
                 raise ProtocolError(f"an array of {self._elements_left} values was not asked for")
         elif kind in (0x2B, 0x5F):  # + simple, _ null
             self._element(None)
+        elif kind == 0x3A:  # : integer
+            self._element(int(line))
         elif kind == 0x2D:  # - error
             self._error(ResponseError(line.decode("utf-8", "replace")))
         else:
@@ -249,7 +272,7 @@ class RowLink(asyncio.BufferedProtocol):
         else:
             self._element(error)
 
-    def _element(self, value: Bulk | ResponseError | None) -> None:
+    def _element(self, value: Reply) -> None:
         pending = self._pending[0]
         pending.values.append(value)
         if len(pending.values) == pending.replies:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
+
+from lmpool.line import Line
 
 _FOLDER = Path(__file__).with_name("lua")
 
@@ -22,8 +25,19 @@ class Script:
         self.source = (_FOLDER / f"{name}.lua").read_text("utf-8")
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
-    async def __call__(self, redis: Redis, keys: list[bytes], args: list[Any]) -> Any:
-        """Run the script on `redis`; returns what it returns."""
+    async def on(self, line: Line, keys: Sequence[bytes], args: Sequence[bytes | str | int]) -> bytes | int | None:
+        """Run the script on the path of a request; its reply is not an array.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        try:
+            return await line.call(b"EVALSHA", self.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await line.call(b"EVAL", self.source, len(keys), *keys, *args)
+
+    async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
+        """Run the script off that path; returns what it returns."""
         try:
             return await redis.evalsha(self.sha, len(keys), *keys, *args)
         except NoScriptError:

@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError
 from lmpool.keys import Keys, ModelKeys
+from lmpool.line import Line
 from lmpool.producer.flights import FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import RedisRows
@@ -28,7 +29,8 @@ class Channel:
         flights: take the rows that are fetched.
 
     Attributes:
-        redis: client for control messages.
+        line: connection for the scripts on the path of a request.
+        redis: client for what is off that path.
         reader: client for the blocking reads of the reply stream, used by nothing else.
         lobby: what is served.
         card: the model.
@@ -49,6 +51,7 @@ class Channel:
         self._rows: RedisRows | None = None
         self.redis = server.client()
         self.reader = server.client()
+        self.line = Line(server)
         self.lobby = Lobby(self.redis, keys)
         self.trouble: LMPoolError | None = None
 
@@ -85,5 +88,6 @@ class Channel:
         """Close all connections."""
         if self._rows is not None:
             self._rows.close()
+        self.line.close()
         await self.reader.aclose()
         await self.redis.aclose()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from lmpool import scripts
 from lmpool.backoff import delays
+from lmpool.errors import ProtocolError
 from lmpool.keys import GROUP
 from lmpool.messages import Job
 from lmpool.producer.channel import TROUBLE, Channel
@@ -113,15 +113,17 @@ class Outbox:
         keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
         if check_rows:
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
-        args: list[Any] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
+        args: list[bytes | str | int] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
         args += [
             Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, flight.damaged).pack()
             for flight in flights
         ]
-        outcome: bytes = await scripts.SUBMIT(channel.redis, keys, args)
+        outcome = await scripts.SUBMIT.on(channel.line, keys, args)
+        if not isinstance(outcome, bytes):
+            raise ProtocolError(f"the submission script answered {outcome!r}")
         stored, abandoned = [], []
         now = self._tasks.loop.time()
-        for flight, code in zip(flights, outcome.decode(), strict=True):
+        for flight, code in zip(flights, str(outcome, "ascii"), strict=True):
             flight.since = now
             flight.overwrites += flight.damaged
             flight.stage = Stage.REFUSED if code == "F" else Stage.WAITING
@@ -166,4 +168,4 @@ class Outbox:
         for at in range(0, len(digests), scripts.MOST_AT_ONCE):
             part = digests[at : at + scripts.MOST_AT_ONCE]
             keys = [model.jobs, self._channel.reply, *(model.waiting + digest for digest in part)]
-            await scripts.CANCEL(self._channel.redis, keys, [GROUP])
+            await scripts.CANCEL.on(self._channel.line, keys, [GROUP])

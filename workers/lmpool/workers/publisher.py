@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool import scripts
@@ -24,6 +23,11 @@ _log = logging.getLogger("lmpool.worker")
 _REPLY_CAP = 1000
 _REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
+_NOT_STORED = Failure(
+    ServerError.__name__,
+    "the server did not store the row; the worker's log has its reason. Is its memory full, with a policy that "
+    "evicts nothing (maxmemory-policy volatile-lru evicts rows)?",
+).pack()
 
 
 class Ending(NamedTuple):
@@ -40,17 +44,17 @@ class Publisher:
 
     Args:
         server: to explain errors.
-        redis: a client for control messages.
         rows: the cache.
         keys: the model's keys.
+        row_prefix: prefix of the model's rows.
         fingerprint: the model's fingerprint, told to clients with each digest.
     """
 
-    def __init__(self, server: Server, redis: Redis, rows: RowCache, keys: ModelKeys, fingerprint: str) -> None:
+    def __init__(self, server: Server, rows: RowCache, keys: ModelKeys, row_prefix: bytes, fingerprint: str) -> None:
         self._server = server
-        self._redis = redis
         self._rows = rows
         self._keys = keys
+        self._row_prefix = row_prefix
         self._fingerprint = fingerprint
 
     async def publish(
@@ -63,28 +67,34 @@ class Publisher:
             entries: digest -> the entries of the queue that asked for it.
             overwrite: digests whose stored rows must be replaced.
         """
-        refused = await self._insist(lambda: self._rows.put(block, overwrite))
-        endings = []
-        for digest in block.digests:
-            reason = refused.get(digest)
-            failure = Failure(ServerError.__name__, f"the server refused the row: {reason}") if reason else None
-            endings += [Ending(entry, digest, failure) for entry in entries.get(digest, ())]
-        if refused:
-            _log.warning("%d rows were refused by the server: %s", len(refused), next(iter(refused.values())))
-        await self.end(endings)
+        endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
+
+        async def attempt() -> None:
+            # Sent together, done in this order: the script itself looks whether the rows are there.
+            refused, _ = await asyncio.gather(self._rows.put(block, overwrite), self._end(endings))
+            if refused:
+                reason = next(iter(refused.values()))
+                _log.warning("the server refused %d rows: %s", len(refused), reason)
+
+        await self._insist(attempt)
 
     async def end(self, endings: Sequence[Ending]) -> None:
-        """End jobs whose rows are stored, or that failed; tries until the server has done it."""
+        """End jobs that failed; tries until the server has done it."""
+        await self._insist(lambda: self._end(endings))
+
+    async def _end(self, endings: Sequence[Ending]) -> None:
         for at in range(0, len(endings), scripts.MOST_AT_ONCE):
             part = endings[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, self._keys.dead]
             keys += [self._keys.waiting + ending.digest for ending in part]
-            args: list[Any] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
+            keys += [self._row_prefix + ending.digest for ending in part]
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
-            await self._insist(lambda keys=keys, args=args: scripts.FINISH(self._redis, keys, args))
+            args.append(_NOT_STORED)
+            await scripts.FINISH.on(self._rows.line, keys, args)
 
-    async def _insist(self, attempt: Any) -> Any:
+    async def _insist(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Try until the server answers. Repeating is harmless: the first stored row stays the row."""
         waits = delays()
         while True:

@@ -30,6 +30,7 @@ from lmpool.workers.stepper import Stepper
 _log = logging.getLogger("lmpool.worker")
 
 _BLOCK_MS = 500
+_GIVE_WAY_S = 0.001
 _PUBLISHERS = 2
 _UNPUBLISHED_BATCHES = 4
 
@@ -117,7 +118,8 @@ class Worker:
         reader = self._server.client()
         rows = RedisRows(self._server, keys, card)
         self._intake = Intake(reader, self._keys, card, self._id, settings.max_deliveries)
-        self._publisher = Publisher(self._server, self._redis, rows, self._keys, card.fingerprint)
+        row_prefix = keys.row(card.fingerprint)
+        self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id)
         try:
             await self._join()
@@ -181,7 +183,18 @@ class Worker:
                 continue
             waits = delays()
             await self._until(lambda: not self._alone)
+            was_idle = not self._held
             await self._accept(taken)
+            if was_idle and self._held:
+                await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Let an idle backend begin: its thread needs the interpreter that the next fetch would occupy."""
+        self._changed.clear()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(_GIVE_WAY_S, self._changed.set)
+        await self._changed.wait()
+        timer.cancel()
 
     def _room(self) -> int:
         if self._alone or self._broken is not None:
