@@ -1,31 +1,39 @@
-"""A row link that opens itself: one connection, made when it is first needed and again when it broke."""
+"""Links that open themselves: made when first needed, and again when they broke."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, ServerUnreachable
+from lmpool.link import Argument, CommandLink, Link
 from lmpool.rowlink import RowLink
 from lmpool.server import Server
 
+L = TypeVar("L", bound=Link)
 
-class Line:
-    """Opens a row link on demand.
+_REPLY_TIMEOUT_S = 30.0
+
+
+class Line(Generic[L]):
+    """Opens a link on demand.
 
     Args:
-        server: where to.
-        max_bulk: largest value in bytes that is accepted.
+        server: where to, and what explains errors.
+        connect: opens a link.
     """
 
-    def __init__(self, server: Server, max_bulk: int = 64 * 1024) -> None:
+    def __init__(self, server: Server, connect: Callable[[], Awaitable[L]]) -> None:
         self._server = server
-        self._max_bulk = max_bulk
-        self._link: RowLink | None = None
+        self._connect = connect
+        self._link: L | None = None
         self._opening = asyncio.Lock()
 
-    async def open(self) -> RowLink:
+    async def open(self) -> L:
         """The open link.
 
         Raises:
@@ -34,25 +42,69 @@ class Line:
         if self._link is None or self._link.closed:
             async with self._opening:
                 if self._link is None or self._link.closed:
-                    self._link = await self._server.row_link(self._max_bulk)
+                    self._link = await self._connect()
         return self._link
 
-    async def call(self, *arguments: bytes | str | int) -> bytes | int | None:
-        """Run one command whose reply is not an array.
+    async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
+        """The reply, or ServerError; a server that is silent for half a minute counts as gone."""
+        silent = ServerUnreachable(f"{self._server} has not answered for {_REPLY_TIMEOUT_S:g} s")
+        timer = asyncio.get_running_loop().call_later(_REPLY_TIMEOUT_S, link.close, silent)
+        try:
+            return await reply
+        except (RedisError, OSError, LMPoolError) as error:
+            if isinstance(error, ResponseError) and str(error).startswith("NOSCRIPT"):
+                raise NoScriptError(str(error)) from error
+            raise self._server.explain(error) from error
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """Close the link; what is under way fails."""
+        if self._link is not None:
+            self._link.close()
+
+
+class CommandLine(Line[CommandLink]):
+    """A line for any commands.
+
+    Args:
+        server: where to.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server, server.command_link)
+
+    async def call(self, *arguments: Argument) -> Any:
+        """Run a command.
 
         Raises:
             NoScriptError: the server does not know the script.
             ServerError: the server refuses, or cannot be used.
         """
         link = await self.open()
-        try:
-            return await link.call(*arguments)
-        except (RedisError, OSError, LMPoolError) as error:
-            if isinstance(error, ResponseError) and str(error).startswith("NOSCRIPT"):
-                raise NoScriptError(str(error)) from error
-            raise self._server.explain(error) from error
+        return await self.wait_for(link, link.call(arguments))
 
-    def close(self) -> None:
-        """Close the link; what is under way fails."""
-        if self._link is not None:
-            self._link.close()
+
+class RowLine(Line[RowLink]):
+    """A line for rows, and for scripts that must find them.
+
+    Args:
+        server: where to.
+        max_bulk: largest value in bytes that is accepted.
+    """
+
+    def __init__(self, server: Server, max_bulk: int) -> None:
+        super().__init__(server, lambda: server.row_link(max_bulk))
+
+    async def call(self, *arguments: Argument) -> Any:
+        """Run a command whose reply is not an array.
+
+        Raises:
+            NoScriptError: the server does not know the script.
+            ServerError: the server refuses, or cannot be used.
+        """
+        link = await self.open()
+        (reply,) = await self.wait_for(link, link.call(arguments))
+        if isinstance(reply, ResponseError):
+            raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)
+        return reply.tobytes() if isinstance(reply, np.ndarray) else reply

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from lmpool.card import ModelCard
-from lmpool.errors import CorruptRow, LMPoolError, ProtocolError
+from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
-from lmpool.line import Line
+from lmpool.line import RowLine
 from lmpool.rowlink import RowWrite
 from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
 from lmpool.server import Server
@@ -35,7 +35,7 @@ class RowCache(Protocol):
     """Stores the rows of one model under one fingerprint."""
 
     @property
-    def line(self) -> Line:
+    def line(self) -> RowLine:
         """A connection on which a script that is sent after `put` was called finds the rows."""
         ...
 
@@ -68,12 +68,11 @@ class RedisRows:
     """
 
     def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
-        self._server = server
         self._prefix = keys.row(card.fingerprint)
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
-        self.line = Line(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)))
+        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)))
         size = encoded_size(card.vocab_size, card.row_encoding)
         self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
@@ -89,10 +88,7 @@ class RedisRows:
             RowWrite(self._prefix + digest, block.header(index), numbers, digest in overwrite)
             for index, (digest, numbers) in enumerate(zip(block.digests, _as_bytes(block), strict=True))
         ]
-        try:
-            replies = await link.set(writes, self._ttl_ms)
-        except (RedisError, OSError, LMPoolError) as error:
-            raise self._server.explain(error) from error
+        replies = await self.line.wait_for(link, link.set(writes, self._ttl_ms))
         return {
             digest: str(reply)
             for digest, reply in zip(block.digests, replies, strict=True)
@@ -115,10 +111,7 @@ class RedisRows:
         prefix = self._prefix
         async with self._window:
             link = await self.line.open()
-            try:
-                values = await link.mget([prefix + digest for digest in digests])
-            except (RedisError, OSError, LMPoolError) as error:
-                raise self._server.explain(error) from error
+            values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
         for digest, value in zip(digests, values, strict=True):
             deliver(digest, self._decode(digest, value))
 

@@ -1,19 +1,18 @@
-"""A connection for rows and scripts: SET and MGET without copying rows more often than the kernel does.
+"""A connection for rows: SET and MGET without copying rows more often than the kernel does.
 
-redis-py opens the connection (address, TLS, user, password, database); then its transport is handed to
-this protocol, which writes rows straight from the backend's block and receives each into the buffer that
-becomes the row. The general client copies a received row twice more, and every copy of 200 KB is paid in
-page faults too. Scripts of the path of a request run here as well: what is sent first is done first, so a
-script that follows a SET finds the row.
+Rows are written straight from the backend's block, and each is received into the buffer that becomes the row.
+A general client copies a received row twice more, and every copy of 200 KB is paid in page faults too. The
+script that ends jobs runs here as well: what is sent first is done first, so it finds the rows of the SETs
+before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from lmpool.errors import ProtocolError
+from lmpool.link import CRLF, Argument, Link, encode_command
 
 Bulk = NDArray[np.uint8]
 Reply = Bulk | int | ResponseError | None
@@ -28,7 +28,6 @@ Reply = Bulk | int | ResponseError | None
 _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
-_CRLF = b"\r\n"
 
 
 class RowWrite(NamedTuple):
@@ -57,7 +56,7 @@ class _Pending:
     values: list[Reply] = field(default_factory=list)
 
 
-class RowLink(asyncio.BufferedProtocol):
+class RowLink(Link, asyncio.BufferedProtocol):
     """Speaks RESP for rows on one connection. Replies come in order; any number may be under way.
 
     Args:
@@ -66,7 +65,6 @@ class RowLink(asyncio.BufferedProtocol):
     """
 
     def __init__(self, connection: AbstractConnection, max_bulk: int) -> None:
-        self._connection = connection
         self._max_bulk = max_bulk
         self._pending: deque[_Pending] = deque()
         self._scratch = bytearray(_WINDOW)
@@ -77,19 +75,7 @@ class RowLink(asyncio.BufferedProtocol):
         self._bulk: Bulk | None = None
         self._bulk_got = 0
         self._elements_left = 0
-        self._closed: Exception | None = None
-        writer = connection._writer
-        if writer is None:
-            raise ConnectionError("the connection is not open")
-        self._transport = cast(asyncio.Transport, writer.transport)
-        self._transport.pause_reading()
-        self._transport.set_protocol(self)
-        self._transport.resume_reading()
-
-    @property
-    def closed(self) -> bool:
-        """True when nothing can be sent any more."""
-        return self._closed is not None
+        super().__init__(connection)
 
     def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Reply]]:
         """Fetch values; each is a fresh uint8 array of shape (size,), or None where there is none.
@@ -100,7 +86,7 @@ class RowLink(asyncio.BufferedProtocol):
         parts = [b"*%d\r\n$4\r\nMGET" % (len(keys) + 1)]
         parts += [b"$%d\r\n%b" % (len(key), key) for key in keys]
         parts.append(b"")
-        self._transport.write(_CRLF.join(parts))
+        self._transport.write(CRLF.join(parts))
         return future
 
     def set(self, writes: Sequence[RowWrite], ttl_ms: int) -> asyncio.Future[list[Reply]]:
@@ -132,24 +118,11 @@ class RowLink(asyncio.BufferedProtocol):
             self._transport.writelines(chunks)
         return future
 
-    async def call(self, *arguments: bytes | str | int) -> bytes | int | None:
-        """Run one command whose reply is not an array.
-
-        Raises:
-            ResponseError: the server refuses.
-            ConnectionError: the link broke.
-        """
+    def call(self, arguments: Sequence[Argument]) -> asyncio.Future[list[Reply]]:
+        """Send a command whose reply is not an array; the future has a list of that one reply."""
         future = self._expect(1, is_array=False)
-        parts = [b"*%d" % len(arguments)]
-        for argument in arguments:
-            data = argument if isinstance(argument, bytes) else str(argument).encode()
-            parts += (b"$%d" % len(data), data)
-        parts.append(b"")
-        self._transport.write(_CRLF.join(parts))
-        (reply,) = await future
-        if isinstance(reply, ResponseError):
-            raise reply
-        return reply.tobytes() if isinstance(reply, np.ndarray) else reply
+        self._transport.write(encode_command(arguments))
+        return future
 
     def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Reply]]:
         future = asyncio.get_running_loop().create_future()
@@ -161,25 +134,9 @@ class RowLink(asyncio.BufferedProtocol):
             self._pending.append(_Pending(replies, future, is_array))
         return future
 
-    def close(self, reason: Exception | None = None) -> None:
-        """Close the connection; what is under way fails with `reason`."""
-        if self._closed is None:
-            self._closed = reason or ConnectionError("the connection was closed")
-            self._transport.abort()
-            for pending in self._pending:
-                if not pending.future.done():
-                    pending.future.set_exception(self._closed)
-                    # Its owner may be gone already; an unread exception must not be logged at exit.
-                    pending.future.exception()
-            self._pending.clear()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The server or the network closed the connection."""
-        self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
-
-    def eof_received(self) -> bool:
-        """The server will send no more."""
-        return False
+    def _give_up(self) -> Iterable[asyncio.Future[Any]]:
+        pending, self._pending = self._pending, deque()
+        return [one.future for one in pending]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: into the row that is being received, else into the scratch buffer."""
@@ -221,7 +178,7 @@ class RowLink(asyncio.BufferedProtocol):
                 self._start += skipped
                 self._skip -= skipped
                 continue
-            stop = scratch.find(_CRLF, self._start, self._end)
+            stop = scratch.find(CRLF, self._start, self._end)
             if stop < 0:
                 return
             kind, line = scratch[self._start], scratch[self._start + 1 : stop]

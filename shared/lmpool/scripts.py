@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from lmpool.line import Line
+from lmpool.line import CommandLine, RowLine
 
 _FOLDER = Path(__file__).with_name("lua")
 
@@ -25,8 +25,8 @@ class Script:
         self.source = (_FOLDER / f"{name}.lua").read_text("utf-8")
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
-    async def on(self, line: Line, keys: Sequence[bytes], args: Sequence[bytes | str | int]) -> bytes | int | None:
-        """Run the script on the path of a request; its reply is not an array.
+    async def on(self, line: CommandLine | RowLine, keys: Sequence[bytes], args: Sequence[bytes | str | int]) -> Any:
+        """Run the script on the path of a request.
 
         Raises:
             ServerError: the server cannot be used.

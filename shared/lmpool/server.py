@@ -15,6 +15,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
+from lmpool.link import CommandLink
 from lmpool.rowlink import RowLink
 from lmpool.runtime_folder import find, runtime_dir
 
@@ -82,12 +83,23 @@ class Server:
         Raises:
             ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
         """
+        return RowLink(await self._open(), max_bulk)
+
+    async def command_link(self) -> CommandLink:
+        """A new connection for any commands.
+
+        Raises:
+            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
+        """
+        return CommandLink(await self._open())
+
+    async def _open(self) -> connections.AbstractConnection:
         connection = self._connection()
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             raise self.explain(error) from error
-        return RowLink(connection, max_bulk)
+        return connection
 
     def _connection(self) -> connections.AbstractConnection:
         try:

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError
 from lmpool.keys import Keys, ModelKeys
-from lmpool.line import Line
+from lmpool.line import CommandLine
 from lmpool.producer.flights import FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import RedisRows
@@ -31,7 +31,7 @@ class Channel:
     Attributes:
         line: connection for the scripts on the path of a request.
         redis: client for what is off that path.
-        reader: client for the blocking reads of the reply stream, used by nothing else.
+        reader: connection for the blocking reads of the reply stream, used by nothing else.
         lobby: what is served.
         card: the model.
         model: the model's keys.
@@ -50,8 +50,8 @@ class Channel:
         self._client_id = secrets.token_hex(8)
         self._rows: RedisRows | None = None
         self.redis = server.client()
-        self.reader = server.client()
-        self.line = Line(server)
+        self.reader = CommandLine(server)
+        self.line = CommandLine(server)
         self.lobby = Lobby(self.redis, keys)
         self.trouble: LMPoolError | None = None
 
@@ -89,5 +89,5 @@ class Channel:
         if self._rows is not None:
             self._rows.close()
         self.line.close()
-        await self.reader.aclose()
+        self.reader.close()
         await self.redis.aclose()

@@ -15,8 +15,7 @@ from lmpool.producer.outbox import Outbox
 from lmpool.prompts import DIGEST_SIZE
 from lmpool.streams import stream_entries
 
-_BLOCK_MS = 1000
-_MESSAGES_AT_ONCE = 1000
+_XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
 
 
 class Inbox:
@@ -46,7 +45,7 @@ class Inbox:
         waits = delays()
         while True:
             try:
-                reply = await channel.reader.xread({channel.reply: last}, _MESSAGES_AT_ONCE, _BLOCK_MS)
+                reply = await channel.reader.call(*_XREAD, channel.reply, last)
             except TROUBLE as error:
                 channel.note(error)
                 await asyncio.sleep(next(waits))
@@ -57,6 +56,8 @@ class Inbox:
             for entry, fields in stream_entries(reply):
                 last = entry
                 self._on_message(fields)
+            # The collectors go first: rows are waited for, the next notification is not.
+            await asyncio.sleep(0)
 
     async def collect(self) -> None:
         """Fetch the rows that have been announced; what comes meanwhile makes the next fetch; never returns."""

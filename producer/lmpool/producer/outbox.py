@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from lmpool import scripts
 from lmpool.backoff import delays
-from lmpool.errors import ProtocolError
 from lmpool.keys import GROUP
 from lmpool.messages import Job
 from lmpool.producer.channel import TROUBLE, Channel
@@ -90,14 +89,11 @@ class Outbox:
         """Look for rows in the cache; ask workers for the rest."""
         for flight in flights:
             flight.stage = Stage.SENDING
-        digests = [flight.prompt.digest for flight in flights]
         try:
-            if len(flights) <= _FEW:
-                # The script itself sees rows that exist, so both can be asked at once: one round trip less.
-                await asyncio.gather(self._channel.fetch(digests), self.submit(flights))
-            else:
-                await self._channel.fetch(digests)
-                await self.submit([flight for flight in flights if self._flights.is_open(flight)])
+            # The script sees rows that exist too. For few prompts a look beforehand costs more than it saves.
+            if len(flights) > _FEW:
+                await self._channel.fetch([flight.prompt.digest for flight in flights])
+            await self.submit([flight for flight in flights if self._flights.is_open(flight)])
         except TROUBLE as error:
             self._channel.note(error)
             for flight in flights:
@@ -119,8 +115,6 @@ class Outbox:
             for flight in flights
         ]
         outcome = await scripts.SUBMIT.on(channel.line, keys, args)
-        if not isinstance(outcome, bytes):
-            raise ProtocolError(f"the submission script answered {outcome!r}")
         stored, abandoned = [], []
         now = self._tasks.loop.time()
         for flight, code in zip(flights, str(outcome, "ascii"), strict=True):

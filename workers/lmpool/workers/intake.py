@@ -9,8 +9,9 @@ from redis.exceptions import ResponseError
 
 from lmpool import scripts
 from lmpool.card import ModelCard
-from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, WorkerError
+from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
+from lmpool.line import CommandLine
 from lmpool.messages import Failure, Job, unpack_job
 from lmpool.prompts import check_encoded, digest_of
 from lmpool.streams import stream_entries
@@ -54,15 +55,25 @@ class Intake:
     """Reads the queue of one model.
 
     Args:
-        redis: a client for blocking reads, used by nothing else.
+        redis: a client for what is rare.
+        line: a connection for blocking reads, used by nothing else.
         keys: the model's keys.
         card: the model's card.
         worker_id: the name of this consumer.
         max_deliveries: deliveries after which a job is given up.
     """
 
-    def __init__(self, redis: Redis, keys: ModelKeys, card: ModelCard, worker_id: str, max_deliveries: int) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        line: CommandLine,
+        keys: ModelKeys,
+        card: ModelCard,
+        worker_id: str,
+        max_deliveries: int,
+    ) -> None:
         self._redis = redis
+        self._line = line
         self._keys = keys
         self._card = card
         self._fingerprint = card.fingerprint
@@ -79,21 +90,20 @@ class Intake:
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         """Take up to `count` new jobs; waits up to `block_ms` for the first."""
+        command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         try:
-            reply = await self._redis.xreadgroup(
-                GROUP, self._worker_id, {self._keys.jobs: ">"}, count=count, block=block_ms
-            )
-        except ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
+            reply = await self._line.call(*command, b"STREAMS", self._keys.jobs, b">")
+        except ServerError as error:
+            if "NOGROUP" not in str(error):
                 raise
             await self.ensure_group()
             return []
         return [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
 
-    async def claim(self, redis: Redis, count: int, *, idle: bool) -> Claimed:
+    async def claim(self, count: int, *, idle: bool) -> Claimed:
         """Take over up to `count` jobs whose lease has passed; `idle`: this worker holds none."""
         reply = await scripts.CLAIM(
-            redis,
+            self._redis,
             [self._keys.jobs],
             [GROUP, self._worker_id, int(self._card.lease_s * 1000), self._max_deliveries, count, int(idle)],
         )

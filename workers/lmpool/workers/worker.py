@@ -15,6 +15,7 @@ from lmpool.backoff import delays
 from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.keys import GROUP, Keys
+from lmpool.line import CommandLine
 from lmpool.messages import Failure
 from lmpool.rowcache import RedisRows
 from lmpool.rows import RowBlock
@@ -115,9 +116,9 @@ class Worker:
         keys = Keys(settings.prefix)
         self._keys = keys.model(card.name)
         self._redis = self._server.client()
-        reader = self._server.client()
+        reader = CommandLine(self._server)
         rows = RedisRows(self._server, keys, card)
-        self._intake = Intake(reader, self._keys, card, self._id, settings.max_deliveries)
+        self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id)
@@ -132,7 +133,7 @@ class Worker:
         finally:
             await self._stepper.close()
             rows.close()
-            await reader.aclose()
+            reader.close()
             await self._redis.aclose()
 
     async def _join(self) -> None:
@@ -177,7 +178,7 @@ class Worker:
                 return
             try:
                 taken = await self._intake.take(min(self._room(), self._stepper.batch), _BLOCK_MS)
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
@@ -265,7 +266,7 @@ class Worker:
         try:
             while not self._stopping.is_set() and (self._room() > 0 or self._alone):
                 count = max(1, min(self._room(), self._stepper.batch))
-                claimed = await self._intake.claim(self._redis, count, idle=not self._held)
+                claimed = await self._intake.claim(count, idle=not self._held)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
                 elif not claimed.alone:
