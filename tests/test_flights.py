@@ -257,6 +257,7 @@ async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
         batch.at(index)(row(float(index)))
     assert not batch.future.done()
     batch.at(1)(row(1.0))
+    assert batch.future.done()
     await batch.future
     assert batch.rows.dtype == np.float32
     assert batch.rows.tolist() == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
@@ -284,6 +285,7 @@ async def test_the_first_failure_ends_a_batch_and_what_comes_later_is_ignored() 
 
 async def test_an_empty_batch_is_done_at_once() -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), 0, 3)
+    assert batch.future.done()
     await batch.future
     assert batch.rows.shape == (0, 3)
 
@@ -301,7 +303,7 @@ async def test_one_prompt_twice_in_a_batch_fills_both_rows(desk: Desk) -> None:
     desk.flights.board(prompt(1), batch.at(0))
     desk.flights.board(prompt(1), batch.at(1))
     desk.flights.deliver(prompt(1).digest, row(4.0))
-    await batch.future
+    assert batch.future.done()
     assert batch.rows.tolist() == [[4.0] * 3] * 2
 
 

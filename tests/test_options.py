@@ -93,6 +93,8 @@ def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out()
     assert len(found) == len(set(found))
     every = {field.name for kind in ALL.values() for field in fields(kind)}
     assert set(found) == every - {"model"}
+    shared = next(p for p in option_parameters(ALL, {"model"}) if p.name == "max_batch")
+    assert option(shared)[1].rich_help_panel == "Options: hf backend", "the first class describes it"
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)

@@ -1,4 +1,4 @@
-"""The row link: its RESP parser fed with replies cut anywhere, and what it puts on the wire, byte for byte."""
+"""The links: their parsers fed with replies cut anywhere, and what they put on the wire, byte for byte."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 
 from lmpool import rowlink
 from lmpool.errors import ProtocolError
+from lmpool.link import Argument, CommandLink
 from lmpool.rowlink import RowLink, RowWrite
 
 MAX_BULK = 1_000_000
@@ -84,6 +85,23 @@ class Line:
         self.transport.feed(data, sizes)
 
 
+class Commands:
+    """A link for any commands on a transport."""
+
+    def __init__(self) -> None:
+        self.transport = Transport()
+        connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
+        self.link = CommandLink(cast(AbstractConnection, connection))
+
+    def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
+        """Hand bytes over, at most `sizes` at a time."""
+        steps, at = iter(sizes), 0
+        while at < len(data) and not self.link.closed:
+            count = next(steps, len(data))
+            self.link.data_received(data[at : at + count])
+            at += count
+
+
 def bulk(value: bytes | None, null: bytes = b"$-1\r\n") -> bytes:
     return null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
 
@@ -92,13 +110,16 @@ def array(values: list[bytes | None], null: bytes = b"$-1\r\n") -> bytes:
     return b"*%d\r\n" % len(values) + b"".join(bulk(value, null) for value in values)
 
 
-def plain(reply: Reply) -> list[Any]:
+def plain(reply: Any) -> Any:
     """A reply as bytes, None and the texts of errors."""
-    assert reply.done()
-    return [
-        value.tobytes() if isinstance(value, np.ndarray) else str(value) if isinstance(value, Exception) else value
-        for value in reply.result()
-    ]
+    if isinstance(reply, asyncio.Future):
+        assert reply.done()
+        return plain(reply.result())
+    if isinstance(reply, list):
+        return [plain(value) for value in reply]
+    if isinstance(reply, Exception):
+        return str(reply)
+    return reply.tobytes() if isinstance(reply, np.ndarray) else reply
 
 
 def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -130,11 +151,19 @@ def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], 
 @settings(deadline=None)
 @given(st.data())
 def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
-    kinds = data.draw(st.lists(st.sampled_from(["mget", "set"]), min_size=1, max_size=6))
+    kinds = data.draw(st.lists(st.sampled_from(["mget", "set", "call"]), min_size=1, max_size=6))
 
     async def work() -> None:
-        line, stream, expected, replies = Line(), b"", [], []
+        line, stream = Line(), b""
+        expected: list[Any] = []
+        replies: list[Reply] = []
         for kind in kinds:
+            if kind == "call":
+                value = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=30))
+                stream += b":%d\r\n" % value if isinstance(value, int) else bulk(value, data.draw(nulls))
+                replies.append(line.link.call(["EVALSHA", b"sha", 0]))
+                expected.append([value])
+                continue
             if kind == "mget":
                 found: list[Any] = data.draw(values)
                 stream += array(found, data.draw(nulls))
@@ -269,6 +298,47 @@ async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() ->
     assert plain(after) == [b"x"]
 
 
+# Calls
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [(b":7\r\n", 7), (b":-1\r\n", -1), (b"$3\r\nQJF\r\n", b"QJF"), (b"$0\r\n\r\n", b""), (b"$-1\r\n", None),
+     (b"_\r\n", None), (b"$70000\r\n" + b"x" * 70_000 + b"\r\n", b"x" * 70_000)],
+)  # fmt: skip
+async def test_a_call_gives_a_number_or_bytes_or_nothing(data: bytes, value: object) -> None:
+    line = Line()
+    call = line.link.call([b"EVALSHA", "sha", 0])
+    line.feed(data)
+    assert plain(call) == [value]
+
+
+async def test_a_call_that_is_refused_gives_the_error_and_the_link_stays_open() -> None:
+    line = Line()
+    call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
+    line.feed(b"-NOSCRIPT No matching script.\r\n" + array([b"v"]))
+    (error,) = call.result()
+    assert isinstance(error, ResponseError)
+    assert str(error) == "NOSCRIPT No matching script."
+    assert plain(after) == [b"v"]
+
+
+async def test_a_call_on_a_closed_link_fails_and_writes_nothing() -> None:
+    line = Line()
+    line.link.close()
+    with pytest.raises(ConnectionError, match="closed"):
+        await line.link.call([b"PING"])
+    assert line.transport.written == b""
+
+
+async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
+    line = Line()
+    call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
+    call.cancel()
+    line.feed(b":7\r\n" + array([b"v"]))
+    assert plain(after) == [b"v"]
+
+
 # What breaks a link
 
 
@@ -282,7 +352,8 @@ def assert_broken(line: Line, replies: list[Reply], kind: type[Exception]) -> No
 BROKEN: dict[str, bytes] = {
     "text": b"hello\r\n",
     "HTTP": b"HTTP/1.1 400 Bad Request\r\n",
-    "an integer": b":5\r\n",
+    "an integer instead of an array": b":5\r\n",
+    "an integer within an array": b"*2\r\n$1\r\na\r\n:5\r\n",
     "a map": b"%1\r\n",
     "a push": b">1\r\n",
     "an empty line": b"\r\n",
@@ -315,7 +386,9 @@ async def test_what_answers_no_mget_closes_the_link_and_fails_all_that_wait(data
     assert_broken(line, replies, ProtocolError)
 
 
-@pytest.mark.parametrize("data", [b"+OK\r\n", b"-ERR no\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"+OK\r\n", b"-ERR no\r\n", b":1\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"]
+)
 @pytest.mark.parametrize("size", [1, 10**9])
 async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: int) -> None:
     line = Line()
@@ -323,12 +396,13 @@ async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: 
     assert_broken(line, [], ProtocolError)
 
 
-@pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"$3\r\nabc\r\n", b":1\r\n"])
-async def test_what_answers_no_set_closes_the_link(data: bytes) -> None:
-    line = Line()
-    replies = [line.set(1), line.mget(1)]
-    line.feed(data)
-    assert_broken(line, replies, ProtocolError)
+@pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"*-1\r\n"])
+async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
+    for ask in ("set", "call"):
+        line = Line()
+        reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
+        line.feed(data)
+        assert_broken(line, [reply], ProtocolError)
 
 
 @pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
@@ -429,6 +503,82 @@ async def test_a_connection_that_is_not_open_is_refused() -> None:
         RowLink(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
 
 
+# A link for any commands
+
+NESTED = st.recursive(
+    st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=12),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def resp(value: Any) -> bytes:
+    """A value as a server answers it."""
+    if isinstance(value, list):
+        return b"*%d\r\n" % len(value) + b"".join(map(resp, value))
+    return b":%d\r\n" % value if isinstance(value, int) else bulk(value)
+
+
+@settings(deadline=None)
+@given(st.lists(NESTED, min_size=1, max_size=5), cuts)
+def test_replies_of_commands_come_in_order_wherever_they_are_cut(found: list[Any], sizes: list[int]) -> None:
+    async def work() -> None:
+        commands = Commands()
+        replies = [commands.link.call([b"X"]) for _ in found]
+        commands.feed(b"".join(map(resp, found)), sizes)
+        assert [reply.result() for reply in replies] == found
+
+    in_a_loop(work)
+
+
+async def test_a_command_that_is_refused_raises_and_the_next_one_gets_its_reply() -> None:
+    commands = Commands()
+    refused, good = commands.link.call([b"X"]), commands.link.call([b"Y"])
+    commands.feed(b"-NOGROUP No such key\r\n:3\r\n")
+    with pytest.raises(ResponseError, match="^NOGROUP No such key$"):
+        await refused
+    assert good.result() == 3
+
+
+async def test_a_command_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
+    commands = Commands()
+    gone, refused, stays = (commands.link.call([b"X"]) for _ in range(3))
+    gone.cancel()
+    refused.cancel()
+    commands.feed(b":1\r\n-ERR no\r\n:3\r\n")
+    assert stays.result() == 3
+
+
+@pytest.mark.parametrize("data", [b"hello\r\n", b"*x\r\n", b"$-9\r\n", b"\r\n\r\n"])
+async def test_garbage_closes_a_link_for_commands(data: bytes) -> None:
+    commands = Commands()
+    replies = [commands.link.call([b"X"]), commands.link.call([b"Y"])]
+    commands.feed(data)
+    assert commands.link.closed
+    assert commands.transport.calls[-1] == "abort"
+    assert [type(reply.exception()) for reply in replies] == [ProtocolError, ProtocolError]
+
+
+async def test_a_reply_to_no_command_closes_the_link() -> None:
+    commands = Commands()
+    reply = commands.link.call([b"X"])
+    commands.feed(b":1\r\n:2\r\n")
+    assert reply.result() == 1
+    assert commands.link.closed
+
+
+async def test_a_lost_connection_fails_all_commands_and_a_closed_link_writes_nothing() -> None:
+    commands = Commands()
+    before = commands.link.call([b"X"])
+    commands.link.connection_lost(OSError("cable cut"))
+    commands.transport.written = b""
+    after = commands.link.call([b"Y"])
+    assert commands.transport.written == b""
+    for reply in (before, after):
+        with pytest.raises(ConnectionError, match="cable cut"):
+            await reply
+
+
 # On the wire
 
 
@@ -440,6 +590,17 @@ async def test_mget_on_the_wire() -> None:
     line = Line()
     line.link.mget([b"a", b"\x00\r\n\xff"])
     assert line.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
+
+
+CALL: list[Argument] = [b"EVALSHA", "shä", 2, b"\xff\r\n", "", -15]
+CALL_ON_THE_WIRE = b"*6\r\n$7\r\nEVALSHA\r\n$4\r\nsh\xc3\xa4\r\n$1\r\n2\r\n$3\r\n\xff\r\n\r\n$0\r\n\r\n$3\r\n-15\r\n"
+
+
+async def test_a_call_on_the_wire() -> None:
+    line, commands = Line(), Commands()
+    line.link.call(CALL)
+    commands.link.call(CALL)
+    assert line.transport.written == commands.transport.written == CALL_ON_THE_WIRE
 
 
 SET = b"*6\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000\r\n$2\r\nNX\r\n"

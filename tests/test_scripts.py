@@ -17,8 +17,11 @@ from redis.exceptions import NoScriptError
 
 from lmpool import scripts
 from lmpool.embedded import EmbeddedServer
+from lmpool.errors import ServerError
 from lmpool.keys import GROUP, JOB_FIELD, Keys
+from lmpool.line import CommandLine, RowLine
 from lmpool.messages import Failure
+from lmpool.server import Server
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -334,6 +337,43 @@ async def test_a_dead_letter_keeps_the_job_and_the_reason(redis: redis_async.Red
     await assert_queue_is_empty(redis)
 
 
+NOT_STORED = Failure("ServerError", "not stored").pack()
+
+
+async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
+    """As `finish`, and have it looked whether the rows are there."""
+    keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
+    keys += [ROWS + digest(number) for _, number, _, _ in endings]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    for entry, _, failure, dead in endings:
+        args += [entry, failure, int(dead)]
+    return int(await scripts.FINISH(redis, keys, [*args, NOT_STORED]))
+
+
+async def test_rows_that_are_not_stored_are_failures_and_the_others_rows(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    entries = await take(redis)
+    await redis.set(ROWS + digest(1), b"row")
+    await redis.set(ROWS + digest(3), b"row")
+    endings = [(entry, number, b"", False) for entry, number in zip(entries, (1, 2, 3), strict=True)]
+    assert await finish_checked(redis, *endings) == 1
+    assert sorted(await told(redis, A), key=lambda fields: b"f" in fields) == [
+        {b"d": digest(2), b"e": NOT_STORED},
+        {b"d": digest(1) + digest(3), b"f": b"fp"},
+    ]
+    await assert_queue_is_empty(redis)
+
+
+async def test_a_job_that_failed_keeps_its_own_reason(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await redis.set(ROWS + digest(2), b"row")
+    assert await finish_checked(redis, (first, 1, FAILURE, True), (second, 2, FAILURE, False)) == 1
+    assert await told(redis, A) == [{b"d": digest(1), b"e": FAILURE}, {b"d": digest(2), b"e": FAILURE}]
+    assert await told(redis, DEAD) == [{b"e": FAILURE, JOB_FIELD: b"job-1"}]
+    await assert_queue_is_empty(redis)
+
+
 async def test_an_entry_that_is_gone_is_no_dead_letter_but_its_clients_are_told(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)
@@ -554,3 +594,22 @@ async def test_a_script_is_sent_whole_only_when_the_server_does_not_know_it(redi
     assert await scripts.SWAP(redis, [b"h"], [b"f", b"", b"x"]) == 1
     assert await redis.evalsha(scripts.SWAP.sha, 1, b"h", b"f", b"x", b"y") == 1
     assert await redis.hget("h", "f") == b"y"
+
+
+@pytest.mark.parametrize("kind", ["commands", "rows"])
+async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: str, kind: str) -> None:
+    control = redis_async.Redis.from_url(server)
+    await control.flushall()
+    await control.script_flush()
+    line = CommandLine(Server(server)) if kind == "commands" else RowLine(Server(server), 4096)
+    keys = [JOBS, A, waiting(1), waiting(2)]
+    try:
+        for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
+            assert await scripts.SUBMIT.on(line, keys, [100, LIFETIME_MS, 0, 0, b"job-1", b"job-2"]) == outcome
+        assert await control.script_exists(scripts.SUBMIT.sha) == [True]
+        assert await scripts.CANCEL.on(line, [JOBS, A, waiting(1)], [GROUP]) == 1
+        with pytest.raises(ServerError, match="WRONGTYPE"):
+            await scripts.SUBMIT.on(line, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, 0, 0, b"job-1"])
+    finally:
+        line.close()
+        await control.aclose()

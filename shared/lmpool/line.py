@@ -47,8 +47,7 @@ class Line(Generic[L]):
 
     async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
         """The reply, or ServerError; a server that is silent for half a minute counts as gone."""
-        silent = ServerUnreachable(f"{self._server} has not answered for {_REPLY_TIMEOUT_S:g} s")
-        timer = asyncio.get_running_loop().call_later(_REPLY_TIMEOUT_S, link.close, silent)
+        timer = asyncio.get_running_loop().call_later(_REPLY_TIMEOUT_S, self._give_up, link)
         try:
             return await reply
         except (RedisError, OSError, LMPoolError) as error:
@@ -57,6 +56,9 @@ class Line(Generic[L]):
             raise self._server.explain(error) from error
         finally:
             timer.cancel()
+
+    def _give_up(self, link: L) -> None:
+        link.close(ServerUnreachable(f"{self._server} has not answered for {_REPLY_TIMEOUT_S:g} s"))
 
     def close(self) -> None:
         """Close the link; what is under way fails."""

@@ -7,7 +7,7 @@ clients on the worker's own host can stand behind the same interface.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,10 +39,18 @@ class RowCache(Protocol):
         """A connection on which a script that is sent after `put` was called finds the rows."""
         ...
 
-    async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
+    async def put(
+        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[], Awaitable[None]] | None = None
+    ) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
 
-        Returns digest -> reason for the rows that were refused. The block must not change meanwhile.
+        Args:
+            block: the rows; must not change meanwhile.
+            overwrite: digests whose rows are replaced.
+            then: what to send on `line` right behind the rows, without waiting for them to be stored.
+
+        Returns:
+            digest -> reason, for the rows that were refused.
         """
         ...
 
@@ -77,7 +85,9 @@ class RedisRows:
         self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
-    async def put(self, block: RowBlock, overwrite: Collection[bytes] = ()) -> dict[bytes, str]:
+    async def put(
+        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[], Awaitable[None]] | None = None
+    ) -> dict[bytes, str]:
         """See `RowCache.put`.
 
         Raises:
@@ -88,7 +98,10 @@ class RedisRows:
             RowWrite(self._prefix + digest, block.header(index), numbers, digest in overwrite)
             for index, (digest, numbers) in enumerate(zip(block.digests, _as_bytes(block), strict=True))
         ]
-        replies = await self.line.wait_for(link, link.set(writes, self._ttl_ms))
+        stored = link.set(writes, self._ttl_ms)
+        if then is not None:
+            await then()
+        replies = await self.line.wait_for(link, stored)
         return {
             digest: str(reply)
             for digest, reply in zip(block.digests, replies, strict=True)

@@ -70,8 +70,8 @@ class Publisher:
         endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
 
         async def attempt() -> None:
-            # Sent together, done in this order: the script itself looks whether the rows are there.
-            refused, _ = await asyncio.gather(self._rows.put(block, overwrite), self._end(endings))
+            # Sent together: the script itself looks whether the rows are there.
+            refused = await self._rows.put(block, overwrite, then=lambda: self._end(endings))
             if refused:
                 reason = next(iter(refused.values()))
                 _log.warning("the server refused %d rows: %s", len(refused), reason)
