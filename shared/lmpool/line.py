@@ -32,6 +32,7 @@ class Line(Generic[L]):
         self._connect = connect
         self._link: L | None = None
         self._opening = asyncio.Lock()
+        self._closed = False
 
     async def open(self) -> L:
         """The open link.
@@ -41,6 +42,8 @@ class Line(Generic[L]):
         """
         if self._link is None or self._link.closed:
             async with self._opening:
+                if self._closed:
+                    raise ServerUnreachable(f"the connection to {self._server} was closed on our side")
                 if self._link is None or self._link.closed:
                     self._link = await self._connect()
         return self._link
@@ -61,7 +64,8 @@ class Line(Generic[L]):
         link.close(ServerUnreachable(f"{self._server} has not answered for {_REPLY_TIMEOUT_S:g} s"))
 
     def close(self) -> None:
-        """Close the link; what is under way fails."""
+        """Close the link for good; what is under way fails."""
+        self._closed = True
         if self._link is not None:
             self._link.close()
 
@@ -105,7 +109,10 @@ class RowLine(Line[RowLink]):
             NoScriptError: the server does not know the script.
             ServerError: the server refuses, or cannot be used.
         """
-        link = await self.open()
+        return await self.call_on(await self.open(), *arguments)
+
+    async def call_on(self, link: RowLink, *arguments: Argument) -> Any:
+        """Run a command on this very link: behind what was sent there, or not at all."""
         (reply,) = await self.wait_for(link, link.call(arguments))
         if isinstance(reply, ResponseError):
             raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)

@@ -11,6 +11,7 @@ from lmpool.errors import ProtocolError
 _VERSION = 1
 _MAX_JOB_BYTES = 16 * 1024 * 1024
 _MAX_ERROR_TEXT = 4096
+_MAX_FIELDS = 8
 
 
 class Job(NamedTuple):
@@ -41,7 +42,7 @@ def unpack_job(data: bytes) -> Job:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
     match _unpack(data, _MAX_JOB_BYTES, "job"):
-        case [1, bytes(ids), str(adapter), str(fingerprint), bool(overwrite)]:
+        case [int(version), bytes(ids), str(adapter), str(fingerprint), bool(overwrite)] if _is_ours(version):
             return Job(ids, adapter, fingerprint, overwrite)
         case other:
             raise ProtocolError(f"not a job of version {_VERSION}: {str(other)[:80]}")
@@ -71,10 +72,22 @@ def unpack_failure(data: bytes) -> Failure:
         ProtocolError: too large, not MessagePack, or not a failure of this wire version.
     """
     match _unpack(data, 8 * _MAX_ERROR_TEXT, "failure"):
-        case [1, str(kind), str(text)]:
+        case [int(version), str(kind), str(text)] if _is_ours(version):
             return Failure(kind, text)
         case other:
             raise ProtocolError(f"not a failure of version {_VERSION}: {str(other)[:80]}")
+
+
+def _is_ours(version: int) -> bool:
+    """Whether a message has our version; True and 1.0 equal 1 too."""
+    return type(version) is int and version == _VERSION
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Refuses lists in lists as soon as the first is read: a tree of them takes far more memory than bytes."""
+    if any(isinstance(value, list) for value in values):
+        raise ValueError("a list within a list")
+    return values
 
 
 def _unpack(data: bytes, limit: int, what: str) -> Any:
@@ -82,7 +95,13 @@ def _unpack(data: bytes, limit: int, what: str) -> Any:
         raise ProtocolError(f"a {what} of {len(data)} bytes is over the limit of {limit}")
     try:
         return msgpack.unpackb(
-            data, max_array_len=8, max_map_len=0, max_ext_len=0, max_bin_len=limit, max_str_len=limit
+            data,
+            max_array_len=_MAX_FIELDS,
+            max_map_len=0,
+            max_ext_len=0,
+            max_bin_len=limit,
+            max_str_len=limit,
+            list_hook=_flat,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise ProtocolError(f"a {what} does not decode: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.rowlink import RowWrite
 from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
+from lmpool.scripts import Call
 from lmpool.server import Server
 
 Row = NDArray[np.float32]
@@ -36,18 +38,19 @@ class RowCache(Protocol):
 
     @property
     def line(self) -> RowLine:
-        """A connection on which a script that is sent after `put` was called finds the rows."""
+        """The connection that rows take."""
         ...
 
     async def put(
-        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[], Awaitable[None]] | None = None
+        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
     ) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
 
         Args:
             block: the rows; must not change meanwhile.
             overwrite: digests whose rows are replaced.
-            then: what to send on `line` right behind the rows, without waiting for them to be stored.
+            then: sends more right behind the rows, without waiting for them to be stored; what it calls finds
+                the rows, or fails together with them.
 
         Returns:
             digest -> reason, for the rows that were refused.
@@ -72,7 +75,7 @@ class RedisRows:
         card: the model; decides the namespace, the size and the lifetime of rows.
 
     Attributes:
-        line: the connection; a script that is run on it after `put` was called finds the rows.
+        line: the connection that rows take.
     """
 
     def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
@@ -86,7 +89,7 @@ class RedisRows:
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
     async def put(
-        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[], Awaitable[None]] | None = None
+        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
     ) -> dict[bytes, str]:
         """See `RowCache.put`.
 
@@ -100,7 +103,7 @@ class RedisRows:
         ]
         stored = link.set(writes, self._ttl_ms)
         if then is not None:
-            await then()
+            await then(partial(self.line.call_on, link))
         replies = await self.line.wait_for(link, stored)
         return {
             digest: str(reply)

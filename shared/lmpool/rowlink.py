@@ -53,6 +53,7 @@ class _Pending:
     replies: int
     future: asyncio.Future[list[Reply]]
     is_array: bool
+    begun: bool = False
     values: list[Reply] = field(default_factory=list)
 
 
@@ -74,7 +75,6 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._skip = 0
         self._bulk: Bulk | None = None
         self._bulk_got = 0
-        self._elements_left = 0
         super().__init__(connection)
 
     def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Reply]]:
@@ -83,6 +83,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
         The future raises ConnectionError when the link breaks and ResponseError when the server refuses.
         """
         future = self._expect(len(keys), is_array=True)
+        if future.done():
+            return future
         parts = [b"*%d\r\n$4\r\nMGET" % (len(keys) + 1)]
         parts += [b"$%d\r\n%b" % (len(key), key) for key in keys]
         parts.append(b"")
@@ -95,6 +97,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
         The blocks must not change before the future is done.
         """
         future = self._expect(len(writes), is_array=False)
+        if future.done():
+            return future
         ttl = b"%d" % ttl_ms
         expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
         chunks: list[bytes | memoryview] = []
@@ -111,7 +115,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
             chunks += (tail + head, write.numbers)
             tail = expiry if write.overwrite else expiry + b"$2\r\nNX\r\n"
         chunks.append(tail)
-        small = not writes or writes[0].numbers.nbytes < _LARGE_BULK
+        small = writes[0].numbers.nbytes < _LARGE_BULK
         if small:
             self._transport.write(b"".join(chunks))
         else:
@@ -121,6 +125,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def call(self, arguments: Sequence[Argument]) -> asyncio.Future[list[Reply]]:
         """Send a command whose reply is not an array; the future has a list of that one reply."""
         future = self._expect(1, is_array=False)
+        if future.done():
+            return future
         self._transport.write(encode_command(arguments))
         return future
 
@@ -174,9 +180,10 @@ class RowLink(Link, asyncio.BufferedProtocol):
         scratch = self._scratch
         while self._start < self._end and self._bulk is None and self._closed is None:
             if self._skip:
-                skipped = min(self._skip, self._end - self._start)
-                self._start += skipped
-                self._skip -= skipped
+                if scratch[self._start] != CRLF[-self._skip]:
+                    raise ProtocolError("a value does not end where it should")
+                self._start += 1
+                self._skip -= 1
                 continue
             stop = scratch.find(CRLF, self._start, self._end)
             if stop < 0:
@@ -188,22 +195,38 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def _reply(self, kind: int, line: bytearray) -> None:
         if kind == 0x24:  # $ bulk
             size = int(line)
-            if size < 0:
+            self._check(is_scalar=False)
+            if size == -1:
                 self._element(None)
+            elif size < 0:
+                raise ProtocolError(f"a value of {size} bytes")
             else:
                 self._begin_bulk(size)
         elif kind == 0x2A:  # * array
-            self._elements_left = int(line)
-            if not self._pending or self._pending[0].replies != self._elements_left:
-                raise ProtocolError(f"an array of {self._elements_left} values was not asked for")
-        elif kind in (0x2B, 0x5F):  # + simple, _ null
+            count = int(line)
+            first = self._pending[0] if self._pending else None
+            if first is None or not first.is_array or first.begun or first.replies != count:
+                raise ProtocolError(f"an array of {count} values was not asked for")
+            first.begun = True
+        elif kind == 0x5F:  # _ null
+            self._check(is_scalar=False)
+            self._element(None)
+        elif kind == 0x2B:  # + simple
+            self._check(is_scalar=True)
             self._element(None)
         elif kind == 0x3A:  # : integer
+            self._check(is_scalar=True)
             self._element(int(line))
         elif kind == 0x2D:  # - error
             self._error(ResponseError(line.decode("utf-8", "replace")))
         else:
             raise ProtocolError(f"reply type {chr(kind)!r} was not asked for")
+
+    def _check(self, *, is_scalar: bool) -> None:
+        """Refuse a reply that the command at the head cannot have: its values would go to another prompt."""
+        first = self._pending[0] if self._pending else None
+        if first is None or (first.is_array and (is_scalar or not first.begun)):
+            raise ProtocolError("a reply was not asked for")
 
     def _begin_bulk(self, size: int) -> None:
         if size > self._max_bulk:
@@ -221,6 +244,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
             self._bulk, self._bulk_got = bulk, have
 
     def _error(self, error: ResponseError) -> None:
+        if not self._pending or self._pending[0].begun:
+            raise ProtocolError(f"an error that was not asked for: {error}")
         pending = self._pending[0]
         if pending.is_array:
             self._pending.popleft()

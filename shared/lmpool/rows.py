@@ -82,6 +82,8 @@ class RowBlock:
             raise ValueError(f"{len(self.digests)} digests for {len(self.numbers)} rows")
         if (self.log_z is None) != (self.encoding is Encoding.F32):
             raise ValueError(f"log_z must be None for F32 and only for F32, not {self.log_z!r}")
+        if self.log_z is not None and self.log_z.shape != (len(self.numbers),):
+            raise ValueError(f"log_z of shape {self.log_z.shape} for {len(self.numbers)} rows")
         if not self.numbers.flags.c_contiguous:
             raise ValueError("the numbers of a block must be contiguous")
 
@@ -126,17 +128,18 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
         raise ProtocolError(f"the row's logZ is {log_z}")
     numbers = data[HEADER_SIZE:].view(dtype)
     if code == Encoding.F32:
-        row: NDArray[np.float32] = numbers
-        # The owner must be read-only too: numpy lets a view of a writeable owner be made writeable again.
-        data.flags.writeable = False
-    elif code == Encoding.BF16:
-        row = widen_bf16(numbers)
-        np.subtract(row, np.float32(log_z), out=row)
-    else:
-        row = numbers.astype(np.float32)
-        np.subtract(row, np.float32(log_z), out=row)
-    row.flags.writeable = False
-    return row
+        return _frozen(data, numbers)
+    row = widen_bf16(numbers) if code == Encoding.BF16 else numbers.astype(np.float32)
+    np.subtract(row, np.float32(log_z), out=row)
+    return _frozen(row if row.base is None else row.base, row)
+
+
+def _frozen(owner: NDArray[Any], row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A view of a row that cannot be made writeable: numpy allows that to owners and to views of writeable ones."""
+    owner.flags.writeable = False
+    view = row.view()
+    view.flags.writeable = False
+    return view
 
 
 def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
-from lmpool.line import CommandLine, RowLine
+from lmpool.link import Argument
+
+Call = Callable[..., Awaitable[Any]]
+"""Runs one command: `call` of a line."""
 
 _FOLDER = Path(__file__).with_name("lua")
 
@@ -25,16 +28,16 @@ class Script:
         self.source = (_FOLDER / f"{name}.lua").read_text("utf-8")
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
-    async def on(self, line: CommandLine | RowLine, keys: Sequence[bytes], args: Sequence[bytes | str | int]) -> Any:
+    async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
         """Run the script on the path of a request.
 
         Raises:
             ServerError: the server cannot be used.
         """
         try:
-            return await line.call(b"EVALSHA", self.sha, len(keys), *keys, *args)
+            return await call(b"EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
-            return await line.call(b"EVAL", self.source, len(keys), *keys, *args)
+            return await call(b"EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
         """Run the script off that path; returns what it returns."""

@@ -114,7 +114,7 @@ class Outbox:
             Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, flight.damaged).pack()
             for flight in flights
         ]
-        outcome = await scripts.SUBMIT.on(channel.line, keys, args)
+        outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
         stored, abandoned = [], []
         now = self._tasks.loop.time()
         for flight, code in zip(flights, str(outcome, "ascii"), strict=True):
@@ -162,4 +162,4 @@ class Outbox:
         for at in range(0, len(digests), scripts.MOST_AT_ONCE):
             part = digests[at : at + scripts.MOST_AT_ONCE]
             keys = [model.jobs, self._channel.reply, *(model.waiting + digest for digest in part)]
-            await scripts.CANCEL.on(self._channel.line, keys, [GROUP])
+            await scripts.CANCEL.on(self._channel.line.call, keys, [GROUP])

@@ -1,20 +1,23 @@
 -- End jobs, with a row in the cache or with a failure, and tell the clients that wait.
 --
 -- KEYS  jobs, dead, then per job: waiting key,
---       and, to have it checked that rows are stored, after all of those per job: row key
+--       and, to have jobs left alone whose rows are not there, after all of those per job: row key
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, then per job: entry id, failure (encoded, or '' when the row is stored),
---       dead (0|1), and with row keys at the end: the failure of a row that is not stored
+--       dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
 --
--- Returns how many clients were told.
+-- A row that was just stored can be missing: the server refused it, or had to evict it at once. Such a job
+-- stays as it is, for the worker to store the row again.
+--
+-- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
 local DIGEST, HEAD = 16, 5
 local jobs, dead = KEYS[1], KEYS[2]
 local group, fingerprint = ARGV[1], ARGV[2]
 local count = math.floor((#ARGV - HEAD) / 3)
-local entries, done, told = {}, {}, {}
+local entries, done, told, left = {}, {}, {}, {}
 local function tell(reply, ...)
   redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   told[reply] = true
@@ -23,9 +26,11 @@ for i = 1, count do
   local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
   local digest, at = string.sub(waiting, -DIGEST), HEAD + 3 * (i - 1)
   local entry, failure = ARGV[at + 1], ARGV[at + 2]
-  entries[i] = entry
-  if row and failure == '' and redis.call('EXISTS', row) == 0 then
-    failure = ARGV[#ARGV]
+  local is_left = row and failure == '' and redis.call('EXISTS', row) == 0
+  if is_left then
+    left[#left + 1] = i
+  else
+    entries[#entries + 1] = entry
   end
   if ARGV[at + 3] == '1' then
     local found = redis.call('XRANGE', jobs, entry, entry)
@@ -33,7 +38,7 @@ for i = 1, count do
       redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(found[1][2]))
     end
   end
-  for _, reply in ipairs(redis.call('HKEYS', waiting)) do
+  for _, reply in ipairs(is_left and {} or redis.call('HKEYS', waiting)) do
     if reply ~= 'job' then
       if failure ~= '' then
         tell(reply, 'd', digest, 'e', failure)
@@ -47,7 +52,9 @@ for i = 1, count do
       end
     end
   end
-  redis.call('DEL', waiting)
+  if not is_left then
+    redis.call('DEL', waiting)
+  end
 end
 for reply, digests in pairs(done) do
   tell(reply, 'd', table.concat(digests), 'f', fingerprint)
@@ -58,6 +65,9 @@ for reply in pairs(told) do
   clients = clients + 1
 end
 -- XACK alone would leave the entries in the stream's memory for ever.
-redis.call('XACK', jobs, group, unpack(entries))
-redis.call('XDEL', jobs, unpack(entries))
-return clients
+if #entries > 0 then
+  redis.call('XACK', jobs, group, unpack(entries))
+  redis.call('XDEL', jobs, unpack(entries))
+end
+table.insert(left, 1, clients)
+return table.concat(left, ' ')

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from redis.exceptions import RedisError
 
@@ -18,16 +19,13 @@ from lmpool.rowcache import RowCache
 from lmpool.rows import RowBlock
 from lmpool.server import Server
 
+T = TypeVar("T")
+
 _log = logging.getLogger("lmpool.worker")
 
 _REPLY_CAP = 1000
 _REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
-_NOT_STORED = Failure(
-    ServerError.__name__,
-    "the server did not store the row; the worker's log has its reason. Is its memory full, with a policy that "
-    "evicts nothing (maxmemory-policy volatile-lru evicts rows)?",
-).pack()
 
 
 class Ending(NamedTuple):
@@ -68,21 +66,39 @@ class Publisher:
             overwrite: digests whose stored rows must be replaced.
         """
         endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
-
-        async def attempt() -> None:
-            # Sent together: the script itself looks whether the rows are there.
-            refused = await self._rows.put(block, overwrite, then=lambda: self._end(endings))
+        waits = delays()
+        while endings:
+            refused, endings = await self._insist(partial(self._attempt, block, endings, overwrite))
             if refused:
                 reason = next(iter(refused.values()))
                 _log.warning("the server refused %d rows: %s", len(refused), reason)
+                failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
+                await self.end([ending._replace(failure=failure) for ending in endings if ending.digest in refused])
+                endings = [ending for ending in endings if ending.digest not in refused]
+            if endings:
+                _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(endings))
+                await asyncio.sleep(next(waits))
 
-        await self._insist(attempt)
+    async def _attempt(
+        self, block: RowBlock, endings: Sequence[Ending], overwrite: Collection[bytes]
+    ) -> tuple[dict[bytes, str], list[Ending]]:
+        """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
+        left: list[Ending] = []
+
+        async def end(call: scripts.Call) -> None:
+            left.extend(await self._end(endings, call))
+
+        # Sent together, not one after the other: the script itself looks whether the rows are there.
+        refused = await self._rows.put(block, overwrite, then=end)
+        return refused, left
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
-        await self._insist(lambda: self._end(endings))
+        await self._insist(partial(self._end, endings, self._rows.line.call))
 
-    async def _end(self, endings: Sequence[Ending]) -> None:
+    async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
+        """End jobs; returns those whose rows are not there."""
+        left: list[Ending] = []
         for at in range(0, len(endings), scripts.MOST_AT_ONCE):
             part = endings[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, self._keys.dead]
@@ -91,10 +107,11 @@ class Publisher:
             args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
-            args.append(_NOT_STORED)
-            await scripts.FINISH.on(self._rows.line, keys, args)
+            outcome: bytes = await scripts.FINISH.on(call, keys, args)
+            left += [part[int(number) - 1] for number in outcome.split()[1:]]
+        return left
 
-    async def _insist(self, attempt: Callable[[], Awaitable[None]]) -> None:
+    async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers. Repeating is harmless: the first stored row stays the row."""
         waits = delays()
         while True:
