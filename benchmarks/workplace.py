@@ -19,7 +19,8 @@ from benchmarks.processes import BenchmarkError, Child, Process
 from lmpool.embedded import EmbeddedServer
 from lmpool.keys import GROUP, Keys
 
-_MEMORY_BYTES = 2**30
+# Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
+_MEMORY_BYTES = 4 * 2**30
 _FILLER_BYTES = 196_608
 _FILLER_TTL_S = 3600
 _WORKERS_READY_S = 180.0

@@ -263,6 +263,14 @@ def test_the_address_comes_from_the_environment_when_none_is_given(monkeypatch: 
     assert str(Server("redis://here")) == "redis://here:6379"
 
 
+def test_an_empty_address_is_not_the_same_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What `--redis "$UNSET"` gives: it must not lead to another server than the one that was meant.
+    monkeypatch.setenv(URL_VARIABLE, "redis://elsewhere:7000")
+    for make in (Server, lambda url: SyncProducer(redis=url)):
+        with pytest.raises(SettingsError, match="^redis: ''"):
+            make("")
+
+
 def test_without_any_address_the_error_says_what_to_do() -> None:
     with pytest.raises(ServerUnreachable, match=f"lmpool up.*{URL_VARIABLE}"):
         Server()
@@ -319,6 +327,11 @@ def test_address_and_credentials_are_taken_over_from_a_client(client: Any, shown
     assert not ours.connection_pool.connection_kwargs.get("decode_responses")
 
 
+def test_a_client_that_checks_ocsp_is_refused_and_not_quietly_trusted_less() -> None:
+    with pytest.raises(SettingsError, match=r"^redis: .*ssl_validate_ocsp"):
+        Server(redis_sync.Redis(host="h", ssl=True, ssl_validate_ocsp=True))
+
+
 def test_our_clients_do_not_retry_by_themselves() -> None:
     ours = Server(redis_sync.Redis(host="h", retry=Retry(NoBackoff(), 5))).client()
     connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
@@ -363,6 +376,20 @@ def test_no_text_of_a_server_or_a_producer_tells_the_password(url: str) -> None:
     assert not any(SECRET in text for text in texts)
     for error in (OSError("refused"), redis_errors.AuthenticationError("WRONGPASS no"), redis_errors.RedisError("x")):
         assert SECRET not in str(server.explain(error))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        (f"redis://:{SECRET}", "redis://:…"),
+        (f"redis://h?password=a@{SECRET}", "redis://…"),
+        (f"redis://h?password={SECRET}", "redis://h?…"),
+        (f"user:{SECRET}://x@h", "…@h"),
+        (f"redis://user:{SECRET}@[::1]:7", "redis://…@[::1]:7"),
+    ],
+)
+def test_what_may_be_a_password_is_masked(url: str, shown: str) -> None:
+    assert mask(url) == shown
 
 
 def test_a_masked_url_keeps_what_helps_to_find_it() -> None:

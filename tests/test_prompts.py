@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import hashlib
 import itertools
+import mmap
 from collections import UserList, deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -213,6 +214,9 @@ NOT_IDS: dict[str, tuple[Any, str]] = {
     "empty str": ("", "''"),
     "bytes": (b"\x01\x00\x00\x00", "\\x01"),
     "bytearray": (bytearray(b"abc"), "abc"),
+    "memoryview of bytes": (memoryview(b"\x01\x02"), "memoryview"),
+    "memoryview of integers": (memoryview(array.array("I", IDS)), "memoryview"),
+    "map of bytes in memory": (mmap.mmap(-1, 4), "mmap"),
     "numpy str": (np.str_("hello"), "hello"),
     "list of str": (["1", "2"], "'1'"),
     "list of bytes": ([b"1"], "b'1'"),
@@ -265,6 +269,13 @@ def test_a_bool_among_integers_is_refused_in_every_kind_of_sequence(kind: Callab
     # numpy would make an integer of it.
     with pytest.raises(NotTokenIds, match="True"):
         encode(kind([True, 2]))
+
+
+def test_a_sequence_is_refused_for_its_length_before_it_is_read() -> None:
+    with pytest.raises(PromptTooLong, match=str(10**12)):
+        encode(range(10**12))
+    with pytest.raises(NotTokenIds, match="range"):
+        encode(range(10**30))  # It has no len().
 
 
 def test_a_huge_bad_prompt_gives_a_short_message() -> None:

@@ -8,8 +8,18 @@ from typing import Any
 
 import msgpack
 
+from lmpool.checks import shown
 from lmpool.errors import ProtocolError
 from lmpool.rows import WIRE_VERSION, Encoding
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**32 - 1),
+    "max_prompt_tokens": (1, 2**32 - 1),
+    "queue_limit": (1, 10**10),
+    "lease_s": (0.1, 3600),
+    "row_ttl_s": (1, 10**9),
+}
+"""Least and most of each number on a card, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
 _MAX_CARD_BYTES = 64 * 1024
 
@@ -90,7 +100,7 @@ class ModelCard:
         """Read a card.
 
         Raises:
-            ProtocolError: too large, not MessagePack, or fields missing, unknown or of the wrong type.
+            ProtocolError: too large, not MessagePack, or fields missing, unknown, of the wrong type or impossible.
         """
         if len(data) > _MAX_CARD_BYTES:
             raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
@@ -103,8 +113,10 @@ class ModelCard:
             raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
             if type(value).__name__ != known[name] and not (known[name] == "float" and type(value) is int):
-                raise ProtocolError(f"a model card has {name} = {value!r}: expected {known[name]}")
-        card = cls(**values)
-        if card.vocab_size < 1 or card.max_prompt_tokens < 1 or card.encoding.upper() not in Encoding.__members__:
-            raise ProtocolError(f"a model card has impossible values: {card}")
-        return card
+                raise ProtocolError(f"a model card has {name} = {shown(value)}: expected {known[name]}")
+        for name, (least, most) in LIMITS.items():
+            if not least <= values[name] <= most:  # In this form it refuses NaN too.
+                raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")
+        if values["encoding"].upper() not in Encoding.__members__:
+            raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
+        return cls(**values)

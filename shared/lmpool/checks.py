@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
 from lmpool.errors import SettingsError
+
+# Redis keys carry names as UTF-8, which lone surrogates have none of, and braces would decide their cluster slot.
+_NAME = re.compile(r"[^{}\n\r\0\ud800-\udfff]{1,200}")
+
+
+def shown(value: object, most: int = 300) -> str:
+    """A value for an error message, cut to `most` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # An integer of over 4,300 digits, or lists in lists without end.
+        return f"<{type(value).__name__}, too long to print>"
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def check_number(owner: object, name: str, *, least: float, most: float | None = None) -> None:
@@ -21,7 +34,7 @@ def check_number(owner: object, name: str, *, least: float, most: float | None =
     if not right_type or not least <= value or (most is not None and value > most):
         upper = f" and at most {most:g}" if most is not None else ""
         kind = "a whole number" if whole else "a number"
-        raise SettingsError(f"{name}: {value!r} must be {kind} of at least {least:g}{upper}")
+        raise SettingsError(f"{name}: {shown(value)} must be {kind} of at least {least:g}{upper}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -31,14 +44,16 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         SettingsError: with the field's name.
     """
     if value not in choices:
-        raise SettingsError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+        raise SettingsError(f"{name}: {shown(value)} is not one of {', '.join(choices)}")
 
 
 def check_name(name: str, value: Any) -> None:
-    """Refuse a name that is empty, too long or that Redis keys cannot carry.
+    """Refuse a name that is empty, too long, no UTF-8 or that Redis keys cannot carry.
 
     Raises:
         SettingsError: with the field's name.
     """
-    if not isinstance(value, str) or not value or len(value) > 200 or any(c in value for c in "{}\n\r\0"):
-        raise SettingsError(f"{name}: {value!r} must be 1 to 200 characters without braces or line breaks")
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise SettingsError(
+            f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces or line breaks"
+        )

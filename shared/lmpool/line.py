@@ -11,7 +11,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from lmpool.errors import LMPoolError, ServerUnreachable
 from lmpool.link import Argument, CommandLink, Link
-from lmpool.rowlink import RowLink
+from lmpool.rowlink import Bulk, RowLink, fresh_bulk
 from lmpool.server import Server
 
 L = TypeVar("L", bound=Link)
@@ -97,10 +97,11 @@ class RowLine(Line[RowLink]):
     Args:
         server: where to.
         max_bulk: largest value in bytes that is accepted.
+        allocate: gives the array that a value is received into.
     """
 
-    def __init__(self, server: Server, max_bulk: int) -> None:
-        super().__init__(server, lambda: server.row_link(max_bulk))
+    def __init__(self, server: Server, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> None:
+        super().__init__(server, lambda: server.row_link(max_bulk, allocate))
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command whose reply is not an array.

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping, Sequence
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.checks import shown
 from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, TokenOutOfRange
 
 DIGEST_SIZE = 16
 """Bytes of a digest."""
 
 _LITTLE_ENDIAN = np.dtype("<u4")
+_MOST_SHOWN = 120
+_TEXT = (str, bytes, bytearray, memoryview, mmap)
 _ARRAY_IS_U4LE = array("I", [1]).tobytes() == b"\x01\x00\x00\x00"
 
 
@@ -46,7 +51,7 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
     """Check a prompt against a model's limits and encode it.
 
     Args:
-        ids: list, tuple or any 1-D integer array (numpy, torch) of token ids.
+        ids: list, tuple, another sequence of integers or any 1-D integer array (numpy, torch) of token ids.
         vocab_size: V; ids must be below it.
         max_tokens: longest prompt that the model takes.
         adapter: name of the adapter, or "".
@@ -60,15 +65,13 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
     if type(ids) is list or type(ids) is tuple:
         data, low, high, count = _from_sequence(ids, max_tokens)
     else:
-        data, low, high, count = _from_array(ids)
+        data, low, high, count = _from_other(ids, max_tokens)
     if count == 0:
         raise EmptyPrompt("the prompt is empty: it needs at least 1 token id")
     if count > max_tokens:
         raise _too_long(count, max_tokens)
     if low < 0 or high >= vocab_size:
-        raise TokenOutOfRange(
-            f"token id {low if low < 0 else high} is out of range: this model's ids go from 0 to {vocab_size - 1}"
-        )
+        raise _out_of_range(low if low < 0 else high, vocab_size)
     return Prompt(data, digest_of(data, adapter))
 
 
@@ -91,14 +94,20 @@ def check_encoded(data: bytes, *, vocab_size: int, max_tokens: int) -> None:
         raise _too_long(len(data) // 4, max_tokens)
     high = int(decode_ids(data).max())
     if high >= vocab_size:
-        raise TokenOutOfRange(f"token id {high} is out of range: this model's ids go from 0 to {vocab_size - 1}")
+        raise _out_of_range(high, vocab_size)
 
 
 def _too_long(count: int, max_tokens: int) -> PromptTooLong:
     return PromptTooLong(f"the prompt has {count} tokens: this model takes at most {max_tokens}")
 
 
-def _from_sequence(ids: list[Any] | tuple[Any, ...], max_tokens: int) -> tuple[bytes, int, int, int]:
+def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
+    return TokenOutOfRange(
+        f"token id {shown(token, _MOST_SHOWN)} is out of range: this model's ids go from 0 to {vocab_size - 1}"
+    )
+
+
+def _from_sequence(ids: Sequence[Any], max_tokens: int) -> tuple[bytes, int, int, int]:
     """Lists and tuples: numpy would cost several times as much at these lengths."""
     if not ids:
         return b"", 0, 0, 0
@@ -118,25 +127,38 @@ def _from_sequence(ids: list[Any] | tuple[Any, ...], max_tokens: int) -> tuple[b
 def _as_int(value: Any, index: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
-    raise NotTokenIds(
-        f"element {index} of the prompt is {_shown(value)} ({type(value).__name__}): token ids are integers"
-    )
+    raise NotTokenIds(f"element {index} of the prompt is {_described(value)}: token ids are integers")
+
+
+def _from_other(ids: Any, max_tokens: int) -> tuple[bytes, int, int, int]:
+    """Arrays, and whatever else can be read like a list."""
+    if isinstance(ids, _TEXT):
+        raise NotTokenIds(
+            f"the prompt is text, {_described(ids)}: encode it with the model's tokenizer and pass the token ids"
+        )
+    if hasattr(ids, "__array__") or hasattr(ids, "__array_interface__") or hasattr(ids, "__dlpack__"):
+        return _from_array(ids)
+    kind = type(ids)
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")) or isinstance(ids, Mapping):
+        raise NotTokenIds(f"the prompt is {_described(ids)}: it must be a sequence of token ids")
+    # Not through numpy, which makes integers of bools.
+    try:
+        values = list(ids) if len(ids) <= max_tokens else ids
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
+        raise NotTokenIds(f"the prompt is {_described(ids)}: {error}") from error
+    return _from_sequence(values, max_tokens)
 
 
 def _from_array(ids: Any) -> tuple[bytes, int, int, int]:
-    if isinstance(ids, (str, bytes, bytearray)):
-        raise NotTokenIds(
-            f"the prompt is text, {_shown(ids)}: encode it with the model's tokenizer and pass the token ids"
-        )
     try:
         values = np.asarray(ids)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise NotTokenIds(f"the prompt is {_shown(ids)} ({type(ids).__name__}): {error}") from error
+        raise NotTokenIds(f"the prompt is {_described(ids)}: {error}") from error
     if values.ndim != 1:
         raise NotTokenIds(
             f"the prompt has shape {values.shape}: one prompt is 1-D; use batch_logprobs for several"
             if values.ndim
-            else f"the prompt is {_shown(ids)} ({type(ids).__name__}): it must be a sequence of token ids"
+            else f"the prompt is {_described(ids)}: it must be a sequence of token ids"
         )
     if values.size == 0:
         return b"", 0, 0, 0
@@ -145,6 +167,5 @@ def _from_array(ids: Any) -> tuple[bytes, int, int, int]:
     return values.astype(_LITTLE_ENDIAN).tobytes(), int(values.min()), int(values.max()), values.size
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _described(value: object) -> str:
+    return f"{shown(value, _MOST_SHOWN)} ({type(value).__name__})"

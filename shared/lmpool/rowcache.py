@@ -19,7 +19,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import RowLine
-from lmpool.rowlink import RowWrite
+from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
 from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
@@ -31,6 +31,7 @@ Deliver = Callable[[bytes, Row | CorruptRow | None], None]
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_ROWS = 512
 _CHUNKS_UNDER_WAY = 3
+_MOST_SPARE = 32
 
 
 class RowCache(Protocol):
@@ -83,7 +84,8 @@ class RedisRows:
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
-        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)))
+        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
+        self._spare: list[Bulk] = []
         size = encoded_size(card.vocab_size, card.row_encoding)
         self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
@@ -135,9 +137,18 @@ class RedisRows:
         if not isinstance(value, np.ndarray):
             return None
         try:
-            return decode_row(value, self._vocab_size)
+            row = decode_row(value, self._vocab_size)
+            if value.flags.writeable and len(self._spare) < _MOST_SPARE:
+                # The row does not live in it. Memory that the processor has in its cache is worth keeping.
+                self._spare.append(value)
+            return row
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
+
+    def _allocate(self, size: int) -> Bulk:
+        if self._spare and self._spare[-1].size == size:
+            return self._spare.pop()
+        return fresh_bulk(size)
 
     def close(self) -> None:
         """Close the connection; what is under way fails."""

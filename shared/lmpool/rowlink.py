@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,11 @@ Reply = Bulk | int | ResponseError | None
 _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
+
+
+def fresh_bulk(size: int) -> Bulk:
+    """New memory for a value."""
+    return np.empty(size, np.uint8)
 
 
 class RowWrite(NamedTuple):
@@ -63,10 +68,14 @@ class RowLink(Link, asyncio.BufferedProtocol):
     Args:
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
+        allocate: gives the uint8 array of shape (size,) that a value is received into.
     """
 
-    def __init__(self, connection: AbstractConnection, max_bulk: int) -> None:
+    def __init__(
+        self, connection: AbstractConnection, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk
+    ) -> None:
         self._max_bulk = max_bulk
+        self._allocate = allocate
         self._pending: deque[_Pending] = deque()
         self._scratch = bytearray(_WINDOW)
         self._view = memoryview(self._scratch)
@@ -231,7 +240,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def _begin_bulk(self, size: int) -> None:
         if size > self._max_bulk:
             raise ProtocolError(f"a value of {size} bytes is over the limit of {self._max_bulk}")
-        bulk = np.empty(size, np.uint8)
+        bulk = self._allocate(size)
         have = min(size, self._end - self._start)
         bulk[:have] = np.frombuffer(self._scratch, np.uint8, have, self._start)
         self._start += have

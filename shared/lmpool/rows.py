@@ -145,7 +145,8 @@ def _frozen(owner: NDArray[Any], row: NDArray[np.float32]) -> NDArray[np.float32
 def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     """The float32 values of bfloat16 bits, exactly; same shape, new memory."""
     wide = bits.astype(np.uint32)
-    np.left_shift(wide, 16, out=wide)
+    # Multiplying is what numpy does faster than shifting.
+    np.multiply(wide, np.uint32(1 << 16), out=wide)
     return wide.view(np.float32)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,18 +17,22 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
-from lmpool.rowlink import RowLink
+from lmpool.rowlink import Bulk, RowLink, fresh_bulk
 from lmpool.runtime_folder import find, runtime_dir
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
 
 _CONNECT_TIMEOUT_S = 5.0
 _SCHEMES = ("redis", "rediss", "unix")
+# What may be told of an address: a host with a port that is a number, and a path.
+_PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
+# asyncio connections cannot check OCSP. A client that asks for it is refused; one that does not has these all the same.
+_SYNC_ONLY = ("ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context", "ssl_ocsp_expected_cert")
 
 
 class Server:
@@ -45,15 +50,18 @@ class Server:
 
     def __init__(self, redis: str | redis_async.Redis | redis_sync.Redis | None = None) -> None:
         if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
-            kwargs = dict(redis.connection_pool.connection_kwargs)
+            taken = redis.connection_pool.connection_kwargs
+            kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
             self._class = _async_class(redis.connection_pool.connection_class)
         else:
-            kwargs = _parse(redis or os.environ.get(URL_VARIABLE) or _embedded_url())
+            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
+            kwargs = _parse(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
         for name in _NOT_OURS:
             kwargs.pop(name, None)
         kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
-        kwargs.setdefault("protocol", 2)
+        if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
+            kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
         self._connection()
 
@@ -77,13 +85,13 @@ class Server:
         )
         return redis_async.Redis.from_pool(pool)
 
-    async def row_link(self, max_bulk: int) -> RowLink:
-        """A new connection for rows.
+    async def row_link(self, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> RowLink:
+        """A new connection for rows; see `RowLink` for the arguments.
 
         Raises:
             ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
         """
-        return RowLink(await self._open(), max_bulk)
+        return RowLink(await self._open(), max_bulk, allocate)
 
     async def command_link(self) -> CommandLink:
         """A new connection for any commands.
@@ -104,8 +112,8 @@ class Server:
     def _connection(self) -> connections.AbstractConnection:
         try:
             return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs)
-        except TypeError as error:
-            raise SettingsError(f"redis: the URL has an option that is not known: {error}") from error
+        except (TypeError, ValueError, RedisError) as error:
+            raise SettingsError(f"redis: an option of {self} is not known or malformed: {error}") from error
 
     def explain(self, error: BaseException) -> LMPoolError:
         """The exception of our tree for one of redis-py's or the system's."""
@@ -130,23 +138,46 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _parse(url: str) -> dict[str, Any]:
-    scheme = urlsplit(url).scheme
-    if scheme not in _SCHEMES:
-        raise SettingsError(
-            f"redis: {mask(url)!r} is not a Redis URL: it must begin with redis://, rediss:// or unix://"
-        )
+    fault = _fault(url)
+    if not fault:
+        try:
+            return dict(connections.parse_url(url))
+        except ValueError as error:
+            fault = str(error)  # Of a good address only an option can be bad: redis-py tells its name, not its value.
+    # Outside of any handler: a traceback must not repeat the URL as a cause.
+    raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
+
+
+def _fault(url: str) -> str:
+    """What is wrong with the address in a URL, in our words: urllib's repeat the password. "" when it is good."""
+    scheme, mark, _ = url.partition("://")
+    if not mark or scheme.lower() not in _SCHEMES:
+        return "it must begin with redis://, rediss:// or unix://"
     try:
-        return dict(connections.parse_url(url))
-    except ValueError as error:
-        raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {error}") from error
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return "its host or port is malformed (in a password, percent-encode : / ? # [ ] @)"
+    if parts.fragment:
+        return "a # must be written as %23"
+    if parts.scheme == "unix":
+        return "" if parts.path else "the path of the socket is missing"
+    database = parts.path.strip("/")
+    return "" if not database or database.isdecimal() else "after the host comes the number of a database"
 
 
 def mask(url: str) -> str:
-    """A URL without its user and password."""
-    head, at, tail = url.rpartition("@")
-    if not at:
-        return url
-    return f"{head.partition('://')[0]}://…@{tail}"
+    """A URL without user, password and options; what cannot be told from a password is left out too."""
+    scheme, mark, rest = url.partition("://")
+    if not scheme.isalnum():
+        scheme, mark, rest = "", "", url
+    place, *options = re.split("[?#]", rest, maxsplit=1)
+    if options and "@" in options[0]:
+        return f"{scheme}{mark}…"  # The password may reach up to there.
+    _, at, place = place.rpartition("@")
+    if not _PLACE.fullmatch(place):
+        place = place.partition(":")[0] + ":…"
+    return f"{scheme}{mark}{'…@' if at else ''}{place}{'?…' if options else ''}"
 
 
 def _embedded_url() -> str:

@@ -113,8 +113,9 @@ class FlightTable:
         self.land(flight, found)
 
     def land(self, flight: Flight, answer: Answer) -> None:
-        """End a flight and tell its waiters."""
-        self._flights.pop(flight.prompt.digest, None)
+        """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
+        if self.is_open(flight):
+            del self._flights[flight.prompt.digest]
         waiters, flight.waiters = flight.waiters, []
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 
@@ -9,8 +10,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.card import ModelCard
-from lmpool.errors import AmbiguousModel, UnknownModel
+from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
 from lmpool.keys import GROUP, Keys
+
+_log = logging.getLogger("lmpool.producer")
 
 
 class WorkerInfo(NamedTuple):
@@ -33,9 +36,8 @@ class Lobby:
         self._keys = keys
 
     async def cards(self) -> dict[str, ModelCard]:
-        """The cards of all models that are served, by name."""
-        found = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.models()))
-        return {name.decode(): ModelCard.unpack(card) for name, card in sorted(found.items())}
+        """The cards of all models that are served, by name; those that cannot be read are left out."""
+        return (await self._read_cards())[0]
 
     async def card(self, name: str | None) -> ModelCard:
         """The card of one model; None means the only one there is.
@@ -43,8 +45,12 @@ class Lobby:
         Raises:
             UnknownModel: no such model, or none at all.
             AmbiguousModel: `name` is None and there are several.
+            ProtocolError: the card of that model, or every card there is, cannot be read.
         """
-        cards = await self.cards()
+        cards, unreadable = await self._read_cards()
+        if name in unreadable or (name is None and unreadable and not cards):
+            bad = name or next(iter(unreadable))
+            raise ProtocolError(f"the card of the model {bad!r} cannot be read: {unreadable[bad]}")
         served = ", ".join(cards) or "none"
         if not cards:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
@@ -56,6 +62,20 @@ class Lobby:
         if name not in cards:
             raise UnknownModel(f"the model {name!r} is not served; served are: {served}")
         return cards[name]
+
+    async def _read_cards(self) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
+        """The cards by name, and why others cannot be read: one bad card must not take down every other model."""
+        found = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.models()))
+        cards: dict[str, ModelCard] = {}
+        unreadable: dict[str, ProtocolError] = {}
+        for key, data in sorted(found.items()):
+            name = key.decode(errors="backslashreplace")
+            try:
+                cards[name] = ModelCard.unpack(data)
+            except ProtocolError as error:
+                unreadable[name] = error
+                _log.warning("the card of the model %r is left out: %s", name, error)
+        return cards, unreadable
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """The live workers of a model."""

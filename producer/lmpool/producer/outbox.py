@@ -14,6 +14,8 @@ from lmpool.producer.flights import Flight, FlightTable, Stage
 from lmpool.producer.tasks import Tasks
 
 _FEW = 8
+_HARDLY_ANY = 0.02
+_HIT_RATE_WINDOW = 8
 _WAITING_TTL_MS = 3_600_000
 
 
@@ -33,6 +35,7 @@ class Outbox:
         self._unsent: list[Flight] = []
         self._left: list[bytes] = []
         self._retrying = False
+        self._hit_rate = 1.0
 
     def add(self, flight: Flight) -> None:
         """Send a new flight, together with all that are added in this tick of the event loop."""
@@ -90,16 +93,21 @@ class Outbox:
         for flight in flights:
             flight.stage = Stage.SENDING
         try:
-            # The script sees rows that exist too. For few prompts a look beforehand costs more than it saves.
-            if len(flights) > _FEW:
+            # The script sees rows that exist too: a look beforehand pays for many prompts of which some are there.
+            if len(flights) > _FEW and self._hit_rate > _HARDLY_ANY:
                 await self._channel.fetch([flight.prompt.digest for flight in flights])
             await self.submit([flight for flight in flights if self._flights.is_open(flight)])
+            self._learn(flights)
         except TROUBLE as error:
             self._channel.note(error)
             for flight in flights:
                 if flight.stage is Stage.SENDING:
                     flight.stage = Stage.UNSENT
             self.retry_soon()
+
+    def _learn(self, flights: Sequence[Flight]) -> None:
+        hits = sum(flight.origin == "cache_hits" for flight in flights) / max(1, len(flights))
+        self._hit_rate += (hits - self._hit_rate) / _HIT_RATE_WINDOW
 
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""

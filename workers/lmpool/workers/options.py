@@ -30,7 +30,9 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
         for field in fields(kind):
             if field.name in found or field.name in leave_out:
                 continue
-            default = "" if field.default in (None, "", False) else f" (default: {field.default})"
+            # Not `in (None, "", False)`: 0 equals False, and a zero is worth telling.
+            untold = field.default is False or field.default in (None, "")
+            default = "" if untold else f" (default: {field.default})"
             option = typer.Option(
                 help=f"{texts[field.name]}{default}", show_default=False, rich_help_panel=f"Options: {label}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmpool.card import LIMITS
 from lmpool.checks import check_name, check_number
 
 
@@ -32,11 +33,11 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
-        check_number(self, "lease_s", least=0.1, most=3600)
+        for name in ("lease_s", "queue_limit", "row_ttl_s"):  # They travel on the card.
+            least, most = LIMITS[name]
+            check_number(self, name, least=least, most=most)
         check_number(self, "max_deliveries", least=1, most=1000)
-        check_number(self, "queue_limit", least=1)
-        check_number(self, "row_ttl_s", least=1)
-        check_number(self, "log_every_s", least=0.1)
+        check_number(self, "log_every_s", least=0.1, most=10**9)
 
     @property
     def heartbeat_s(self) -> float:
