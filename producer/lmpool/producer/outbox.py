@@ -33,7 +33,8 @@ class Outbox:
         self._flights = flights
         self._tasks = tasks
         self._unsent: list[Flight] = []
-        self._left: list[bytes] = []
+        self._left: set[bytes] = set()
+        self._leaving = False
         self._retrying = False
         self._hit_rate = 1.0
 
@@ -47,9 +48,10 @@ class Outbox:
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
         if flight.stage is Stage.WAITING:
-            if not self._left:
+            self._left.add(flight.prompt.digest)
+            if not self._leaving:
+                self._leaving = True
                 self._tasks.loop.call_soon(self._flush_left)
-            self._left.append(flight.prompt.digest)
 
     def retry_soon(self) -> None:
         """Send what could not be sent, until the server takes it."""
@@ -82,7 +84,7 @@ class Outbox:
     async def cancel_all(self) -> None:
         """Take this client off everything that it waits for: the session ends."""
         waiting = [flight.prompt.digest for flight in self._flights if flight.stage is Stage.WAITING]
-        await self._cancel(waiting + self._left)
+        await self._cancel([*waiting, *self._left])
 
     def _flush(self) -> None:
         batch, self._unsent = self._unsent, []
@@ -156,12 +158,15 @@ class Outbox:
         return [flight for flight in self._flights if flight.stage in (Stage.UNSENT, Stage.REFUSED)]
 
     def _flush_left(self) -> None:
-        digests, self._left = self._left, []
-        self._tasks.spawn(self._cancel_quietly([d for d in digests if self._flights.get(d) is None]))
+        self._tasks.spawn(self._cancel_left())
 
-    async def _cancel_quietly(self, digests: Sequence[bytes]) -> None:
+    async def _cancel_left(self) -> None:
+        self._leaving = False
+        digests = set(self._left)
         try:
-            await self._cancel(digests)
+            await self._cancel([digest for digest in digests if self._flights.get(digest) is None])
+            # Only now: when the session ends before, what is left here is cancelled then.
+            self._left -= digests
         except TROUBLE as error:
             self._channel.note(error)  # What stays registered expires.
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from lmpool.card import ModelCard
 from lmpool.server import Server
@@ -41,6 +42,7 @@ def serve(
         As `Worker.run`.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    _exit_on_signals(before_exit)
     _keep_freed_memory()
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
@@ -66,9 +68,7 @@ async def _serve(
     def on_signal() -> None:
         nonlocal is_stopping
         if is_stopping or not is_ready:
-            _log.info("stopped at once")
-            before_exit()
-            os._exit(_STOPPED_NOW)
+            _exit_now(before_exit)
         is_stopping = True
         worker.stop()
 
@@ -77,6 +77,18 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     await worker.run(on_ready)
     _log.info("stopped; nothing was left unfinished")
+
+
+def _exit_on_signals(before_exit: Callable[[], None]) -> None:
+    """Until the event loop takes over: a KeyboardInterrupt would wait for a backend that is just being loaded."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _exit_now(before_exit))
+
+
+def _exit_now(before_exit: Callable[[], None]) -> NoReturn:
+    _log.info("stopped at once")
+    before_exit()
+    os._exit(_STOPPED_NOW)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,0 +1,53 @@
+"""What an installation gets: the wheel and its entry points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (found,) = folder.glob("lmpool-*.whl")
+    return zipfile.ZipFile(found)
+
+
+def test_the_wheel_has_every_file_of_the_three_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    sources = {
+        str(path.relative_to(ROOT / part))
+        for part in ("shared", "producer", "workers")
+        for path in (ROOT / part / "lmpool").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == sources
+    assert "lmpool/lua/submit.lua" in packed
+    assert {"lmpool/py.typed", "lmpool/producer/py.typed", "lmpool/workers/py.typed"} <= packed
+    assert "lmpool/__init__.py" not in packed  # a namespace package
+
+
+def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zipfile.ZipFile) -> None:
+    (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
+    assert "Requires-Python: >=3.11" in metadata
+    needed = {
+        line.split()[1].split("[")[0].split(">")[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist") and "extra ==" not in line
+    }
+    assert needed == {"numpy", "redis", "msgpack", "typer", "rich"}
+    entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "lmpool = lmpool.cli:main" in entry_points
+    assert "[lmpool.commands]" in entry_points
