@@ -3,7 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODELS ?= .cache/models
 BIN := $(VENV)/bin
-INSTALLED := .stamp-installed
+# One per environment, and in the checkout: the environment has an editable install of this very checkout.
+INSTALLED := .stamp-installed$(subst /,-,$(VENV))
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 
 export HF_HUB_OFFLINE ?= 1

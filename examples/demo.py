@@ -162,9 +162,13 @@ def main() -> None:
         with pool(folder, runtime):
             print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
             show(ask_from_clients(folder))
+        print(f"to serve it yourself: {Path(sys.executable).with_name('lmpool')} up {folder} --name smollm2")
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -215,3 +215,16 @@ def test_text_goes_through_the_models_tokenizer(pool: Pool, smollm2_folder: Path
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["top"][0]["token"] == " Paris"
     assert "' Paris'" in on(pool, "logprobs", "The capital of France is").stdout
+
+
+def test_up_refuses_to_hide_from_the_programs_of_its_shell(runtime: Path) -> None:
+    line = one_line(run(*UP, LMPOOL_REDIS_URL="redis://127.0.0.1:1"))
+    assert "LMPOOL_REDIS_URL" in line
+    assert not runtime.exists()
+
+
+def test_flush_takes_the_prefix_literally(pool: Pool) -> None:
+    pool.redis.set("foreign:row:x:y", 1, ex=60)
+    assert run("flush", "--redis", pool.url, "--prefix", "*").stdout == "dropped 0 rows\n"
+    assert pool.redis.exists("foreign:row:x:y")
+    assert "prefix: " in one_line(run("flush", "--redis", pool.url, "--prefix", "{x}"))

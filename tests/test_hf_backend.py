@@ -574,7 +574,7 @@ def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded"),
+        ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded: there is no such folder"),
         ({"model": "no-such-owner/no-such-model"}, "model: no-such-owner/no-such-model cannot be loaded"),
         ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded"),
         ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used"),

@@ -13,10 +13,10 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, ModelMismatch
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, until, until_async
+from tests.pool import Pool, V, is_held, until, until_async
 
 
 def row(prompt: list[int], vocab_size: int = V) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -145,11 +145,15 @@ async def test_three_clients_and_two_workers_compute_each_prompt_once(pool: Pool
     assert sum(result[1] for result in results) == 1200
     assert sum(result[2] for result in results) == 400
 
+    # Heartbeats come after the fact: one row more, and those that count it count all that came before.
+    async with pool.producer() as producer:
+        await producer.batch_logprobs([[100 + i] for i in range(64)])
+
     async def counted() -> bool:
-        return await pool.rows_computed() >= 400
+        return await pool.rows_computed() >= 464
 
     await until_async(counted, "the workers' heartbeats count the rows")
-    assert await pool.rows_computed() == 400
+    assert await pool.rows_computed() == 464
 
 
 async def test_a_cancelled_await_leaves_nothing_behind(pool: Pool) -> None:
@@ -320,3 +324,52 @@ async def test_the_queue_limit_makes_requests_wait_not_fail(pool: Pool) -> None:
         got = await producer.batch_logprobs([[i] for i in range(60)])
         for index, one in enumerate(got):
             assert np.array_equal(one, row([index]))
+
+
+async def test_a_prompt_asked_again_right_after_its_cancellation_is_not_lost(pool: Pool) -> None:
+    pool.start("--lease-s", 10)
+    async with pool.producer() as producer:
+        for token in range(30):
+            first = asyncio.create_task(producer.logprobs([token]))
+            for _ in range(token % 5):
+                await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            assert np.array_equal(await producer.logprobs([token], timeout=5), row([token]))
+
+
+async def test_closing_while_requests_are_being_sent_leaves_no_job(pool: Pool) -> None:
+    blocker = pool.start("--step-ms", 500, "--max-batch", 1)
+    for ticks in range(8):
+        producer = pool.producer()
+        await producer.open()
+        asked = asyncio.create_task(producer.logprobs([ticks]))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        await producer.close()
+        await asyncio.gather(asked, return_exceptions=True)
+    until(lambda: pool.jobs() == 0 and not pool.names("*waiting*"), "nothing is queued any more")
+    assert blocker.process.poll() is None
+
+
+def test_rows_of_other_weights_do_not_outlive_an_event_loop(pool: Pool) -> None:
+    first = pool.start("--seed", 1, "--lease-s", 1)
+    producer = pool.producer()
+    assert np.array_equal(asyncio.run(producer.logprobs([1])), synthetic_row([1], vocab_size=V, seed=1))
+    first.end()
+    until(lambda: not pool.names("worker:*"), "the killed worker's heartbeat expires")
+    pool.start("--seed", 2)
+    assert np.array_equal(asyncio.run(producer.logprobs([1])), synthetic_row([1], vocab_size=V, seed=2))
+
+
+async def test_a_batch_across_a_change_of_the_vocabulary_size_fails_alone(pool: Pool) -> None:
+    first = pool.start("--step-ms", 60_000, "--lease-s", 1)
+    async with pool.producer() as producer:
+        asked = asyncio.create_task(producer.batch_logprobs([[1], [2]]))
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
+        first.end()
+        await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
+        await asyncio.to_thread(pool.start, "--lease-s", 1, "--vocab-size", V // 2)
+        with pytest.raises(ModelMismatch, match=f"V was {V} and is {V // 2} now"):
+            await asked
+        assert np.array_equal(await producer.logprobs([3]), row([3], V // 2))

@@ -160,6 +160,17 @@ async def test_requests_survive_flushall_and_cut_connections(own_server: Embedde
         pool.end()
 
 
+async def test_evicted_bookkeeping_costs_no_row(pool: Pool) -> None:
+    pool.start("--lease-s", 1, "--step-ms", 100, "--max-batch", 8)
+    async with pool.producer() as producer:
+        asked = asyncio.create_task(ask_all(producer, PROMPTS[:64]))
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
+        for pattern in ("*waiting*", "*reply*"):
+            for key in pool.redis.scan_iter(match=f"{pool.prefix}:{pattern}", count=1000):
+                pool.redis.delete(key)
+        await asyncio.wait_for(asked, 30)
+
+
 async def test_undecodable_jobs_are_set_aside_with_a_reason(pool: Pool) -> None:
     worker = pool.start()
     keys = pool.keys.model("syn")

@@ -1,7 +1,8 @@
 """Every Redis key that lmpool uses, in one place.
 
-The text in braces is a Redis Cluster hash tag. All that one script touches shares the model's tag, so a
-script runs on one node; rows have none, so they spread over all nodes.
+The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one node. Rows have no
+tag, so that they can spread over all nodes; `submit.lua` and `finish.lua` look at rows too, so a cluster is not
+supported yet.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class Keys:
     def worker(self, worker_id: str) -> bytes:
         """Hash: heartbeat and counters of one worker; expires."""
         return f"{self.prefix}:worker:{worker_id}".encode()
+
+    def rows(self) -> bytes:
+        """Prefix of the rows of all models."""
+        return f"{self.prefix}:row:".encode()
 
     def row(self, fingerprint: str) -> bytes:
         """Prefix of the strings that hold encoded rows (append the digest); each has a TTL."""

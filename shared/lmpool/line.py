@@ -45,7 +45,10 @@ class Line(Generic[L]):
                 if self._closed:
                     raise ServerUnreachable(f"the connection to {self._server} was closed on our side")
                 if self._link is None or self._link.closed:
-                    self._link = await self._connect()
+                    link = await self._connect()
+                    if self._closed:
+                        link.close()
+                    self._link = link
         return self._link
 
     async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:

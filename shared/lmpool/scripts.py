@@ -52,6 +52,7 @@ CANCEL = Script("cancel")
 FINISH = Script("finish")
 CLAIM = Script("claim")
 RENEW = Script("renew")
+SWEEP = Script("sweep")
 SWAP = Script("swap")
 
 MOST_AT_ONCE = 500

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from redis.exceptions import RedisError
 
 from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError
+from lmpool.errors import CorruptRow, LMPoolError
 from lmpool.keys import Keys, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.producer.flights import FlightTable
 from lmpool.producer.lobby import Lobby
-from lmpool.rowcache import RedisRows
+from lmpool.rowcache import RedisRows, Row
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -60,6 +60,7 @@ class Channel:
         if self._rows is not None:
             self._rows.close()
         self.card = card
+        self._flights.follow(card.fingerprint)
         self.fingerprint = card.fingerprint
         self.model = self._keys.model(card.name)
         self.reply = self.model.reply(self._client_id)
@@ -72,9 +73,17 @@ class Channel:
         Raises:
             ServerError: the server cannot be used.
         """
-        if digests and self._rows is not None:
-            await self._rows.get_many(digests, self._flights.deliver)
-            self.trouble = None
+        rows = self._rows
+        if not digests or rows is None:
+            return
+
+        def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
+            # What was fetched from the namespace of other weights must not land after the change.
+            if self._rows is rows:
+                self._flights.deliver(digest, found)
+
+        await rows.get_many(digests, deliver)
+        self.trouble = None
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

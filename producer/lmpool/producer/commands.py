@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
+from lmpool.checks import check_name
 from lmpool.errors import SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.lobby import Lobby
@@ -24,7 +26,10 @@ from lmpool.server import Server
 
 T = TypeVar("T")
 
+_GLOB = re.compile(rb"[\\*?\[\]]")
+
 ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
+FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]
@@ -59,11 +64,12 @@ def logprobs(
 
     tokens, row, tokenizer = _run(ask())
     best = np.argsort(row, kind="stable")[::-1][:top]
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "id": int(token),
             "token": None if tokenizer is None else tokenizer.decode([int(token)]),
-            "logprob": float(row[token]),
+            # JSON has no infinity: a token that cannot come has null.
+            "logprob": float(row[token]) if np.isfinite(row[token]) else None,
         }
         for token in best
     ]
@@ -73,14 +79,14 @@ def logprobs(
     table = Table("id", "token", "log-probability", "probability")
     for item in found:
         token = "" if item["token"] is None else repr(item["token"])
-        logprob = float(str(item["logprob"]))
+        logprob = row[item["id"]]
         table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
     Console().print(table)
 
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    found = _run(_survey(Server(redis), Keys(prefix)))
+    found = _run(_survey(Server(redis), _keys(prefix)))
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -123,18 +129,18 @@ async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:
         await redis.aclose()
 
 
-def flush(model: ModelName = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
+def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
     """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
-    typer.echo(f"dropped {_run(_flush(Server(redis), Keys(prefix), model))} rows")
+    typer.echo(f"dropped {_run(_flush(Server(redis), _keys(prefix), model))} rows")
 
 
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
     redis = server.client()
     try:
-        fingerprint = "*" if model is None else (await Lobby(redis, keys).card(model)).fingerprint
+        prefix = keys.rows() if model is None else keys.row((await Lobby(redis, keys).card(model)).fingerprint)
         dropped = 0
         batch: list[bytes] = []
-        async for key in redis.scan_iter(match=keys.row(fingerprint) + b"*", count=1000):
+        async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):
             batch.append(key)
             if len(batch) == 500:
                 dropped += await redis.unlink(*batch)
@@ -144,6 +150,11 @@ async def _flush(server: Server, keys: Keys, model: str | None) -> int:
         raise server.explain(error) from error
     finally:
         await redis.aclose()
+
+
+def _keys(prefix: str) -> Keys:
+    check_name("prefix", prefix)
+    return Keys(prefix)
 
 
 def bench(

@@ -124,8 +124,8 @@ class FlightTable:
         for waiter in waiters:
             waiter(answer)
 
-    def restart(self) -> None:
-        """Forget how far the flights have come: the model has changed."""
-        self._cache.clear()
+    def follow(self, fingerprint: str) -> None:
+        """Ask for the rows of this model: rows of another are forgotten, and flights begin anew."""
+        self._cache.belong_to(fingerprint)
         for flight in self._flights.values():
             flight.stage = Stage.UNSENT

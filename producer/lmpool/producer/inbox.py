@@ -86,11 +86,15 @@ class Inbox:
             flight = self._flights.get(digests)
             if flight is not None:
                 self._on_failure(flight, failure)
-        elif fields.get(b"f") != self._channel.fingerprint.encode():
+            return
+        parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
+        flights = [flight for part in parts if (flight := self._flights.get(part)) is not None]
+        if fields.get(b"f") == self._channel.fingerprint.encode():
+            self._announce([flight.prompt.digest for flight in flights])
+        elif flights:
+            for flight in flights:
+                flight.stage = Stage.UNSENT  # Their jobs are done, for other weights.
             self._on_other_model()
-        else:
-            parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
-            self._announce([digest for digest in parts if self._flights.get(digest) is not None])
 
     def _on_failure(self, flight: Flight, packed: bytes) -> None:
         try:

@@ -56,9 +56,11 @@ class Lobby:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise UnknownModel(f"{wanted}: start a worker with `lmpool worker MODEL --name NAME`")
         if name is None:
-            if len(cards) > 1:
+            # The card of a model whose workers were killed may still be there.
+            live = [card for card in cards.values() if await self.workers(card.name)] if len(cards) > 1 else []
+            if len(cards) > 1 and len(live) != 1:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
-            return next(iter(cards.values()))
+            return live[0] if live else next(iter(cards.values()))
         if name not in cards:
             raise UnknownModel(f"the model {name!r} is not served; served are: {served}")
         return cards[name]

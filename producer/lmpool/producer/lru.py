@@ -14,10 +14,11 @@ class RowLRU:
         limit: bytes that the rows may take together; 0 keeps nothing.
     """
 
-    __slots__ = ("_limit", "_rows", "_size")
+    __slots__ = ("_limit", "_owner", "_rows", "_size")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self._size = 0
 
@@ -47,6 +48,12 @@ class RowLRU:
         self._size += row.nbytes
         while self._size > self._limit:
             self._size -= self._rows.popitem(last=False)[1].nbytes
+
+    def belong_to(self, fingerprint: str) -> None:
+        """Keep rows of this model only; those of another are forgotten."""
+        if fingerprint != self._owner:
+            self._owner = fingerprint
+            self.clear()
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -14,6 +14,7 @@ from lmpool.producer.flights import Flight, FlightTable, Stage
 from lmpool.producer.tasks import Tasks
 
 _FEW = 8
+_SENT = (Stage.SENDING, Stage.WAITING)
 _HARDLY_ANY = 0.02
 _HIT_RATE_WINDOW = 8
 _WAITING_TTL_MS = 3_600_000
@@ -47,7 +48,7 @@ class Outbox:
 
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
-        if flight.stage is Stage.WAITING:
+        if flight.stage in _SENT:
             self._left.add(flight.prompt.digest)
             if not self._leaving:
                 self._leaving = True
@@ -83,7 +84,8 @@ class Outbox:
 
     async def cancel_all(self) -> None:
         """Take this client off everything that it waits for: the session ends."""
-        waiting = [flight.prompt.digest for flight in self._flights if flight.stage is Stage.WAITING]
+        waiting = [flight.prompt.digest for flight in self._flights if flight.stage in _SENT]
+        # On the line of the submissions, so behind any that is under way.
         await self._cancel([*waiting, *self._left])
 
     def _flush(self) -> None:
@@ -137,7 +139,7 @@ class Outbox:
                 flight.origin = "computed"
             elif code == "J" and not again:
                 flight.origin = "joined"
-            if code in "QJ" and not self._flights.is_open(flight):
+            if code in "QJ" and self._flights.get(flight.prompt.digest) is None:
                 abandoned.append(flight.prompt.digest)
         await self._cancel(abandoned)
         return [digest for digest in stored if self._flights.get(digest) is not None]

@@ -44,6 +44,7 @@ class Session:
         self._channel = Channel(server, keys, self._flights)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
+        self._is_following = False
         self._workers = 0
         self._no_worker_since: float | None = None
 
@@ -120,6 +121,11 @@ class Session:
         parts = [self._inbox.read(), self._watch(), *(self._inbox.collect() for _ in range(_COLLECTORS))]
         try:
             await asyncio.gather(*map(self._tasks.spawn, parts))
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            _log.exception("the connection to the pool ends because of an error in it")
+            raise
         finally:
             self.closed = True
             # A loop that was closed without cancelling its tasks can do nothing any more.
@@ -175,7 +181,9 @@ class Session:
 
     def _follow_model(self) -> None:
         """The model has changed under us: read its card and send everything again."""
-        self._tasks.spawn(self._reload_quietly())
+        if not self._is_following:
+            self._is_following = True
+            self._tasks.spawn(self._reload_quietly())
         self._outbox.retry_soon()
 
     async def _reload_quietly(self) -> None:
@@ -183,6 +191,8 @@ class Session:
             await self._reload_card()
         except TROUBLE as error:
             self._channel.note(error)
+        finally:
+            self._is_following = False
 
     async def _reload_card(self) -> None:
         try:
@@ -195,5 +205,4 @@ class Session:
             return
         _log.info("the model %r has changed: asking again for %d prompts", card.name, len(self._flights))
         self._channel.adopt(card)
-        self._flights.restart()
         self._outbox.retry_soon()

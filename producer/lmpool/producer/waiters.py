@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.errors import ModelMismatch
 from lmpool.producer.flights import Answer, Waiter
 from lmpool.rowcache import Row
 
@@ -51,6 +52,10 @@ class BatchWaiter:
                 return
             if isinstance(answer, Exception):
                 self.future.set_exception(answer)
+                return
+            if answer.shape != self.rows.shape[1:]:
+                v = self.rows.shape[1]
+                self.future.set_exception(ModelMismatch(f"the model's V was {v} and is {answer.size} now: ask again"))
                 return
             self.rows[index] = answer
             self.left -= 1

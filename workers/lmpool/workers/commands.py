@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ import typer
 
 from lmpool.checks import check_choice
 from lmpool.embedded import EmbeddedServer
+from lmpool.errors import SettingsError
 from lmpool.runtime_folder import AlreadyRunning
-from lmpool.server import Server
+from lmpool.server import URL_VARIABLE, Server
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -49,12 +51,19 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
     Clients of yours on this machine find it by themselves. When your server runs already, this adds a
     worker to it.
     """
+    if os.environ.get(URL_VARIABLE):
+        raise SettingsError(
+            f"{URL_VARIABLE}: it is set, so your programs in this shell would not find the private server that "
+            "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
+        )
     settings, make_backend = _configure(model, backend, given)
     embedded = EmbeddedServer(None if memory_mb is None else memory_mb * 2**20)
     try:
         embedded.start()
     except AlreadyRunning as running:
         typer.echo(f"your server is running already (process {running.pid}): adding a worker to it", err=True)
+        if memory_mb is not None:
+            typer.echo("--memory-mb has no effect on a server that runs already", err=True)
         serve(Server(running.url), make_backend, settings)
         return
     try:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
@@ -40,29 +41,73 @@ class Presence:
         self._worker_id = worker_id
         self._started = time.time()
 
-    async def join(self) -> None:
+    async def join(self, counters: Mapping[str, str | int | float]) -> None:
         """Publish the model card, or check that it agrees with the one that live workers serve.
+
+        The group of the model's queue must exist.
 
         Raises:
             ModelMismatch: live workers serve other weights under this name; says which fields differ.
         """
+        # Visible first, compared then: of two workers that start together each finds the other, whosever card
+        # comes first. Heartbeat before consumer: a consumer without one would be swept.
+        pipe = self._beating(counters)
+        pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
+        await pipe.execute()
         ours, name = self._card.pack(), self._card.name
         while True:
             seen = _bytes(await self._redis.hget(self._keys.models(), name))
             if seen == ours:
                 return
             differences = _differences(self._card, seen)
-            if differences and (others := await self._live_workers()):
-                raise ModelMismatch(
-                    f"the model {name!r} is served by {', '.join(others)} with another fingerprint "
-                    f"({'; '.join(differences)}): serve these weights under another --name, or stop those first"
-                )
+            if differences and (others := await self._servers(_fingerprint(seen))):
+                raise self._mismatch(f"by {', '.join(others)} ", differences)
             if await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, ours]):
                 return
 
     async def beat(self, counters: Mapping[str, str | int | float]) -> None:
-        """Show a sign of life with the worker's counters, and mend the card if it was lost."""
-        key = self._keys.worker(self._worker_id)
+        """Show a sign of life with the worker's counters, and mend the card if it was lost.
+
+        Raises:
+            ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone.
+        """
+        pipe = self._beating(counters)
+        pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
+        pipe.hget(self._keys.models(), self._card.name)
+        *_, seen = await pipe.execute()
+        if differences := _differences(self._card, _bytes(seen)):
+            raise self._mismatch("", differences)
+
+    async def sweep(self) -> None:
+        """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models."""
+        live = await self._live_workers(self._card.name)
+        gone = [name for name in await self._consumers(self._card.name) if name not in live and name != self._worker_id]
+        if gone:  # One with jobs stays, so that they can be claimed.
+            await scripts.SWEEP(self._redis, [self._jobs], [GROUP, *gone])
+        for name, seen in (await self._redis.hgetall(self._keys.models())).items():
+            model = _bytes(name).decode("utf-8", "replace")
+            if model == self._card.name or await self._live_workers(model):
+                continue
+            # While prompts wait, the card stays: a worker that starts again will serve them.
+            if not await self._redis.xlen(self._keys.model(model).jobs):
+                await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, b""])
+
+    async def leave(self) -> None:
+        """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
+        await self._redis.delete(self._heartbeat)
+        if self._worker_id in await self._consumers(self._card.name):
+            await scripts.SWEEP(self._redis, [self._jobs], [GROUP, self._worker_id])
+        seen = _bytes(await self._redis.hget(self._keys.models(), self._card.name))
+        # By its fingerprint: the card may be that of another worker, with another lease.
+        if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
+            await scripts.SWAP(self._redis, [self._keys.models()], [self._card.name, seen, b""])
+
+    @property
+    def _heartbeat(self) -> bytes:
+        return self._keys.worker(self._worker_id)
+
+    def _beating(self, counters: Mapping[str, str | int | float]) -> Pipeline:
+        """Commands that show a sign of life, to be sent with others."""
         fields: dict[Any, str | int | float] = {
             "model": self._card.name,
             "backend": self._card.backend,
@@ -71,41 +116,45 @@ class Presence:
             **counters,
         }
         pipe = self._redis.pipeline(transaction=False)
-        pipe.hset(key, mapping=fields)
-        pipe.pexpire(key, int(self._card.lease_s * 1000))
-        pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
-        await pipe.execute()
+        pipe.hset(self._heartbeat, mapping=fields)
+        pipe.pexpire(self._heartbeat, int(self._card.lease_s * 1000))
+        return pipe
 
-    async def sweep(self) -> None:
-        """Remove consumers of workers that are gone and hold nothing; one with jobs keeps them claimable."""
-        for name, pending in (await self._consumers()).items():
-            idle = name != self._worker_id and pending == 0
-            if idle and not await self._redis.exists(self._keys.worker(name)):
-                await self._redis.xgroup_delconsumer(self._jobs, GROUP, name)
-
-    async def leave(self) -> None:
-        """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
-        await self._redis.delete(self._keys.worker(self._worker_id))
-        if (await self._consumers()).get(self._worker_id) == 0:
-            await self._redis.xgroup_delconsumer(self._jobs, GROUP, self._worker_id)
-        if not await self._live_workers():
-            await scripts.SWAP(self._redis, [self._keys.models()], [self._card.name, self._card.pack(), b""])
+    def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
+        return ModelMismatch(
+            f"the model {self._card.name!r} is served {by}with another fingerprint "
+            f"({'; '.join(differences)}): serve these weights under another --name, or stop those first"
+        )
 
     @property
     def _jobs(self) -> bytes:
         return self._keys.model(self._card.name).jobs
 
-    async def _live_workers(self) -> list[str]:
-        names = await self._consumers()
-        return [name for name in names if name != self._worker_id and await self._redis.exists(self._keys.worker(name))]
+    async def _servers(self, fingerprint: str) -> list[str]:
+        """Other live workers that serve this model with a fingerprint; "" stands for any but ours."""
+        live = await self._live_workers(self._card.name)
+        return [
+            name
+            for name, theirs in live.items()
+            if name != self._worker_id and (theirs == fingerprint if fingerprint else theirs != self._card.fingerprint)
+        ]
 
-    async def _consumers(self) -> dict[str, int]:
-        """Who has read this model's queue: worker id -> jobs that it holds."""
+    async def _live_workers(self, model: str) -> dict[str, str]:
+        """Who serves a model: worker id -> fingerprint."""
+        live = {}
+        for name in await self._consumers(model):
+            fingerprint = await self._redis.hget(self._keys.worker(name), "fingerprint")
+            if fingerprint is not None:
+                live[name] = _bytes(fingerprint).decode("utf-8", "replace")
+        return live
+
+    async def _consumers(self, model: str) -> list[str]:
+        """The workers that have joined a model's queue, gone or not."""
         try:
-            found = await self._redis.xinfo_consumers(self._jobs, GROUP)
+            found = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
         except ResponseError:
-            return {}  # No such stream or group: nobody has served this model yet.
-        return {_bytes(consumer["name"]).decode(): int(consumer["pending"]) for consumer in found}
+            return []  # No such stream or group: nobody has served this model yet.
+        return [_bytes(consumer["name"]).decode() for consumer in found]
 
 
 def _bytes(value: object) -> bytes:
@@ -120,3 +169,11 @@ def _differences(card: ModelCard, seen: bytes) -> list[str]:
         return card.differences(ModelCard.unpack(seen))
     except ProtocolError as error:
         return [f"its card does not decode: {error}"]
+
+
+def _fingerprint(seen: bytes) -> str:
+    """The fingerprint of a card, "" when it does not decode."""
+    try:
+        return ModelCard.unpack(seen).fingerprint
+    except ProtocolError:
+        return ""

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from lmpool.card import ModelCard
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
-
-class _Abort(NamedTuple):
-    digests: Collection[bytes]
-
-
-_Order = Sequence[BackendJob] | _Abort | None
+_Order = Sequence[BackendJob] | None
 
 
 class Stepper:
@@ -42,6 +36,7 @@ class Stepper:
         self._ready: asyncio.Future[tuple[ModelCard, int]] = self._loop.create_future()
         self._closed = asyncio.Event()
         self._sent = 0
+        self._returned = 0
         self._capacity = 0
         self._capacity_seen_at = 0
         self.batch = 1
@@ -60,14 +55,15 @@ class Stepper:
         """Prompts that the backend can take now, those already on their way to it counted."""
         return self._capacity - (self._sent - self._capacity_seen_at)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backend owes results."""
+        return self._sent > self._returned
+
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend."""
         self._sent += len(jobs)
         self._orders.put(jobs)
-
-    def abort(self, digests: Collection[bytes]) -> None:
-        """Ask the backend to drop jobs."""
-        self._orders.put(_Abort(digests))
 
     async def close(self) -> None:
         """End the thread after its present step and free the backend."""
@@ -82,19 +78,19 @@ class Stepper:
             pass  # The loop is closed: the process is on its way out and nobody needs the result.
 
     def _run(self) -> None:
+        # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
         try:
             backend = self._make()
-        except BaseException as error:  # noqa: BLE001  whatever it is, the event loop must hear of it
-            self._post(_fail, self._ready, error)
-            self._post(self._closed.set)
-            return
-        self._post(self._set_ready, backend.card, backend.batch, backend.capacity())
-        try:
-            self._serve(backend)
-        except BaseException as error:  # noqa: BLE001  the one place that sees a broken backend
-            self._post(self._on_broken, error)
+            try:
+                self._post(self._set_ready, backend.card, backend.batch, backend.capacity())
+                self._serve(backend)
+            except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
+                self._post(self._fail, error)
+            finally:
+                backend.close()
+        except BaseException as error:  # noqa: BLE001  making or closing it failed
+            self._post(self._fail, error)
         finally:
-            backend.close()
             self._post(self._closed.set)
 
     def _serve(self, backend: Backend) -> None:
@@ -105,7 +101,9 @@ class Stepper:
                 order = self._orders.get(block=not held)
                 if order is None:
                     return
-                taken += self._obey(backend, order, held)
+                backend.submit(order)
+                held.update(job.digest for job in order)
+                taken += len(order)
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
@@ -115,26 +113,20 @@ class Stepper:
             held.difference_update(finished.failures)
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 
-    @staticmethod
-    def _obey(backend: Backend, order: Sequence[BackendJob] | _Abort, held: set[bytes]) -> int:
-        if isinstance(order, _Abort):
-            backend.abort(order.digests)
-            held.difference_update(order.digests)
-            return 0
-        backend.submit(order)
-        held.update(job.digest for job in order)
-        return len(order)
-
     def _set_ready(self, card: ModelCard, batch: int, capacity: int) -> None:
         self._capacity = capacity
-        self._ready.set_result((card, batch))
+        if not self._ready.done():  # Who waited may have been cancelled.
+            self._ready.set_result((card, batch))
 
     def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
+        self._returned += len(finished.failures) + sum(len(block.digests) for block in finished.blocks)
         self.stats = stats
         self._on_finished(finished)
 
-
-def _fail(future: asyncio.Future[tuple[ModelCard, int]], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+    def _fail(self, error: BaseException) -> None:
+        """Tell whoever waits for the backend, or whoever uses it."""
+        if self._ready.done():
+            self._on_broken(error)
+        else:
+            self._ready.set_exception(error)

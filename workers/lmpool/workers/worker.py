@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from redis.exceptions import RedisError
@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from lmpool import scripts
 from lmpool.backoff import delays
 from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError, WorkerError
+from lmpool.errors import LMPoolError, ModelMismatch, ServerError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine
 from lmpool.messages import Failure
@@ -21,7 +21,7 @@ from lmpool.rowcache import RedisRows
 from lmpool.rows import RowBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
-from lmpool.workers.backend import Backend, BackendStats, Finished
+from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.intake import Intake, Taken
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.publisher import Ending, Publisher
@@ -52,10 +52,15 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Held:
-    """A prompt that this worker holds, and the queue entries that ask for it."""
+    """A prompt that this worker holds.
 
-    entries: list[bytes] = field(default_factory=list)
-    overwrite: bool = False
+    Attributes:
+        job: what the backend is asked.
+        entries: the queue entries that ask for it -> whether the stored row is damaged and must be replaced.
+    """
+
+    job: BackendJob
+    entries: dict[bytes, bool] = field(default_factory=dict)
 
 
 class Worker:
@@ -79,7 +84,8 @@ class Worker:
         self._held: dict[bytes, _Held] = {}
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
         self._broken: BaseException | None = None
-        self._alone = False
+        # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
+        self._taking = asyncio.Lock()
         self._failures = 0
         self._last_stats = BackendStats()
         self._rate = _Rate()
@@ -103,12 +109,31 @@ class Worker:
             on_ready: called once with the card when the worker takes jobs.
 
         Raises:
-            ModelMismatch: the model is served with other weights.
+            ModelMismatch: the model is served with other weights, or is so by now because this worker was silent long.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke.
         """
-        self._stepper = Stepper(self._make_backend, self._finished.put_nowait, self._break)
-        card = await self._stepper.start()
+        await self._check_server()
+        self._stepper = Stepper(self._make_backend, self._on_finished, self._break)
+        try:
+            card = await self._stepper.start()
+            await self._run(card, on_ready)
+        finally:
+            await self._stepper.close()
+
+    async def _check_server(self) -> None:
+        """A wrong address or password must not cost the loading of a model first."""
+        # With a client of its own: a connection that idles while the model loads may be cut meanwhile.
+        redis = self._server.client()
+        try:
+            await redis.ping()
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
+        finally:
+            await redis.aclose()
+
+    async def _run(self, card: ModelCard, on_ready: Callable[[ModelCard], None] | None) -> None:
+        """Join the model, serve it until `stop`, and leave it."""
         settings = self._settings
         self._card = card = replace(
             card, lease_s=settings.lease_s, queue_limit=settings.queue_limit, row_ttl_s=settings.row_ttl_s
@@ -127,25 +152,34 @@ class Worker:
             if on_ready is not None:
                 on_ready(card)
             await self._serve()
-            await self._presence.leave()
+            await self._leave()
+        except ModelMismatch:
+            await self._leave()
+            raise
+        except LMPoolError:
+            raise  # Some are OSErrors too.
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
-            await self._stepper.close()
             rows.close()
             reader.close()
             await self._redis.aclose()
 
     async def _join(self) -> None:
+        await self._intake.ensure_group()
+        await self._presence.join(self._counters())
+
+    async def _leave(self) -> None:
         try:
-            await self._presence.join()
-            await self._intake.ensure_group()
-            await self._presence.beat(self._counters())
+            await self._presence.leave()
         except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
+            # Nothing is lost: what stays there expires or is swept.
+            _log.warning("cannot deregister: %s", self._server.explain(error))
 
     async def _serve(self) -> None:
         """Run all parts until the worker is told to stop and holds nothing any more."""
+        fetching = asyncio.create_task(self._fetch_all(), name="fetch")
+        draining = asyncio.create_task(self._drain(fetching), name="drain")
         parts = [
             asyncio.create_task(part, name=name)
             for name, part in [
@@ -156,16 +190,35 @@ class Worker:
                 ("log", self._log_counters()),
             ]
         ]
-        fetching = asyncio.create_task(self._fetch_all(), name="fetch")
+        pending = {fetching, draining, *parts}
         try:
-            done, _ = await asyncio.wait([fetching, *parts], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            await self._until(lambda: not self._held)
+            # All are watched to the end: the drain would wait for ever for a part that failed.
+            while not draining.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
-            await end_tasks([fetching, *parts])
+            await end_tasks([fetching, draining, *parts])
         if self._broken is not None:
             raise WorkerError(f"the backend broke: {self._broken}") from self._broken
+
+    async def _drain(self, fetching: asyncio.Task[None]) -> None:
+        """Wait until the worker is told to stop and has finished what it holds.
+
+        The server gets a lease to answer in, and some more. The backend gets the time that it needs.
+        """
+        await self._stopping.wait()
+        patience = self._settings.lease_s + self._settings.heartbeat_s
+        await asyncio.wait([fetching], timeout=patience)
+        await self._until(lambda: not self._held or not self._stepper.is_busy)
+        try:
+            async with asyncio.timeout(patience):
+                await self._until(lambda: not self._held)
+        except TimeoutError:
+            raise ServerError(
+                f"{len(self._held)} prompts could not be published within {patience:g} s: "
+                "they are left to other workers, which take them over after a lease"
+            ) from None
 
     # Fetch
 
@@ -177,15 +230,18 @@ class Worker:
             if self._stopping.is_set():
                 return
             try:
-                taken = await self._intake.take(min(self._room(), self._stepper.batch), _BLOCK_MS)
+                async with self._taking:
+                    # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
+                    if self._stopping.is_set() or (room := self._room()) <= 0:
+                        continue
+                    taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
+                    was_idle = not self._held
+                    await self._accept(taken)
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
             waits = delays()
-            await self._until(lambda: not self._alone)
-            was_idle = not self._held
-            await self._accept(taken)
             if was_idle and self._held:
                 await self._give_way()
 
@@ -198,12 +254,14 @@ class Worker:
         timer.cancel()
 
     def _room(self) -> int:
-        if self._alone or self._broken is not None:
+        if self._broken is not None:
             return 0
         return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
 
     async def _accept(self, taken: list[Taken]) -> None:
         """Hand jobs to the backend; end those that cannot be served. A prompt is computed once at a time."""
+        if self._broken is not None:
+            return  # It holds nothing any more; others take these over after a lease.
         jobs, endings = [], []
         for one in taken:
             if one.job is None:
@@ -211,11 +269,9 @@ class Worker:
                 continue
             held = self._held.get(one.digest)
             if held is None:
-                held = self._held[one.digest] = _Held()
+                held = self._held[one.digest] = _Held(one.job)
                 jobs.append(one.job)
-            held.overwrite |= one.overwrite
-            if one.entry not in held.entries:
-                held.entries.append(one.entry)
+            held.entries[one.entry] = one.overwrite
         if jobs:
             self._stepper.submit(jobs)
         if endings:
@@ -233,24 +289,41 @@ class Worker:
                 await self._publish_failures(finished.failures)
 
     async def _publish(self, block: RowBlock) -> None:
-        held = {digest: self._held[digest] for digest in block.digests if digest in self._held}
-        overwrite = {digest for digest, one in held.items() if one.overwrite}
-        await self._publisher.publish(block, {digest: one.entries for digest, one in held.items()}, overwrite)
-        self._release(block.digests)
+        entries = self._entries(block.digests)
+        overwrite = {digest for digest, asked in entries.items() if any(asked.values())}
+        await self._publisher.publish(block, {digest: list(asked) for digest, asked in entries.items()}, overwrite)
+        self._release(entries)
 
     async def _publish_failures(self, failures: dict[bytes, str]) -> None:
         self._failures += len(failures)
+        entries = self._entries(failures)
         endings = [
-            Ending(entry, digest, Failure(WorkerError.__name__, f"{text} (worker {self._id})"))
-            for digest, text in failures.items()
-            for entry in self._held.get(digest, _Held()).entries
+            Ending(entry, digest, Failure(WorkerError.__name__, f"{failures[digest]} (worker {self._id})"))
+            for digest, asked in entries.items()
+            for entry in asked
         ]
         await self._publisher.end(endings)
-        self._release(list(failures))
+        self._release(entries)
 
-    def _release(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._held.pop(digest, None)
+    def _entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, bool]]:
+        """What asks for some prompts now: digest -> entries -> whether the row must be replaced."""
+        return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
+
+    def _release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
+        """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
+        again = []
+        for digest, entries in ended.items():
+            held = self._held.get(digest)
+            if held is None:
+                continue  # The backend broke meanwhile.
+            for entry in entries:
+                held.entries.pop(entry, None)
+            if held.entries:
+                again.append(held.job)
+            else:
+                del self._held[digest]
+        if again:
+            self._stepper.submit(again)
         self._changed.set()
 
     # Leases
@@ -263,22 +336,21 @@ class Worker:
 
     async def _claim(self) -> None:
         """Take over jobs of silent workers, as long as there are some and this one has room."""
-        try:
-            while not self._stopping.is_set() and (self._room() > 0 or self._alone):
+        async with self._taking:
+            alone = False
+            while not self._stopping.is_set() and (self._room() > 0 or alone):
                 count = max(1, min(self._room(), self._stepper.batch))
                 claimed = await self._intake.claim(count, idle=not self._held)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
                 elif not claimed.alone:
                     break
-                # What may have killed the others runs with nothing else in this worker.
-                self._alone = claimed.alone
                 await self._accept(claimed.taken)
-                if claimed.alone:
+                alone = claimed.alone
+                if alone:
+                    # What may have killed the others runs with nothing else in this worker: until it has
+                    # ended, nothing can be fetched.
                     await self._until(lambda: not self._held)
-        finally:
-            self._alone = False
-            self._changed.set()
         await self._presence.sweep()
 
     # Signs of life
@@ -311,9 +383,13 @@ class Worker:
 
     # Helpers
 
+    def _on_finished(self, finished: Finished) -> None:
+        self._finished.put_nowait(finished)
+        self._changed.set()  # The backend has room again.
+
     def _break(self, error: BaseException) -> None:
         _log.error("the backend broke", exc_info=error)
-        self._broken = error
+        self._broken = self._broken or error
         self._held.clear()
         self.stop()
 
@@ -328,5 +404,7 @@ class Worker:
             await asyncio.sleep(seconds)
             try:
                 await action()  # type: ignore[misc]
+            except ModelMismatch:
+                raise
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("will try again: %s", self._server.explain(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -68,7 +69,8 @@ class HfBackend:
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
-            source=settings.model,
+            # A relative folder means another one to a client in another folder.
+            source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
             gguf_file=settings.gguf_file or "",
         )
 

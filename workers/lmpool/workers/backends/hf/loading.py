@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -124,4 +125,7 @@ def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
     field, name = "model", settings.model
     if settings.gguf_file is not None:
         field, name = "gguf_file", f"{settings.gguf_file} of {settings.model}"
-    raise SettingsError(f"{field}: {name} cannot be loaded: {first_line(error)}") from error
+    reason = first_line(error)
+    if settings.model.startswith(("/", ".", "~")) and not Path(settings.model).exists():
+        reason = "there is no such folder"
+    raise SettingsError(f"{field}: {name} cannot be loaded: {reason}") from error
