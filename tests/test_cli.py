@@ -110,13 +110,14 @@ def test_bench_measures_a_served_model(pool: Pool) -> None:
     assert "length: 999999 is more than" in one_line(on(pool, "bench", "--length", "999999"))
 
 
-def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path) -> None:
+def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: str) -> None:
     nobody = f"unix://{short_dir}/none.sock"
     cases = [
         (["status", "--redis", nobody], "no Redis server answers at unix://"),
         (["status", "--redis", "http://x"], "redis: 'http://x' is not a Redis URL"),
         (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
-        (["worker", "no/such/model", "--redis", nobody], "no/such/model"),
+        (["worker", "no/such/model", "--redis", server_url], "model: no/such/model cannot be loaded"),
+        (["worker", "./nowhere", "--redis", server_url], "there is no such folder"),
         (["worker"], "Missing argument"),
         (["frobnicate"], "frobnicate"),
         (["status", "--colour"], "--colour"),
