@@ -65,7 +65,7 @@ class Surroundings:
                 "machine": f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
                 "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
                 "load before the run (1, 5, 15 minutes)": " ".join(f"{load:.2f}" for load in os.getloadavg()),
-                "server": f"{server}, Unix socket, 1 GiB, volatile-lru",
+                "server": f"{server}, Unix socket, 4 GiB, volatile-lru",
                 "versions": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
                 "versions of the peers": ", ".join(f"{name} {found}" for name, found in peers.items()) or "not used",
             }
