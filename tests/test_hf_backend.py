@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples.smollm2 import gguf_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -626,3 +627,20 @@ def test_the_wire_keeps_bfloat16_logits(tmp_path: Path) -> None:
     assert block.log_z is not None
     logits = torch.from_numpy(widen_bf16(block.numbers[0]))
     assert float(torch.logsumexp(logits, -1)) == block.log_z[0]
+
+
+def test_a_gguf_file_gives_the_rows_of_the_folder_made_from_it(smollm2_folder: Path) -> None:
+    gguf = gguf_path()
+    rows = []
+    for chosen in (
+        HfSettings(str(gguf.parent), gguf_file=gguf.name, device="cpu", dtype="float32"),
+        HfSettings(str(smollm2_folder), device="cpu"),
+    ):
+        backend = HfBackend(chosen)
+        prompt = encode_prompt([504, 3575, 282], vocab_size=backend.card.vocab_size, max_tokens=10)
+        backend.submit([BackendJob(prompt.digest, prompt.ids)])
+        (block,) = backend.step().blocks
+        rows.append(block.numbers[0].copy())
+        assert backend.card.gguf_file == (chosen.gguf_file or "")
+        backend.close()
+    np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
