@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,8 +20,9 @@ from lmpool.rowcache import RedisRows
 from lmpool.rows import RowBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
-from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.backend import Backend, BackendJob, Finished
 from lmpool.workers.intake import Intake, Taken
+from lmpool.workers.meter import Meter
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.settings import WorkerSettings
@@ -34,20 +34,6 @@ _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
 _PUBLISHERS = 2
 _UNPUBLISHED_BATCHES = 4
-
-
-class _Rate:
-    """Events a second between two looks at a counter."""
-
-    def __init__(self) -> None:
-        self._count, self._at = 0, time.monotonic()
-
-    def update(self, count: int) -> float:
-        """The rate since the last look."""
-        now = time.monotonic()
-        rate = (count - self._count) / max(1e-3, now - self._at)
-        self._count, self._at = count, now
-        return rate
 
 
 @dataclass(slots=True)
@@ -87,8 +73,7 @@ class Worker:
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
         self._failures = 0
-        self._last_stats = BackendStats()
-        self._rate = _Rate()
+        self._meter = Meter()
 
     @property
     def worker_id(self) -> str:
@@ -187,7 +172,7 @@ class Worker:
                 ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
                 ("leases", self._every(self._settings.lease_s / 3, self._renew)),
                 ("claims", self._every(self._settings.lease_s / 3, self._claim)),
-                ("log", self._log_counters()),
+                ("log", self._every(self._settings.log_every_s, self._log_counters)),
             ]
         ]
         pending = {fetching, draining, *parts}
@@ -219,8 +204,6 @@ class Worker:
                 f"{len(self._held)} prompts could not be published within {patience:g} s: "
                 "they are left to other workers, which take them over after a lease"
             ) from None
-
-    # Fetch
 
     async def _fetch_all(self) -> None:
         """Take jobs whenever the backend has room: a batch when it is idle, the next one while it computes."""
@@ -278,8 +261,6 @@ class Worker:
             self._failures += len(endings)
             await self._publisher.end(endings)
 
-    # Publish
-
     async def _publish_all(self) -> None:
         while True:
             finished = await self._finished.get()
@@ -326,8 +307,6 @@ class Worker:
             self._stepper.submit(again)
         self._changed.set()
 
-    # Leases
-
     async def _renew(self) -> None:
         entries = [entry for held in self._held.values() for entry in held.entries]
         for at in range(0, len(entries), scripts.MOST_AT_ONCE):
@@ -353,8 +332,6 @@ class Worker:
                     await self._until(lambda: not self._held)
         await self._presence.sweep()
 
-    # Signs of life
-
     async def _beat(self) -> None:
         await self._presence.beat(self._counters())
 
@@ -364,24 +341,13 @@ class Worker:
             "state": "draining" if self._stopping.is_set() else "ready",
             "held": len(self._held),
             "failures": self._failures,
-            "rows_per_s": round(self._rate.update(stats.rows), 1),
+            "rows_per_s": round(self._meter.rate(stats.rows), 1),
             **stats._asdict(),
         }
 
     async def _log_counters(self) -> None:
-        every = self._settings.log_every_s
-        while True:
-            await asyncio.sleep(every)
-            now, before = self._stepper.stats, self._last_stats
-            self._last_stats = now
-            rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
-            reused = (now.reused - before.reused) / tokens if tokens else 0.0
-            _log.info(
-                "%.1f rows/s, %.1f prompts a batch, %.0f %% of tokens from the prefix cache, %d held, %d failures",
-                rows / every, rows / steps if steps else 0.0, 100 * reused, len(self._held), self._failures,
-            )  # fmt: skip
-
-    # Helpers
+        line = self._meter.describe(self._stepper.stats)
+        _log.info("%s, %d held, %d failures", line, len(self._held), self._failures)
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)
