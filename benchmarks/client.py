@@ -61,8 +61,7 @@ class Client:
         card = self._producer.model
         prefix = Keys().row(card.fingerprint)
         encoded = (
-            encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=card.adapter)
-            for ids in self._asked
+            encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens) for ids in self._asked
         )
         return [(prefix + prompt.digest).hex() for prompt in encoded]
 

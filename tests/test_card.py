@@ -26,7 +26,7 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16",
     "encoding": "bf16",
     "lossy": True,
-    "adapter": "lora",
+    "adapters": {"lora": "0f"},
     "source": "somewhere",
     "gguf_file": "a.gguf",
     "note": "a note",
@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
     "lease_s": 2.5,
     "row_ttl_s": 60.0,
 }
-IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy", "adapter"}
+IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy", "adapters"}
 
 
 def test_the_examples_cover_every_field() -> None:
@@ -53,7 +53,7 @@ def test_the_examples_cover_every_field() -> None:
         dtype=st.sampled_from(["float32", "bfloat16"]),
         encoding=st.sampled_from(["f32", "bf16", "f16"]),
         lossy=st.booleans(),
-        adapter=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        adapters=st.dictionaries(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=30)] * 2, max_size=5),
         note=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
         queue_limit=st.integers(1, 2**31),
         lease_s=st.floats(0.1, 3600),
@@ -100,6 +100,8 @@ def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
     found = CARD.differences(replace(CARD, **{name: OTHER[name]}))
     if name == "lossy":
         assert found == ["lossy: '', not 'f32'"]
+    elif name == "adapters":
+        assert found == ["adapter: '', not 'lora@0f'"]
     elif name in IDENTITY:
         assert found == [f"{name}: {getattr(CARD, name)!r}, not {OTHER[name]!r}"]
     else:

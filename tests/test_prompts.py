@@ -64,7 +64,7 @@ ACCEPTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("ids", ACCEPTED.values(), ids=ACCEPTED)
 def test_every_accepted_kind_gives_the_same_bytes_and_digest(ids: Any) -> None:
-    assert encode(ids) == (IDS_BYTES, hashlib.blake2b(IDS_BYTES, digest_size=16).digest())
+    assert encode(ids) == Prompt(IDS_BYTES, hashlib.blake2b(IDS_BYTES, digest_size=16).digest())
 
 
 def test_a_range_is_a_prompt() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -22,6 +22,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 """Least and most of each number on a card, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
 _MAX_CARD_BYTES = 64 * 1024
+MAX_ADAPTERS = 64
+"""Adapters that one model may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class ModelCard:
         dtype: the dtype of the computation, such as "float32".
         encoding: how rows travel: "f32", "bf16" or "f16".
         lossy: True when the encoding loses bits that the backend computed.
-        adapter: name of the adapter, or "".
+        adapters: the adapters that a prompt may name -> what names their weights exactly.
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         note: a sentence for people, such as that rows are synthetic.
@@ -54,7 +56,7 @@ class ModelCard:
     dtype: str
     encoding: str = "f32"
     lossy: bool = False
-    adapter: str = ""
+    adapters: dict[str, str] = field(default_factory=dict)
     source: str = ""
     gguf_file: str = ""
     note: str = ""
@@ -71,7 +73,7 @@ class ModelCard:
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
-            "adapter": self.adapter,
+            "adapter": ", ".join(f"{name}@{revision}" for name, revision in sorted(self.adapters.items())),
             "wire_version": WIRE_VERSION,
         }
 
@@ -105,10 +107,10 @@ class ModelCard:
         if len(data) > _MAX_CARD_BYTES:
             raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
         try:
-            values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
+            values = msgpack.unpackb(data, max_map_len=MAX_ADAPTERS, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a model card does not decode: {error}") from error
-        known = {field.name: field.type for field in fields(cls)}
+        known = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != set(known):
             raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
@@ -117,6 +119,8 @@ class ModelCard:
         for name, (least, most) in LIMITS.items():
             if not least <= values[name] <= most:  # In this form it refuses NaN too.
                 raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")
+        if not all(isinstance(text, str) for pair in values["adapters"].items() for text in pair):
+            raise ProtocolError(f"a model card has adapters = {shown(values['adapters'])}: expected text -> text")
         if values["encoding"].upper() not in Encoding.__members__:
             raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
         return cls(**values)

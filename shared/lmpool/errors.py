@@ -13,6 +13,7 @@
     ├── ModelError (LookupError)
     │   ├── UnknownModel                no model of that name is served, or none at all
     │   ├── AmbiguousModel              several models are served and none was named
+    │   ├── UnknownAdapter              the model has no adapter of that name
     │   └── ModelMismatch               a worker's card differs from the card of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
     │   ├── DeadlineExceeded (TimeoutError)
@@ -77,6 +78,10 @@ class UnknownModel(ModelError):
 
 class AmbiguousModel(ModelError):
     """Several models are served and none was named."""
+
+
+class UnknownAdapter(ModelError):
+    """The model has no adapter of that name."""
 
 
 class ModelMismatch(ModelError):

@@ -29,10 +29,12 @@ class Prompt(NamedTuple):
     Attributes:
         ids: the token ids as little-endian uint32 bytes.
         digest: 128-bit BLAKE2b of `ids`, keyed by the adapter.
+        adapter: its name, or "".
     """
 
     ids: bytes
     digest: bytes
+    adapter: str = ""
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
@@ -72,7 +74,7 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
         raise _too_long(count, max_tokens)
     if low < 0 or high >= vocab_size:
         raise _out_of_range(low if low < 0 else high, vocab_size)
-    return Prompt(data, digest_of(data, adapter))
+    return Prompt(data, digest_of(data, adapter), adapter)
 
 
 def decode_ids(data: bytes) -> NDArray[np.uint32]:

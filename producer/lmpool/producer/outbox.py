@@ -123,7 +123,7 @@ class Outbox:
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
         args: list[bytes | str | int] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
         args += [
-            Job(flight.prompt.ids, channel.card.adapter, channel.fingerprint, flight.damaged).pack()
+            Job(flight.prompt.ids, flight.prompt.adapter, channel.fingerprint, flight.damaged).pack()
             for flight in flights
         ]
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)

@@ -13,8 +13,8 @@ import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
-from lmpool.checks import check_name
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.checks import check_name, shown
+from lmpool.errors import LMPoolError, SettingsError, UnknownAdapter
 from lmpool.keys import Keys
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
@@ -70,11 +70,12 @@ class Producer:
         self._session: Session | None = None
         self._opening: asyncio.Task[Session] | None = None
 
-    async def logprobs(self, ids: Any, *, timeout: float | None = None) -> NDArray[np.float32]:
+    async def logprobs(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> NDArray[np.float32]:
         """The log-probabilities of the token that follows a prompt.
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
+            adapter: one of the model's adapters (`model.adapters`); "" for none.
             timeout: seconds; None for the producer's.
 
         Returns:
@@ -86,12 +87,13 @@ class Producer:
             WorkerError: the backend failed on this prompt.
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+            UnknownAdapter: the model has no adapter of that name.
         """
         seconds = self._timeout if timeout is None else _check_timeout(timeout)
         session = self._session
         if session is None or session.closed or session.loop is not asyncio.get_running_loop():
             session = await self._open(seconds)
-        prompt = self._encode(session.card, ids)
+        prompt = _encode(session.card, ids, adapter)
         self._stats.requests += 1
         row = self._cache.get(prompt.digest)
         if row is not None:
@@ -107,11 +109,14 @@ class Producer:
             if flight.waiters:
                 session.leave(flight, waiter)
 
-    async def batch_logprobs(self, prompts: Iterable[Any], *, timeout: float | None = None) -> NDArray[np.float32]:
+    async def batch_logprobs(
+        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
         """The rows of several prompts; all prompts are checked before the first is sent.
 
         Args:
             prompts: prompts, each as `logprobs` takes it (or a 2-D integer array).
+            adapter: as `logprobs`, for all of them.
             timeout: seconds for all of them together; None for the producer's.
 
         Returns:
@@ -125,7 +130,7 @@ class Producer:
         if session is None or session.closed or session.loop is not asyncio.get_running_loop():
             session = await self._open(seconds)
         card = session.card
-        encoded = [self._encode(card, ids) for ids in _iterate(prompts)]
+        encoded = [_encode(card, ids, adapter) for ids in _iterate(prompts)]
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)
         timer = session.loop.call_later(seconds, _expire_first, session, waits, seconds)
@@ -216,9 +221,12 @@ class Producer:
         self._session = session
         return session
 
-    @staticmethod
-    def _encode(card: ModelCard, ids: Any) -> Prompt:
-        return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=card.adapter)
+
+def _encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
+    if adapter and adapter not in card.adapters:
+        served = ", ".join(card.adapters) or "none"
+        raise UnknownAdapter(f"the model {card.name!r} has no adapter {shown(adapter)}; it has: {served}")
+    return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
 
 
 def _check_timeout(timeout: float) -> float:

@@ -39,13 +39,15 @@ class SyncProducer:
             self._stop()
             raise
 
-    def logprobs(self, ids: Any, *, timeout: float | None = None) -> NDArray[np.float32]:
+    def logprobs(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> NDArray[np.float32]:
         """As `Producer.logprobs`."""
-        return self._wait_for(self._producer.logprobs(ids, timeout=timeout))
+        return self._wait_for(self._producer.logprobs(ids, adapter=adapter, timeout=timeout))
 
-    def batch_logprobs(self, prompts: Iterable[Any], *, timeout: float | None = None) -> NDArray[np.float32]:
+    def batch_logprobs(
+        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
         """As `Producer.batch_logprobs`."""
-        return self._wait_for(self._producer.batch_logprobs(prompts, timeout=timeout))
+        return self._wait_for(self._producer.batch_logprobs(prompts, adapter=adapter, timeout=timeout))
 
     @property
     def model(self) -> ModelCard:

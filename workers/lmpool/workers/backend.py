@@ -15,10 +15,12 @@ class BackendJob(NamedTuple):
     Attributes:
         digest: names the prompt; unique among the jobs that the backend holds.
         ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
+        adapter: one of the card's adapters, or "" for none.
     """
 
     digest: bytes
     ids: bytes
+    adapter: str = ""
 
 
 class Finished(NamedTuple):

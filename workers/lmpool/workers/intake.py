@@ -9,7 +9,8 @@ from redis.exceptions import ResponseError
 
 from lmpool import scripts
 from lmpool.card import ModelCard
-from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, WorkerError
+from lmpool.checks import shown
+from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import Failure, Job, unpack_job
@@ -127,7 +128,7 @@ class Intake:
         failure = self._refusal(job)
         if failure is not None:
             return Taken(entry, digest, failure=failure)
-        return Taken(entry, digest, BackendJob(digest, job.ids), job.overwrite)
+        return Taken(entry, digest, BackendJob(digest, job.ids, job.adapter), job.overwrite)
 
     def _refusal(self, job: Job) -> Failure | None:
         card = self._card
@@ -138,4 +139,8 @@ class Intake:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
         except InvalidPrompt as error:
             return Failure(type(error).__name__, str(error))
+        if job.adapter and job.adapter not in card.adapters:
+            served = ", ".join(card.adapters) or "none"
+            text = f"the model {card.name!r} has no adapter {shown(job.adapter)}; it has: {served}"
+            return Failure(UnknownAdapter.__name__, text)
         return None

@@ -105,8 +105,8 @@ class SyntheticBackend:
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """See `Backend.submit`."""
-        for digest, ids in jobs:
-            self._jobs[digest] = ids
+        for job in jobs:
+            self._jobs[job.digest] = job.ids
 
     def step(self) -> Finished:
         """See `Backend.step`."""

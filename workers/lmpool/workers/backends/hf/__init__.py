@@ -8,7 +8,6 @@
     prefix_slots  which prefixes the KV pool holds, least recently used out first
     kv_pool       keys and values of recent prompts, one slot a token
     batching      which prompts run together
-    row_encoder   from logits to rows that lose nothing
     backend       HfBackend
 
 torch and transformers are imported by `backend` and what it needs, never by this file or `settings`.

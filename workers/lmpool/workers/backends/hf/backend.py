@@ -16,10 +16,11 @@ from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool
-from lmpool.workers.backends.hf.loading import first_line, load_model
-from lmpool.workers.backends.hf.row_encoder import EncodedRows, RowEncoder
+from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.row_encoder import EncodedRows, RowEncoder
 
 _logger = logging.getLogger(__name__)
 
@@ -90,8 +91,8 @@ class HfBackend:
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Take jobs; one that is held already is computed once."""
-        for digest, ids in jobs:
-            self._waiting.setdefault(digest, decode_ids(ids).tolist())
+        for job in jobs:
+            self._waiting.setdefault(job.digest, decode_ids(job.ids).tolist())
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""

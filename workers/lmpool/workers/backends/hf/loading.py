@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.requirements import first_line
 
 UNLIMITED = 1 << 20
 """Longest prompt of a model that states no limit."""
@@ -112,13 +113,6 @@ def prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
     if limit is not None and wanted > limit:
         raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {limit} positions of the model")
     return wanted
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message, short enough for a log line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _refuse(settings: HfSettings, error: Exception) -> NoReturn:

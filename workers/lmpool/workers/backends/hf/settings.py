@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENCODINGS = ("exact", "f16")
+from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS
+from lmpool.workers.backends.requirements import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,9 @@ class HfSettings:
         check_number(self, "kv_cache_bytes", least=0)
         if self.max_prompt_tokens is not None:
             check_number(self, "max_prompt_tokens", least=1)
-        _require("model", "lmpool[hf]", "torch", "transformers")
+        require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
-            _require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
+            require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
 
     @property
     def served_as(self) -> str:
@@ -75,9 +73,3 @@ def _check_text(field: str, value: object, *, optional: bool) -> None:
         return
     if not isinstance(value, str) or not value.strip():
         raise SettingsError(f"{field}: {value!r} is not a name")
-
-
-def _require(field: str, extra: str, *packages: str) -> None:
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
-        raise SettingsError(f'{field}: needs {" and ".join(missing)}; install them with: pip install "{extra}"')

@@ -72,7 +72,7 @@ class RowEncoder:
         if encoding is Encoding.BF16:
             # numpy has no bfloat16.
             numbers = numbers.view(torch.int16)
-        rows = numbers.contiguous().cpu().numpy().view(encoding.dtype)
+        rows = _to_host(numbers.contiguous()).numpy().view(encoding.dtype)
         block = RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding)
         return EncodedRows(block, failures)
 
@@ -98,6 +98,15 @@ class RowEncoder:
             return logits
         narrow = logits.to(self._dtype)
         return narrow if torch.equal(narrow.to(logits.dtype), logits) else None
+
+
+def _to_host(numbers: Tensor) -> Tensor:
+    """A block's one copy; from an accelerator into pinned memory, which is several times as fast."""
+    if not numbers.is_cuda:
+        return numbers.cpu()
+    copied = numbers.to("cpu", non_blocking=True)
+    torch.cuda.current_stream(numbers.device).synchronize()
+    return copied
 
 
 def _fault(logits: Tensor) -> str:

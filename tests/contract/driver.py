@@ -1,0 +1,100 @@
+"""Driving a backend as the worker's thread does, in a test."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.prompts import digest_of, encode_prompt
+from lmpool.rows import decode_row
+from lmpool.workers.backend import Backend, BackendJob
+from tests.contract.model import V
+from tests.contract.subjects import Subject
+
+Row = NDArray[np.float32]
+
+DEADLINE_S = 60.0
+_numbers = itertools.count()
+
+
+def prompt(draw: random.Random, length: int) -> list[int]:
+    """A random prompt."""
+    return [draw.randrange(V) for _ in range(length)]
+
+
+class Opened:
+    """A subject's backend, made when the context is entered.
+
+    Attributes:
+        subject: what it is.
+        rows: digest -> row, of all that was answered.
+        failures: digest -> message.
+    """
+
+    def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
+        self.subject = subject
+        self.rows: dict[bytes, Row] = {}
+        self.failures: dict[bytes, str] = {}
+        self._make: Callable[[], Backend] = lambda: subject.make(model, dtype, adapters if subject.has_adapters else {})
+
+    def __enter__(self) -> Self:
+        self.backend = self._make()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.backend.close()
+
+    def job(self, ids: Sequence[int], adapter: str = "") -> BackendJob:
+        """A job with a digest of its own, so that the backend cannot know its row already."""
+        card = self.backend.card
+        data = encode_prompt(list(ids), vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens).ids
+        return BackendJob(digest_of(data, f"{next(_numbers)}"), data, adapter)
+
+    def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
+        """Hand prompts over; returns their digests."""
+        jobs = [self.job(ids, adapter) for ids in prompts]
+        self.backend.submit(jobs)
+        return [job.digest for job in jobs]
+
+    def step(self) -> None:
+        """One step, its answers kept."""
+        finished = self.backend.step()
+        self.failures.update(finished.failures)
+        for block in finished.blocks:
+            for index, digest in enumerate(block.digests):
+                assert digest not in self.rows, "a prompt was answered twice"
+                data = np.frombuffer(block.encode(index), np.uint8)
+                self.rows[digest] = decode_row(data, self.backend.card.vocab_size)
+
+    def finish(self, digests: Sequence[bytes]) -> list[Row]:
+        """Step until all of these are answered; returns their rows."""
+        end = time.monotonic() + DEADLINE_S
+        while not all(digest in self.rows or digest in self.failures for digest in digests):
+            assert time.monotonic() < end, f"{len(digests)} prompts are not answered within {DEADLINE_S} s"
+            self.step()
+        failed = [self.failures[digest] for digest in digests if digest in self.failures]
+        assert not failed, failed
+        return [self.rows[digest] for digest in digests]
+
+    def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
+        """The rows of some prompts that run together."""
+        return self.finish(self.submit(prompts, adapter))
+
+    def check(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row], adapter: str = "") -> None:
+        """Each row must be the reference's."""
+        assert len(rows) == len(prompts)
+        for ids, row in zip(prompts, rows, strict=True):
+            expected = self.subject.reference(ids, adapter)
+            assert row.shape == expected.shape
+            error = float(np.abs(row - expected).max())
+            assert error <= self.subject.tolerance, f"off by {error:.2g} for {len(ids)} tokens"

@@ -1,0 +1,143 @@
+"""The backends under contract: how each is made, small enough that its limits are met, and what its rows must be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend import Backend
+from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.contract.model import V, reference_row
+
+Row = NDArray[np.float32]
+
+# So small that everything in the contract happens: several steps a prompt, several batches, a full KV cache.
+MAX_BATCH = 8
+MAX_BATCH_TOKENS = 64
+KV_TOKENS = 1024
+SYNTHETIC_MAX_TOKENS = 200
+
+LogitsSpy = Callable[[Backend], AbstractContextManager[list[torch.Tensor]]]
+"""Collects every tensor of logits (n, V) that the engine's own model computes while the context is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One backend under contract.
+
+    Attributes:
+        name: of the backend.
+        make: (folder of the model, dtype, folders of adapters by name) -> the backend.
+        options: the same as options of `lmpool worker`.
+        reference: (ids, adapter) -> what its float32 row must be.
+        tolerance: by how much an entry may differ.
+        spy: see `LogitsSpy`; None when the rows come from no model.
+        has_adapters: whether it serves adapters.
+    """
+
+    name: str
+    make: Callable[[Path, str, dict[str, Path]], Backend]
+    options: Callable[[Path, dict[str, Path]], list[str]]
+    reference: Callable[[Sequence[int], str], Row] = reference_row
+    tolerance: float = 3e-4
+    spy: LogitsSpy | None = None
+    has_adapters: bool = False
+
+
+def chosen() -> list[Subject]:
+    """The subjects that LMPOOL_CONTRACT names; those that need no engine by default."""
+    return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf").split(",")]
+
+
+def _synthetic() -> Subject:
+    def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+        encoding = "f32" if dtype == "float32" else "bf16"
+        settings = SyntheticSettings(
+            vocab_size=V, max_batch=MAX_BATCH, max_prompt_tokens=SYNTHETIC_MAX_TOKENS, encoding=encoding
+        )
+        return SyntheticBackend(settings)
+
+    def reference(ids: Sequence[int], adapter: str) -> Row:
+        return synthetic_row(ids, vocab_size=V)
+
+    options = ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS)]
+    return Subject("synthetic", make, lambda folder, adapters: options, reference)
+
+
+def _hf() -> Subject:
+    def settings(folder: Path, dtype: str) -> dict[str, Any]:
+        return {
+            "model": str(folder),
+            "device": "cpu",
+            "dtype": dtype,
+            "max_batch": MAX_BATCH,
+            "max_batch_tokens": MAX_BATCH_TOKENS,
+            # Two layers of two heads of 32 keys and 32 values.
+            "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        }
+
+    def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+        from lmpool.workers.backends.hf.backend import HfBackend
+
+        return HfBackend(HfSettings(**settings(folder, dtype)))
+
+    def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
+        return as_options(settings(folder, "float32"))
+
+    return Subject("hf", make, options, spy=_hf_spy)
+
+
+@contextmanager
+def _hf_spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
+    from lmpool.workers.backends.hf.backend import HfBackend
+
+    assert isinstance(backend, HfBackend)
+    model: Any = backend._forward.model
+    with recorded(model.get_output_embeddings()) as seen:
+        yield seen
+
+
+@contextmanager
+def recorded(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Copies of what a module returns while the context is open, each as (n, V)."""
+    seen: list[torch.Tensor] = []
+    handle = module.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone().reshape(-1, V)))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def as_options(settings: dict[str, Any]) -> list[str]:
+    """Settings as options of `lmpool worker`; the model is its argument, not an option."""
+    named = {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items() if name != "model"}
+    return [text for pair in named.items() for text in pair]
+
+
+def _engine(name: str) -> Callable[[], Subject]:
+    """An engine's subject lies in a file of its own, because its imports need the engine's environment."""
+
+    def find() -> Subject:
+        found: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
+        return found
+
+    return find
+
+
+_FINDERS: dict[str, Callable[[], Subject]] = {
+    "synthetic": _synthetic,
+    "hf": _hf,
+    "vllm": _engine("vllm"),
+    "sglang": _engine("sglang"),
+}

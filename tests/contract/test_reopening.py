@@ -1,0 +1,55 @@
+"""Every backend under contract in bfloat16: closed and opened again, its rows the engine's own logits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lmpool.rows import Encoding, RowBlock
+from tests.contract.driver import Opened, prompt
+from tests.contract.model import V
+from tests.contract.subjects import Subject
+
+
+@pytest.fixture(scope="module")
+def narrow(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Opened:
+    """Not a context: it is closed and opened again here."""
+    return Opened(subject, model_folder, "bfloat16", adapter_folders)
+
+
+def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.Random) -> None:
+    with narrow:
+        card = narrow.backend.card
+        assert card.encoding == "bf16"
+        if narrow.subject.spy is None:
+            return
+        ids = prompt(draw, 30)
+        for _ in range(5):
+            with narrow.subject.spy(narrow.backend) as seen:
+                job = narrow.job(ids)
+                narrow.backend.submit([job])
+                blocks: list[RowBlock] = []
+                while not blocks:
+                    blocks = narrow.backend.step().blocks
+            logits = seen[-1][-1].to(torch.bfloat16)
+            assert blocks[0].encoding is Encoding.BF16
+            assert np.array_equal(blocks[0].numbers[0], logits.view(torch.int16).numpy().view(np.uint16))
+            assert blocks[0].log_z is not None
+            assert blocks[0].log_z[0] == torch.logsumexp(logits.float(), -1)
+            ids = [*ids, draw.randrange(V)]
+
+
+def test_a_backend_can_be_closed_and_opened_again(narrow: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, length) for length in (4, 40)]
+    rows = []
+    fingerprints = set()
+    for _ in range(2):
+        with narrow:
+            fingerprints.add(narrow.backend.card.fingerprint)
+            rows.append(narrow.ask(prompts))
+    assert len(fingerprints) == 1
+    assert all(np.array_equal(first, second) for first, second in zip(*rows, strict=True))

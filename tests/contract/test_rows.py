@@ -1,0 +1,199 @@
+"""Every backend under contract answers every prompt with its own right row, whatever runs beside it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lmpool.workers.backends.canary import check_canary
+from tests.contract.driver import Opened, prompt
+from tests.contract.model import V
+from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS
+
+
+def test_ragged_prompts_run_together(opened: Opened, draw: random.Random) -> None:
+    most = opened.backend.card.max_prompt_tokens
+    prompts = [prompt(draw, length) for length in (1, 2, 3, 5, 17, 31, 32, 33, 64, 65, 100, most - 1, most)]
+    draw.shuffle(prompts)
+    opened.check(prompts, opened.ask(prompts))
+
+
+@pytest.mark.parametrize("token", [0, V - 1])
+def test_the_first_and_the_last_id_are_tokens_like_others(opened: Opened, token: int) -> None:
+    prompts = [[token], [token] * 5, [token, 3, token]]
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_a_prompt_alone(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 9)]
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_prompts_grow_token_by_token(opened: Opened, draw: random.Random) -> None:
+    contexts = [prompt(draw, length) for length in (5, 16, 31, 40)]
+    for _ in range(40):
+        opened.check(contexts, opened.ask(contexts))
+        contexts = [[*ids, draw.randrange(V)] for ids in contexts]
+
+
+def test_contexts_that_outnumber_a_batch_grow(opened: Opened, draw: random.Random) -> None:
+    contexts = [prompt(draw, 12) for _ in range(3 * MAX_BATCH)]
+    for _ in range(4):
+        opened.check(contexts, opened.ask(contexts))
+        contexts = [[*ids, draw.randrange(V)] for ids in contexts]
+
+
+def test_contexts_grow_by_several_tokens(opened: Opened, draw: random.Random) -> None:
+    ids = prompt(draw, 6)
+    for length in (1, 2, 3, 7, 16, 33):
+        ids = ids + prompt(draw, length)
+        opened.check([ids], opened.ask([ids]))
+
+
+def test_branches_of_one_prefix(opened: Opened, draw: random.Random) -> None:
+    stem = prompt(draw, 37)
+    opened.check([stem], opened.ask([stem]))
+    branches = [[*stem, token] for token in range(MAX_BATCH + 3)]
+    opened.check(branches, opened.ask(branches))
+    twigs = [[*branch, token] for branch in branches[:4] for token in range(3)]
+    opened.check(twigs, opened.ask(twigs))
+
+
+def test_a_parent_and_its_child_run_together(opened: Opened, draw: random.Random) -> None:
+    stem = prompt(draw, 20)
+    prompts = [stem[:size] for size in (20, 19, 18, 10)]
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_one_may_step_back_and_take_another_way(opened: Opened, draw: random.Random) -> None:
+    stem = prompt(draw, 18)
+    for ids in (stem, [*stem, 1], [*stem, 1, 2], [*stem, 1, 3], stem, [*stem, 4], [*stem, 1, 2, 5]):
+        opened.check([ids], opened.ask([ids]))
+
+
+def test_a_prompt_submitted_twice_is_answered_once(opened: Opened, draw: random.Random) -> None:
+    job = opened.job(prompt(draw, 11))
+    opened.backend.submit([job, job])
+    opened.backend.submit([job])
+    other = opened.submit([prompt(draw, 3)])  # Whatever the duplicates left behind would come out with this one.
+    opened.finish([job.digest])
+    opened.finish(other)
+
+
+def test_the_same_ids_under_several_names_have_the_same_row(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 21)] * 5
+    opened.check(prompts, opened.ask(prompts))
+    opened.check(prompts[:1], opened.ask(prompts[:1]))
+
+
+def test_prompts_longer_than_a_step_are_computed_in_parts(opened: Opened, draw: random.Random) -> None:
+    lengths = (MAX_BATCH_TOKENS + 1, 2 * MAX_BATCH_TOKENS, 3 * MAX_BATCH_TOKENS - 1, 5, MAX_BATCH_TOKENS, 1)
+    prompts = [prompt(draw, length) for length in lengths]
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_more_prompts_than_run_at_once(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, draw.randrange(1, 40)) for _ in range(6 * MAX_BATCH)]
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_more_prefixes_than_memory_holds(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 100) for _ in range(3 * KV_TOKENS // 100)]
+    for at in range(0, len(prompts), 5):
+        opened.check(prompts[at : at + 5], opened.ask(prompts[at : at + 5]))
+    extended = [[*ids, 7] for ids in (prompts[0], prompts[-1], prompts[len(prompts) // 2])]
+    opened.check(extended, opened.ask(extended))
+
+
+def test_growing_contexts_give_way_to_a_prompt_that_needs_the_memory(opened: Opened, draw: random.Random) -> None:
+    contexts = [prompt(draw, 90) for _ in range(MAX_BATCH)]
+    for _ in range(3):
+        contexts = [[*ids, draw.randrange(V)] for ids in contexts]
+        opened.check(contexts, opened.ask(contexts))
+    long = [prompt(draw, opened.backend.card.max_prompt_tokens) for _ in range(4)]
+    opened.check(long, opened.ask(long))
+    contexts = [[*ids, draw.randrange(V)] for ids in contexts]
+    opened.check(contexts, opened.ask(contexts))
+
+
+def test_prompts_join_while_others_run(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, draw.randrange(1, 150)) for _ in range(20)]
+    digests = []
+    for at in range(0, len(prompts), 2):
+        digests += opened.submit(prompts[at : at + 2])
+        opened.step()
+    opened.check(prompts, opened.finish(digests))
+
+
+def test_capacity_falls_with_what_is_held_and_comes_back(opened: Opened, draw: random.Random) -> None:
+    backend = opened.backend
+    free = backend.capacity()
+    assert free >= backend.batch >= 1
+    digests = opened.submit([prompt(draw, 4) for _ in range(free)])
+    assert backend.capacity() <= 0
+    opened.finish(digests)
+    assert backend.capacity() == free
+
+
+def test_dropped_prompts_are_not_answered_and_others_are(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, length) for length in (8, 9, 2 * MAX_BATCH_TOKENS, 10, 11)]
+    digests = opened.submit(prompts)
+    opened.backend.abort([digests[0], digests[2], bytes(16)])
+    opened.check([prompts[1], *prompts[3:]], opened.finish([digests[1], *digests[3:]]))
+    assert not {digests[0], digests[2]} & (opened.rows.keys() | opened.failures.keys())
+    opened.check(prompts, opened.ask(prompts))
+
+
+def test_a_prompt_may_be_dropped_when_half_of_it_is_computed(opened: Opened, draw: random.Random) -> None:
+    long, others = prompt(draw, 3 * MAX_BATCH_TOKENS), [prompt(draw, 6), prompt(draw, 7)]
+    digests = opened.submit([long, *others])
+    opened.step()
+    opened.backend.abort(digests[:1])
+    opened.check(others, opened.finish(digests[1:]))
+    opened.check([long], opened.ask([long]))
+
+
+def test_the_counters_grow_with_what_is_computed(opened: Opened, draw: random.Random) -> None:
+    before = opened.backend.stats()
+    opened.ask([prompt(draw, 5), prompt(draw, 6)])
+    after = opened.backend.stats()
+    assert after.rows == before.rows + 2
+    assert after.tokens == before.tokens + 11
+    assert after.steps > before.steps
+    assert 0 <= after.reused <= after.tokens
+
+
+def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> None:
+    if opened.subject.spy is None:
+        assert opened.backend.stats().reused == 0  # Nothing is computed, so nothing can be reused.
+        return
+    ids = prompt(draw, 96)
+    opened.ask([ids])
+    before = opened.backend.stats().reused
+    opened.ask([[*ids, 1]])
+    assert opened.backend.stats().reused - before >= 64
+
+
+def test_adapters_are_told_apart(opened: Opened, adapter_folders: dict[str, Path], draw: random.Random) -> None:
+    names = ["", *opened.backend.card.adapters]
+    assert set(names) == ({"", *adapter_folders} if opened.subject.has_adapters else {""})
+    prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
+    for _ in range(3):
+        digests = {name: opened.submit(prompts, name) for name in names}
+        for name in names:
+            opened.check(prompts, opened.finish(digests[name]), name)
+        prompts = [[*ids, draw.randrange(V)] for ids in prompts]
+
+
+def test_the_canary_passes(opened: Opened) -> None:
+    check_canary(opened.backend)
+
+
+def test_the_card_says_what_is_served(opened: Opened) -> None:
+    card = opened.backend.card
+    assert (card.backend, card.vocab_size, card.dtype) == (opened.subject.name, V, "float32")
+    assert not card.lossy
+    assert card.encoding == "f32"
+    assert card.revision
