@@ -85,3 +85,15 @@ def _add_words(state: blake2b, path: Path) -> None:
     with path.open("rb") as file:
         file.seek(8 * words)
         state.update(file.read())
+
+
+def checkpoint_dtype(folder: Path, wanted: str) -> str:
+    """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
+    if wanted != "auto" or not (folder / "config.json").is_file():
+        return wanted
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    for part in (config, config.get("text_config") or {}):
+        stated = part.get("dtype") or part.get("torch_dtype")
+        if stated in ("float32", "bfloat16", "float16"):
+            return str(stated)
+    return "auto"

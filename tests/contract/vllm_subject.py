@@ -1,0 +1,50 @@
+"""vLLM under contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmpool.workers.backend import Backend
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options, recorded
+
+
+def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "dtype": dtype,
+        "max_batch": MAX_BATCH,
+        "max_batch_tokens": MAX_BATCH_TOKENS,
+        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        "sessions": MAX_BATCH,
+        "adapters": [f"{name}={place}" for name, place in adapters.items()],
+    }
+
+
+def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+    return VllmSettings(**_settings(folder, dtype, adapters)).open()
+
+
+def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
+    settings = _settings(folder, "float32", adapters)
+    named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
+    return [*as_options(settings), *named]
+
+
+@contextmanager
+def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
+    from lmpool.workers.backends.vllm.backend import VllmBackend
+
+    assert isinstance(backend, VllmBackend)
+    executor: Any = backend._core.engine_core.model_executor
+    model = executor.driver_worker.worker.model_runner.get_model()
+    with recorded(model.logits_processor) as seen:
+        yield seen
+
+
+SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True)

@@ -1,0 +1,127 @@
+"""What vLLM is asked for: our settings and the user's options as arguments of its engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from vllm import __version__ as vllm_version
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+Adapters = dict[str, tuple[LoRARequest, str]]
+"""Adapter -> what a request names it by, and the digest of its weights."""
+
+_CPU_KV_BYTES = 1 << 30
+_CPU_BLOCK = 32
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+_ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
+_REFUSED = {
+    "model": "it is the MODEL of the command",
+    "tokenizer": "prompts are token ids",
+    "skip_tokenizer_init": "prompts are token ids",
+    "logits_processors": "rows are captured by one",
+    "enable_lora": "name adapters with --adapters name=folder",
+    "lora_modules": "name adapters with --adapters name=folder",
+    "speculative_config": "every prompt asks for one row, so there is nothing to speculate on",
+    "logprobs_mode": "rows are captured before it applies",
+    "generation_config": "what a checkpoint wishes for its samples must not touch its rows",
+    "runner": "rows come from models that generate",
+    "convert": "rows come from models that generate",
+}
+
+# Options that leave rows as they are but for rounding: workers that differ in them only may serve one model.
+_HARMLESS = {
+    "async_scheduling", "attention_backend", "attention_config", "block_size", "compilation_config", "cpu_offload_gb",
+    "cudagraph_capture_sizes", "disable_cascade_attn", "disable_log_stats", "download_dir", "enable_chunked_prefill",
+    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format",
+    "long_prefill_token_threshold", "max_cpu_loras", "max_cudagraph_capture_size", "max_long_partial_prefills",
+    "max_lora_rank", "max_loras", "max_model_len", "max_num_active_seqs", "max_num_batched_tokens",
+    "max_num_partial_prefills", "max_num_seqs", "num_gpu_blocks_override", "optimization_level",
+    "safetensors_load_strategy", "scheduling_policy", "use_tqdm_on_load", *_PARALLEL,
+}  # fmt: skip
+
+
+def user_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The options that are handed on, checked.
+
+    Raises:
+        SettingsError: vLLM has no such option, or it cannot be set here.
+    """
+    given = parse_engine_args(settings.engine_args)
+    check_engine_args(given, {field.name for field in fields(EngineArgs)}, _REFUSED, f"vLLM {vllm_version}")
+    for name in _PARALLEL:
+        if given.get(name, 1) != 1:
+            raise SettingsError(f"engine_args: {name} must be 1, not {given[name]!r}: {_ONE_PROCESS}")
+    return given
+
+
+def find_adapters(settings: VllmSettings) -> Adapters:
+    """The adapters that the settings name.
+
+    Raises:
+        SettingsError: there is no such folder, or no adapter in it.
+    """
+    found: Adapters = {}
+    for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
+        folder = checkpoint_folder("adapters", place)
+        if not (folder / "adapter_config.json").is_file():
+            raise SettingsError(f"adapters: {place} holds no adapter_config.json: is it a LoRA adapter of peft?")
+        found[name] = (LoRARequest(name, number, str(folder)), checkpoint_revision(folder))
+    return found
+
+
+def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:
+    """Everything that vLLM is told but for the logits processor; the user's options win."""
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": checkpoint_dtype(folder, settings.dtype),
+        # Sessions that wait have a place in the runner's batch too.
+        "max_num_seqs": settings.max_batch + settings.sessions,
+        "max_num_batched_tokens": settings.max_batch_tokens,
+        # One token is sampled for every prompt, though nobody wants it.
+        "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": sys.stderr.isatty(),  # Progress bars make a mess of a log.
+    }
+    if current_platform.is_cpu():
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes or _CPU_KV_BYTES,
+        }
+    if adapters:
+        # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
+        most = len(adapters) + 1
+        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values())
+        arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
+    return arguments | given
+
+
+def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
+    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
+    return {name: value for name, value in given.items() if name not in _HARMLESS}
+
+
+def _rank(folder: Path) -> int:
+    """The smallest rank that vLLM has room for and an adapter fits in."""
+    rank = json.loads((folder / "adapter_config.json").read_text("utf-8")).get("r", 0)
+    fitting = [most for most in _LORA_RANKS if most >= rank]
+    if not fitting:
+        raise SettingsError(f"adapters: {folder} has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
+    return fitting[0]

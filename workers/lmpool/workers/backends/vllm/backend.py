@@ -1,0 +1,210 @@
+"""The vllm backend: prompts become requests of vLLM's engine core, which schedules them as it likes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
+
+from lmpool.card import ModelCard
+from lmpool.errors import WorkerError
+from lmpool.prompts import decode_ids
+from lmpool.rows import Encoding
+from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.vllm.capture import KEY
+from lmpool.workers.backends.vllm.engine import open_engine
+from lmpool.workers.backends.vllm.sessions import Sessions
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
+_MOST_IDLE_STEPS = 10_000
+_SESSION_SHARE = 0.5
+
+
+class _Request(NamedTuple):
+    """A request that the engine runs.
+
+    Attributes:
+        job: what it answers.
+        is_session: it stays open when it has answered.
+        new: tokens that were handed over: all of the prompt, or the one that continues a session.
+    """
+
+    job: BackendJob
+    is_session: bool
+    new: int
+
+
+class VllmBackend:
+    """Serves one model of vLLM; see `lmpool.workers.backend.Backend`.
+
+    Args:
+        settings: what to load and how.
+
+    Raises:
+        SettingsError: the model cannot be loaded, or its first rows are wrong.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._engine = engine = open_engine(settings)
+        self._core = engine.core
+        self._scheduler = engine.core.engine_core.scheduler
+        self._sessions = Sessions(settings.sessions, int(engine.kv_tokens * _SESSION_SHARE))
+        self._numbers = count()
+        self._requests: dict[str, _Request] = {}
+        self._held: dict[bytes, str] = {}
+        self._left_waiting = 0
+        self._idle_steps = 0
+        self._stats = BackendStats()
+        self._card = ModelCard(
+            name=settings.served_as,
+            backend="vllm",
+            vocab_size=engine.vocab_size,
+            max_prompt_tokens=engine.max_prompt_tokens,
+            revision=engine.revision,
+            dtype=engine.dtype,
+            adapters={name: revision for name, (_, revision) in engine.adapters.items()},
+            source=engine.source,
+        )
+        try:
+            encoding = self._first_encoding()
+            lossy = encoding is Encoding.F16 and engine.dtype != "float16"
+            self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
+            check_canary(self)
+        except BaseException:
+            self.close()
+            raise
+        self._stats = BackendStats()
+
+    @property
+    def card(self) -> ModelCard:
+        """What the backend serves."""
+        return self._card
+
+    @property
+    def batch(self) -> int:
+        """Prompts that make a full step."""
+        return self._engine.max_batch
+
+    def capacity(self) -> int:
+        """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""
+        if self._left_waiting:
+            return max(0, self.batch - self._left_waiting)
+        return max(0, 2 * self.batch - len(self._held))
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """Hand jobs to the engine; one that is held already is computed once."""
+        for job in jobs:
+            if job.digest not in self._held:
+                self._submit(job)
+
+    def _submit(self, job: BackendJob) -> None:
+        name = self._sessions.take(job.adapter, job.ids)
+        ids: list[int] = decode_ids(job.ids).tolist()
+        is_session = name is not None or self._sessions.is_growing(job.adapter, job.ids)
+        if name is None:
+            name = str(next(self._numbers))
+        else:
+            ids = ids[-1:]
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={KEY: job.digest}
+        )
+        self._core.add_request(
+            EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=ids,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=self._engine.adapters[job.adapter][0] if job.adapter else None,
+                cache_salt=None,
+                data_parallel_rank=None,
+                resumable=is_session,
+            )
+        )
+        self._requests[name] = _Request(job, is_session, len(ids))
+        self._held[job.digest] = name
+
+    def step(self) -> Finished:
+        """Run one step of the engine.
+
+        Raises:
+            WorkerError: the engine has answered what it was not asked, or nothing for very long.
+        """
+        outputs = self._core.get_output().outputs
+        ended = [self._end(output) for output in outputs if output.new_token_ids or output.finish_reason is not None]
+        failures = {job.digest: text for job, text in ended if text}
+        for digest in failures:
+            self._engine.captured.drop(digest)
+        blocks, unsound = self._engine.captured.take([job.digest for job, text in ended if not text])
+        self._make_room(bool(outputs))
+        self._count(blocks)
+        return Finished(blocks, failures | unsound)
+
+    def _end(self, output: Any) -> tuple[BackendJob, str]:
+        """A request has ended: its job, and what went wrong or ""."""
+        request = self._requests.pop(output.request_id, None)
+        if request is None:
+            raise WorkerError(f"vLLM has answered the request {output.request_id}, which it was not asked")
+        job = request.job
+        del self._held[job.digest]
+        reused = len(job.ids) // 4 - request.new
+        if output.prefill_stats is not None and request.new > 1:
+            reused = output.prefill_stats.num_cached_tokens
+        stats = self._stats
+        self._stats = stats._replace(tokens=stats.tokens + len(job.ids) // 4, reused=stats.reused + reused)
+        if output.finish_reason is not FinishReason.LENGTH:
+            return job, f"vLLM has ended the prompt: {output.finish_reason or 'it goes on'}"
+        if request.is_session:
+            self._core.abort_requests(self._sessions.keep(job.adapter, job.ids, output.request_id))
+        return job, ""
+
+    def _make_room(self, has_answered: bool) -> None:
+        """See what waits, and close sessions if it waits for their memory."""
+        running, waiting = self._scheduler.get_request_counts()
+        self._left_waiting = waiting - len(self._sessions)
+        if has_answered or running or not self._requests:
+            self._idle_steps = 0
+            return
+        self._core.abort_requests(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
+        self._idle_steps += 1
+        if self._idle_steps > _MOST_IDLE_STEPS:
+            raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MOST_IDLE_STEPS} steps")
+
+    def _count(self, blocks: Sequence[Any]) -> None:
+        stats = self._stats
+        rows = sum(len(block.digests) for block in blocks)
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + rows)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Drop jobs that wait or run."""
+        names = [self._held.pop(digest) for digest in digests if digest in self._held]
+        for name in names:
+            self._engine.captured.drop(self._requests.pop(name).job.digest)
+        self._core.abort_requests(names)
+
+    def stats(self) -> BackendStats:
+        """Counters since the start."""
+        return self._stats
+
+    def close(self) -> None:
+        """End the engine and free what it holds. The backend cannot be used afterwards."""
+        self._requests.clear()
+        self._held.clear()
+        self._core.shutdown()
+
+    def _first_encoding(self) -> Encoding:
+        """How rows travel, seen at the first one."""
+        job = BackendJob(bytes(16), bytes(4))
+        self._submit(job)
+        while True:
+            finished = self.step()
+            if finished.blocks:
+                return finished.blocks[0].encoding
+            if finished.failures:
+                raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")

@@ -1,0 +1,136 @@
+"""vLLM's engine core in this process, with one clear line for everything that can be wrong with making it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.vllm.arguments import (
+    Adapters,
+    engine_arguments,
+    find_adapters,
+    row_deciding,
+    user_arguments,
+)
+from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from vllm import __version__ as vllm_version
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+# What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
+_START_ERRORS = (
+    ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
+    AttributeError, AssertionError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine core that is ready to be stepped.
+
+    Attributes:
+        core: the client of the engine core in this process.
+        captured: where its rows are.
+        vocab_size: V.
+        dtype: of the computation.
+        max_prompt_tokens: the longest prompt that leaves room for the token that vLLM samples.
+        max_batch: prompts that run together.
+        kv_tokens: tokens whose keys and values fit.
+        revision: digest of the weights and of the options that change rows.
+        source: folder or hub name.
+        adapters: what a request names them by, and their digests.
+    """
+
+    core: InprocClient
+    captured: Captured
+    vocab_size: int
+    dtype: str
+    max_prompt_tokens: int
+    max_batch: int
+    kv_tokens: int
+    revision: str
+    source: str
+    adapters: Adapters
+
+
+def open_engine(settings: VllmSettings) -> Engine:
+    """Load what the settings name.
+
+    Raises:
+        SettingsError: no such model, adapter or option, no device, or too little memory.
+    """
+    given = user_arguments(settings)
+    folder = checkpoint_folder("model", settings.model, settings.revision)
+    adapters = find_adapters(settings)
+    # vLLM makes the processor's instance itself, so each engine needs a class that knows where rows go.
+    processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
+    arguments = engine_arguments(settings, folder, adapters, given)
+    try:
+        config = EngineArgs(**arguments, logits_processors=[processor]).create_engine_config(UsageContext.LLM_CLASS)
+    except _START_ERRORS as error:
+        raise _refusal(settings, "cannot serve", error) from error
+    model = config.model_config
+    encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
+    processor.captured = captured = Captured(model.get_vocab_size(), encoder)
+    core = _start(settings, config, adapters)
+    also = row_deciding(given)
+    if config.load_config.load_format == "dummy":
+        also["load_format"] = f"dummy, seed {model.seed}"
+    return Engine(
+        core=core,
+        captured=captured,
+        vocab_size=model.get_vocab_size(),
+        dtype=_DTYPES.get(model.dtype, str(model.dtype)),
+        max_prompt_tokens=model.max_model_len - 1,
+        max_batch=max(1, config.scheduler_config.max_num_seqs - settings.sessions),
+        kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+        revision=checkpoint_revision(folder, also),
+        source=str(folder) if Path(settings.model).expanduser().is_dir() else settings.model,
+        adapters=adapters,
+    )
+
+
+def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
+    try:
+        core = InprocClient(config, Executor.get_class(config), log_stats=False)
+    except _START_ERRORS as error:
+        raise _refusal(settings, "cannot load", error) from error
+    for name, (request, _) in adapters.items():
+        # Now: an adapter that does not fit would end the engine with its first prompt.
+        try:
+            _load_adapter(core, request)
+        except _START_ERRORS as error:
+            core.shutdown()
+            raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
+    return core
+
+
+def _load_adapter(core: InprocClient, request: LoRARequest) -> None:
+    if not core.add_lora(request):
+        raise RuntimeError("it does not fit the model")
+
+
+def _refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
+    return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """The line of an exception that says what is wrong; pydantic begins with one that counts."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))]
+    if telling:
+        return telling[0].partition(", ")[2].partition(" [type=")[0]
+    return first_line(error)

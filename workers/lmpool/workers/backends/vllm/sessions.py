@@ -1,0 +1,70 @@
+"""Sessions: prompts whose keys and values the engine holds ready, so that one more token costs one token.
+
+Prefix caching alone reuses full blocks only, and looks each of them up again. A session is a request of the
+engine that stays open when its row has been taken. It holds memory that nothing else can have, so sessions are
+opened for prompts that have begun to grow only, are few, and are closed oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+_ID_BYTES = 4
+_RECENT = 100_000
+
+
+class Sessions:
+    """The sessions that wait for their next token, and which prompts were seen lately.
+
+    Args:
+        most: sessions that may wait at once.
+        most_tokens: tokens that they may hold together.
+    """
+
+    def __init__(self, most: int, most_tokens: int) -> None:
+        self._most = most
+        self._most_tokens = most_tokens
+        self._idle: OrderedDict[tuple[str, bytes], str] = OrderedDict()
+        self._tokens = 0
+        # Hashes: that two prompts share one costs a session that nobody continues, no more.
+        self._recent: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def take(self, adapter: str, ids: bytes) -> str | None:
+        """The request whose session a prompt continues by one token, if there is one; it waits no longer."""
+        request = self._idle.pop((adapter, ids[:-_ID_BYTES]), None)
+        if request is not None:
+            self._tokens -= len(ids) // _ID_BYTES - 1
+        return request
+
+    def is_growing(self, adapter: str, ids: bytes) -> bool:
+        """Whether a prompt is worth a session: it is one token longer than one that was seen lately."""
+        if not self._most:
+            return False
+        self._recent[hash((adapter, ids))] = None
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+        return hash((adapter, ids[:-_ID_BYTES])) in self._recent
+
+    def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
+        """Have a session wait; returns the requests to close instead."""
+        closed = []
+        if (other := self._idle.pop((adapter, ids), None)) is not None:
+            closed.append(other)
+            self._tokens -= len(ids) // _ID_BYTES
+        self._idle[(adapter, ids)] = request
+        self._tokens += len(ids) // _ID_BYTES
+        while self._idle and (len(self._idle) > self._most or self._tokens > self._most_tokens):
+            closed += self.close_oldest(1)
+        return closed
+
+    def close_oldest(self, number: int) -> list[str]:
+        """Forget the sessions that have waited longest; returns their requests."""
+        closed = []
+        for _ in range(min(number, len(self._idle))):
+            (_, ids), request = self._idle.popitem(last=False)
+            self._tokens -= len(ids) // _ID_BYTES
+            closed.append(request)
+        return closed

