@@ -19,6 +19,7 @@ from lmpool.keys import Keys
 from lmpool.producer import Producer
 from lmpool.producer.lobby import Lobby
 from lmpool.server import Server
+from lmpool.workers.backend import Backend
 
 DEADLINE_S = 30.0
 V = 512
@@ -45,6 +46,18 @@ async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadli
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         await asyncio.sleep(0.01)
     return found
+
+
+class Prepared:
+    """Settings that open a backend which is there already."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.served_as = backend.card.name
+
+    def open(self) -> Backend:
+        """The backend."""
+        return self._backend
 
 
 class WorkerProcess:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -88,6 +89,37 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     (worker,) = model["workers"]
     assert worker["state"] == "ready"
     assert "Models" in on(pool, "status").stdout
+
+
+def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, smollm2_folder: Path) -> None:
+    def states() -> list[tuple[str, str]]:
+        found = json.loads(on(pool, "status", "--json").stdout)
+        return [(model["name"], worker["state"]) for model in found for worker in model["workers"]]
+
+    worker = pool.start("--backend", "hf", "--name", "slow", model=str(smollm2_folder), wait=False)
+    until(lambda: states() == [("slow", "loading")], "the worker is seen to load")
+    assert "slow" in on(pool, "status").stdout
+    assert "a worker is loading 'slow', try again in a moment" in on(pool, "logprobs", "1", "--ids").stderr
+    worker.until_says("serving ")
+    until(lambda: states() == [("slow", "ready")], "the worker is seen to be ready")
+    assert not pool.redis.exists(pool.keys.loading())
+    busy = pool.start("--step-ms", 4000)
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
+        asking = threading.Thread(target=producer.logprobs, args=([1],))
+        asking.start()
+        until(lambda: pool.held() == 1, "the worker holds a prompt")
+        busy.signal(signal.SIGTERM)
+        until(lambda: ("syn", "draining") in states(), "the worker is seen to drain")
+        asking.join()
+    assert busy.wait() == 0
+    assert states() == [("slow", "ready")]
+
+
+def test_a_worker_that_cannot_load_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    worker = pool.start("--backend", "hf", model=str(tmp_path), wait=False)
+    assert worker.wait(90) == 2
+    assert pool.names("*") == []
 
 
 def test_flush_drops_the_cached_rows_of_one_model(pool: Pool) -> None:

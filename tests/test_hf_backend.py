@@ -23,8 +23,8 @@ from lmpool.errors import SettingsError
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.rows import Encoding, RowBlock, decode_row, widen_bf16
 from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import self_check
-from lmpool.workers.backends.hf import settings as hf_settings
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
@@ -615,7 +615,7 @@ def test_weights_that_are_missing_are_not_made_up(tiny: Tiny, tmp_path: Path) ->
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(hf_settings, "find_spec", lambda name: None if name == "transformers" else find(name))
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "transformers" else find(name))
     with pytest.raises(SettingsError, match=r"^model: needs transformers; install .*lmpool\[hf\]"):
         HfSettings("somewhere")
 

@@ -29,6 +29,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.server import URL_VARIABLE, Server, mask
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
+from lmpool.workers.backends.vllm.settings import VllmSettings
 from lmpool.workers.options import build, option_parameters
 from lmpool.workers.settings import WorkerSettings
 
@@ -94,7 +95,16 @@ def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out()
     every = {field.name for kind in ALL.values() for field in fields(kind)}
     assert set(found) == every - {"model"}
     shared = next(p for p in option_parameters(ALL, {"model"}) if p.name == "max_batch")
-    assert option(shared)[1].rich_help_panel == "Options: hf backend", "the first class describes it"
+    assert option(shared)[1].rich_help_panel == "Options: hf backend, synthetic backend"
+    assert str(option(shared)[1].help).endswith("(default: 64 for hf backend; 32 for synthetic backend)")
+
+
+def test_a_class_describes_what_it_inherits_too() -> None:
+    found = {p.name: str(option(p)[1].help) for p in option_parameters({"vllm": VllmSettings}, {"model"})}
+    assert set(found) == {field.name for field in fields(VllmSettings)} - {"model"}
+    assert found["sessions"].startswith("Growing prompts")
+    assert found["max_batch"].startswith("Prompts that run together. (default: 256)")
+    assert found["adapters"].endswith("may be given several times.")
 
 
 @pytest.mark.parametrize("kind", ALL.values(), ids=ALL)

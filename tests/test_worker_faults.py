@@ -26,7 +26,7 @@ from lmpool.workers.presence import Presence
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, is_held, until, until_async
+from tests.pool import Pool, Prepared, is_held, until, until_async
 
 
 def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
@@ -176,12 +176,13 @@ async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None
 async def test_a_wrong_address_does_not_cost_the_loading_of_a_model() -> None:
     made: list[bool] = []
 
-    def load() -> Backend:
-        made.append(True)
-        return _Faulty("")
+    class Loaded(Prepared):
+        def open(self) -> Backend:
+            made.append(True)
+            return super().open()
 
     with pytest.raises(ServerUnreachable):
-        await Worker(Server("redis://127.0.0.1:1"), load).run()
+        await Worker(Server("redis://127.0.0.1:1"), Loaded(_Faulty(""))).run()
     assert not made
 
 
@@ -190,7 +191,7 @@ async def test_a_wrong_address_does_not_cost_the_loading_of_a_model() -> None:
 
 async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_again(pool: Pool) -> None:
     backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=64))
-    worker = Worker(Server(pool.url), lambda: backend, WorkerSettings(prefix=pool.prefix))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), 10)
@@ -248,7 +249,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     suspect = ask(0)
     taken: Any = pool.redis.xreadgroup(GROUP, "dead", {jobs: ">"})
     pool.redis.xclaim(jobs, GROUP, "dead", 0, [taken[0][1][0][0]], idle=60_000, retrycount=1, justid=True)
-    worker = Worker(Server(pool.url), lambda: backend, WorkerSettings(pool.prefix, lease_s=0.5, max_deliveries=2))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=0.5, max_deliveries=2))
     running = asyncio.create_task(worker.run())
     for token in range(1, 40):
         ask(token)

@@ -34,6 +34,10 @@ class Keys:
         """Hash: heartbeat and counters of one worker; expires."""
         return f"{self.prefix}:worker:{worker_id}".encode()
 
+    def loading(self) -> bytes:
+        """Hash: id of a worker that loads its model -> the model's name; expires with the last such worker."""
+        return f"{self.prefix}:loading".encode()
+
     def rows(self) -> bytes:
         """Prefix of the rows of all models."""
         return f"{self.prefix}:row:".encode()

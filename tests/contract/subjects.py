@@ -125,10 +125,15 @@ def as_options(settings: dict[str, Any]) -> list[str]:
     return [text for pair in named.items() for text in pair]
 
 
-def _engine(name: str) -> Callable[[], Subject]:
-    """An engine's subject lies in a file of its own, because its imports need the engine's environment."""
+def _engine(name: str, shim: str | None = None) -> Callable[[], Subject]:
+    """An engine's subject lies in a file of its own, because its imports need the engine's environment.
+
+    A shim switches a part of the engine on that its CPU platform switches off.
+    """
 
     def find() -> Subject:
+        if shim is not None:
+            getattr(import_module(f"tests.engines.{name}_shims"), shim)()
         found: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
         return found
 
@@ -139,5 +144,7 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "synthetic": _synthetic,
     "hf": _hf,
     "vllm": _engine("vllm"),
+    "vllm-v2": _engine("vllm", "use_v2_runner"),
+    "vllm-async": _engine("vllm", "use_async_scheduling"),
     "sglang": _engine("sglang"),
 }

@@ -96,15 +96,15 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     models = Table("model", "backend", "V", "dtype", "rows as", "workers", "queued", "dead", "rows/s", title="Models")
     workers = Table("worker", "model", "state", "rows", "rows/s", "held", "failures", "prefix reuse", title="Workers")
     for model in found:
-        card = model["card"]
-        rate = sum(float(worker["rows_per_s"]) for worker in model["workers"])
-        cells = (card["name"], card["backend"], card["vocab_size"], card["dtype"], card["encoding"])
+        card = model["card"] or {}
+        rate = sum(float(worker.get("rows_per_s", 0)) for worker in model["workers"])
+        cells = [str(card.get(name, "")) for name in ("backend", "vocab_size", "dtype", "encoding")]
         counts = (len(model["workers"]), model["queued"], model["dead"], f"{rate:.1f}")
-        models.add_row(*map(str, cells + counts))
+        models.add_row(model["name"], *cells, *map(str, counts))
         for worker in model["workers"]:
-            reuse = int(worker["reused"]) / max(1, int(worker["tokens"]))
+            reuse = f"{int(worker['reused']) / max(1, int(worker['tokens'])):.0%}" if "tokens" in worker else ""
             names = ("id", "model", "state", "rows", "rows_per_s", "held", "failures")
-            workers.add_row(*(str(worker[name]) for name in names), f"{reuse:.0%}")
+            workers.add_row(*(str(worker.get(name, "")) for name in names), reuse)
     console = Console()
     console.print(models)
     console.print(workers)
@@ -114,14 +114,22 @@ async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:
     redis = server.client()
     try:
         lobby = Lobby(redis, keys)
+        cards, loading = await lobby.cards(), await lobby.loading()
+        # A model whose first worker still loads has no card.
+        names = [*cards, *sorted({worker.fields["model"] for worker in loading} - set(cards))]
         return [
             {
-                "card": {**asdict(card), "fingerprint": card.fingerprint},
+                "name": name,
+                "card": {**asdict(cards[name]), "fingerprint": cards[name].fingerprint} if name in cards else None,
                 "queued": await lobby.depth(name),
                 "dead": await lobby.dead(name),
-                "workers": [{"id": worker.worker_id, **worker.fields} for worker in await lobby.workers(name)],
+                "workers": [
+                    {"id": worker.worker_id, **worker.fields}
+                    for worker in [*await lobby.workers(name), *loading]
+                    if worker.fields["model"] == name
+                ],
             }
-            for name, card in (await lobby.cards()).items()
+            for name in names
         ]
     except (RedisError, OSError) as error:
         raise server.explain(error) from error

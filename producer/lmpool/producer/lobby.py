@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -54,7 +54,9 @@ class Lobby:
         served = ", ".join(cards) or "none"
         if not cards:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
-            raise UnknownModel(f"{wanted}: start a worker with `lmpool worker MODEL --name NAME`")
+            raise UnknownModel(
+                f"{wanted}: {await self._advice('start a worker with `lmpool worker MODEL --name NAME`')}"
+            )
         if name is None:
             # The card of a model whose workers were killed may still be there.
             live = [card for card in cards.values() if await self.workers(card.name)] if len(cards) > 1 else []
@@ -62,8 +64,13 @@ class Lobby:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
             return live[0] if live else next(iter(cards.values()))
         if name not in cards:
-            raise UnknownModel(f"the model {name!r} is not served; served are: {served}")
+            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(f'served are: {served}')}")
         return cards[name]
+
+    async def _advice(self, otherwise: str) -> str:
+        """What to do when a model is not served: wait, when a worker is loading one just now."""
+        models = ", ".join(sorted({repr(worker.fields["model"]) for worker in await self.loading()}))
+        return f"a worker is loading {models}, try again in a moment" if models else otherwise
 
     async def _read_cards(self) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
         """The cards by name, and why others cannot be read: one bad card must not take down every other model."""
@@ -85,8 +92,18 @@ class Lobby:
             consumers = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
         except ResponseError:
             return []  # No such stream: nobody has ever served this model.
+        return await self._alive(consumer["name"].decode() for consumer in consumers)
+
+    async def loading(self) -> list[WorkerInfo]:
+        """The workers that load their models, of all models."""
+        names = cast(list[bytes], await self._redis.hkeys(self._keys.loading()))
+        found = await self._alive(name.decode() for name in names)
+        return [worker for worker in found if worker.fields.get("state") == "loading"]
+
+    async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
+        """Those of some workers that have given a sign of life."""
         found = []
-        for name in sorted(consumer["name"].decode() for consumer in consumers):
+        for name in sorted(names):
             fields = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.worker(name)))
             if fields:
                 found.append(WorkerInfo(name, {k.decode(): v.decode() for k, v in fields.items()}))

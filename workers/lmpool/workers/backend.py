@@ -51,6 +51,23 @@ class BackendStats(NamedTuple):
     reused: int = 0
 
 
+class BackendSettings(Protocol):
+    """What a backend is told; the entry points `lmpool.backends` name such a class for each kind of backend.
+
+    A dataclass whose fields become options of `lmpool worker`, each described under "Attributes:" in its
+    docstring. The MODEL of the command is its field `model`, or `name` where there is no such field.
+    """
+
+    @property
+    def served_as(self) -> str:
+        """Under which name the model is served."""
+        ...
+
+    def open(self) -> Backend:
+        """Make the backend; called in the backend's thread. What is heavy is imported here."""
+        ...
+
+
 class Backend(Protocol):
     """Turns prompts into rows. All methods but `card` and `batch` are called in the backend's thread only."""
 

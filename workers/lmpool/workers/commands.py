@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -14,17 +17,17 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from lmpool.runtime_folder import AlreadyRunning
 from lmpool.server import URL_VARIABLE, Server
-from lmpool.workers.backend import Backend
-from lmpool.workers.backends.hf.settings import HfSettings
-from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.backend import BackendSettings
 from lmpool.workers.options import build, option_parameters
 from lmpool.workers.serving import serve
 from lmpool.workers.settings import WorkerSettings
 
-_BACKENDS: dict[str, type] = {"hf": HfSettings, "synthetic": SyntheticSettings}
+_OURS = ("hf", "vllm", "sglang", "synthetic")
 
 Model = Annotated[str, typer.Argument(help="Hub name or folder of the model; for synthetic just a name.")]
-BackendName = Annotated[str, typer.Option(help=f"What computes the rows: {', '.join(_BACKENDS)}.")]
+BackendName = Annotated[
+    str, typer.Option(help=f"What computes the rows: {', '.join(_OURS)}, or one of a package of yours.")
+]
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]
@@ -41,8 +44,8 @@ def register(app: typer.Typer) -> None:
 
 def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
     """Serve MODEL from this process, until Ctrl-C or SIGTERM."""
-    settings, make_backend = _configure(model, backend, given)
-    serve(Server(redis), make_backend, settings)
+    settings, chosen = _configure(model, backend, given)
+    serve(Server(redis), chosen, settings)
 
 
 def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **given: Any) -> None:
@@ -56,7 +59,7 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
             f"{URL_VARIABLE}: it is set, so your programs in this shell would not find the private server that "
             "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
         )
-    settings, make_backend = _configure(model, backend, given)
+    settings, chosen = _configure(model, backend, given)
     embedded = EmbeddedServer(None if memory_mb is None else memory_mb * 2**20)
     try:
         embedded.start()
@@ -64,41 +67,45 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
         typer.echo(f"your server is running already (process {running.pid}): adding a worker to it", err=True)
         if memory_mb is not None:
             typer.echo("--memory-mb has no effect on a server that runs already", err=True)
-        serve(Server(running.url), make_backend, settings)
+        serve(Server(running.url), chosen, settings)
         return
     try:
         typer.echo(f"your server runs at {embedded.url}", err=True)
-        serve(Server(embedded.url), make_backend, settings, before_exit=embedded.stop)
+        serve(Server(embedded.url), chosen, settings, before_exit=embedded.stop)
     finally:
         embedded.stop()
 
 
-def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, Callable[[], Backend]]:
-    """Settings of the worker and a maker of its backend, from the options that were given."""
-    check_choice("backend", backend, tuple(_BACKENDS))
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
+def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
+    """Settings of the worker and of its backend, from the options that were given."""
+    check_choice("backend", backend, tuple(_backends()))
+    given = {name: value for name, value in given.items() if value not in (None, False, [])}
     common = {field for field in WorkerSettings.__slots__ if field in given}
     settings = build(WorkerSettings, {name: given.pop(name) for name in common}, "workers")
-    if backend == "synthetic":
-        given.setdefault("name", model)
-        chosen = build(SyntheticSettings, given, "the synthetic backend")
-        return settings, lambda: SyntheticBackend(chosen)
-    hf_settings = build(HfSettings, {"model": model, **given}, f"the {backend} backend")
-    return settings, lambda: _make_hf(hf_settings)
+    kind = _backends()[backend]
+    names = {field.name for field in fields(kind)}
+    given = {"model": model, **given} if "model" in names else {"name": model, **given}
+    chosen: BackendSettings = build(kind, given, f"the {backend} backend")
+    return settings, chosen
 
 
-def _make_hf(settings: HfSettings) -> Backend:
-    from lmpool.workers.backends.hf.backend import HfBackend  # imports torch and transformers
-
-    return HfBackend(settings)
+@cache
+def _backends() -> dict[str, type]:
+    """The backends that are installed: name -> settings class (`BackendSettings`); ours come first."""
+    found = {}
+    for entry in entry_points(group="lmpool.backends"):
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            typer.echo(f"the backend {entry.name!r} is left out: {error}", err=True)
+    return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Replace a command's `**given` by the options of all settings classes."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    classes = {"every worker": WorkerSettings, **{f"{name} backend": kind for name, kind in _BACKENDS.items()}}
-    options = option_parameters(classes, leave_out={"model"})
+    options = option_parameters({"every worker": WorkerSettings, **_backends()}, leave_out={"model"})
     command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
     return command

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from lmpool.card import ModelCard
 from lmpool.server import Server
-from lmpool.workers.backend import Backend
+from lmpool.workers.backend import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
@@ -26,7 +26,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 def serve(
     server: Server,
-    make_backend: Callable[[], Backend],
+    backend: BackendSettings,
     settings: WorkerSettings,
     before_exit: Callable[[], None] = lambda: None,
 ) -> None:
@@ -34,7 +34,7 @@ def serve(
 
     Args:
         server: the pool's Redis.
-        make_backend: makes the backend.
+        backend: what the backend is told.
         settings: see `WorkerSettings`.
         before_exit: called before the process is ended at once.
 
@@ -47,13 +47,13 @@ def serve(
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(server, make_backend, settings, before_exit))
+        runner.run(_serve(server, backend, settings, before_exit))
 
 
 async def _serve(
-    server: Server, make_backend: Callable[[], Backend], settings: WorkerSettings, before_exit: Callable[[], None]
+    server: Server, backend: BackendSettings, settings: WorkerSettings, before_exit: Callable[[], None]
 ) -> None:
-    worker = Worker(server, make_backend, settings)
+    worker = Worker(server, backend, settings)
     is_ready = is_stopping = False
 
     def on_ready(card: ModelCard) -> None:

@@ -20,8 +20,9 @@ from lmpool.rowcache import RedisRows
 from lmpool.rows import RowBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
-from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backend import BackendJob, BackendSettings, Finished
 from lmpool.workers.intake import Intake, Taken
+from lmpool.workers.loading import Loading
 from lmpool.workers.meter import Meter
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.publisher import Ending, Publisher
@@ -54,15 +55,13 @@ class Worker:
 
     Args:
         server: the pool's Redis.
-        make_backend: makes the backend; called in the backend's own thread.
+        backend: what the backend is told; it is opened in a thread of its own.
         settings: see `WorkerSettings`.
     """
 
-    def __init__(
-        self, server: Server, make_backend: Callable[[], Backend], settings: WorkerSettings | None = None
-    ) -> None:
+    def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
         self._server = server
-        self._make_backend = make_backend
+        self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
         self._stopping = asyncio.Event()
@@ -99,9 +98,10 @@ class Worker:
             WorkerError: the backend broke.
         """
         await self._check_server()
-        self._stepper = Stepper(self._make_backend, self._on_finished, self._break)
+        self._stepper = Stepper(self._backend.open, self._on_finished, self._break)
         try:
-            card = await self._stepper.start()
+            async with Loading(self._server, self._settings, self._id, self._backend.served_as):
+                card = await self._stepper.start()
             await self._run(card, on_ready)
         finally:
             await self._stepper.close()
@@ -170,6 +170,7 @@ class Worker:
             for name, part in [
                 *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
                 ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
+                ("farewell", self._say_draining()),
                 ("leases", self._every(self._settings.lease_s / 3, self._renew)),
                 ("claims", self._every(self._settings.lease_s / 3, self._claim)),
                 ("log", self._every(self._settings.log_every_s, self._log_counters)),
@@ -334,6 +335,14 @@ class Worker:
 
     async def _beat(self) -> None:
         await self._presence.beat(self._counters())
+
+    async def _say_draining(self) -> None:
+        """Show at once that the worker drains, not with the next heartbeat only."""
+        await self._stopping.wait()
+        try:
+            await self._beat()
+        except (RedisError, OSError, LMPoolError) as error:
+            _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
 
     def _counters(self) -> dict[str, str | int | float]:
         stats = self._stepper.stats

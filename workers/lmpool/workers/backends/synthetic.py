@@ -19,7 +19,7 @@ from lmpool.checks import check_choice, check_name, check_number
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock
 from lmpool.synthetic import base_rows, draw, fill
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
 _CRASH_EXIT = 70
 
@@ -63,6 +63,15 @@ class SyntheticSettings:
         check_choice("encoding", self.encoding, ("f32", "bf16"))
         check_number(self, "fail_token", least=-1)
         check_number(self, "crash_token", least=-1)
+
+    @property
+    def served_as(self) -> str:
+        """`name`."""
+        return self.name
+
+    def open(self) -> Backend:
+        """Make the backend; see `SyntheticBackend`."""
+        return SyntheticBackend(self)
 
 
 class SyntheticBackend:

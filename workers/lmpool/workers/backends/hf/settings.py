@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
+from lmpool.workers.backend import Backend
 from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS
 from lmpool.workers.backends.requirements import require
 
@@ -66,6 +67,12 @@ class HfSettings:
     def served_as(self) -> str:
         """`name`, or the last part of `model`."""
         return self.name or Path(self.model).name or self.model
+
+    def open(self) -> Backend:
+        """Make the backend; see `HfBackend`."""
+        from lmpool.workers.backends.hf.backend import HfBackend  # imports torch and transformers
+
+        return HfBackend(self)
 
 
 def _check_text(field: str, value: object, *, optional: bool) -> None:

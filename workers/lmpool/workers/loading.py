@@ -1,0 +1,66 @@
+"""A worker that loads its model: nobody's consumer yet, but people who wait for it want to see it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from redis.exceptions import RedisError
+
+from lmpool.keys import Keys
+from lmpool.server import Server
+from lmpool.workers.settings import WorkerSettings
+
+_log = logging.getLogger("lmpool.worker")
+
+
+class Loading:
+    """Shows in Redis that a worker loads a model, while the context is open.
+
+    Args:
+        server: the pool's Redis.
+        settings: of the worker.
+        worker_id: its name.
+        model: what it will serve.
+    """
+
+    def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, model: str) -> None:
+        self._server = server
+        self._keys = Keys(settings.prefix)
+        self._settings = settings
+        self._worker_id = worker_id
+        self._fields = {"model": model, "state": "loading", "started": time.time()}
+
+    async def __aenter__(self) -> None:
+        self._redis = self._server.client()
+        self._beating = asyncio.create_task(self._beat(), name="loading")
+
+    async def __aexit__(self, *error: object) -> None:
+        self._beating.cancel()
+        await asyncio.wait([self._beating])
+        try:
+            await self._redis.hdel(self._keys.loading(), self._worker_id)
+            # The heartbeat stays when all went well: the worker goes on with it.
+            if error[0] is not None:
+                await self._redis.delete(self._keys.worker(self._worker_id))
+        except (RedisError, OSError) as trouble:
+            # Both expire. What comes next needs the server too, and says so better.
+            _log.warning("cannot say that the model is loaded: %s", self._server.explain(trouble))
+        finally:
+            await self._redis.aclose()
+
+    async def _beat(self) -> None:
+        lease_ms = int(self._settings.lease_s * 1000)
+        heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
+        while True:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.hset(heartbeat, mapping=self._fields)  # type: ignore[arg-type]
+            pipe.pexpire(heartbeat, lease_ms)
+            pipe.hset(loading, self._worker_id, str(self._fields["model"]))
+            pipe.pexpire(loading, lease_ms)
+            try:
+                await pipe.execute()
+            except (RedisError, OSError) as trouble:
+                _log.warning("will try again: %s", self._server.explain(trouble))
+            await asyncio.sleep(self._settings.heartbeat_s)
