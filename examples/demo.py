@@ -1,6 +1,6 @@
 """The demo: one server, one worker with a real model, three client processes that share its rows.
 
-    python examples/demo.py MODEL_FOLDER
+    python examples/demo.py MODEL_FOLDER [--backend vllm]
 
 Each client asks 48 prompts: the beginnings, at three lengths, of 16 English sentences. All ask the same ones, so
 most answers come out of the cache or of a request that another client has under way.
@@ -8,6 +8,7 @@ most answers come out of the cache or of a request that another client has under
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -81,9 +82,10 @@ async def client(folder: str) -> None:
 
 
 @contextmanager
-def pool(folder: str, runtime: Path) -> Iterator[None]:
+def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
     """`lmpool up` with the model, in a folder of its own so that a pool of yours is not touched."""
-    command = [str(Path(sys.executable).with_name("lmpool")), "up", folder, "--name", "smollm2"]
+    lmpool = [sys.executable, "-m", given.launcher] if given.launcher else [_lmpool()]
+    command = [*lmpool, "up", given.folder, "--name", "smollm2", "--backend", given.backend]
     log = runtime / "up.log"
     with log.open("wb") as out:
         up = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
@@ -97,6 +99,10 @@ def pool(folder: str, runtime: Path) -> Iterator[None]:
     finally:
         up.send_signal(signal.SIGINT)
         up.wait(60)
+
+
+def _lmpool() -> str:
+    return str(Path(sys.executable).with_name("lmpool"))
 
 
 def _is_served() -> bool:
@@ -148,10 +154,15 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run the demo; `--client` is one of its client processes."""
-    folder = sys.argv[1]
-    if "--client" in sys.argv[2:]:
-        asyncio.run(client(folder))
+    """Run the demo."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", help="folder of the model")
+    parser.add_argument("--backend", default="hf", help="what computes the rows")
+    parser.add_argument("--launcher", help="module to run instead of the command lmpool")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.client:
+        asyncio.run(client(given.folder))
         return
     runtime = Path(tempfile.mkdtemp(prefix="lmpool-demo-"))
     os.environ["LMPOOL_RUNTIME_DIR"] = str(runtime / "run")
@@ -159,10 +170,10 @@ def main() -> None:
     try:
         print("starting the server and a worker ...", flush=True)
         started = time.perf_counter()
-        with pool(folder, runtime):
+        with pool(given, runtime):
             print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
-            show(ask_from_clients(folder))
-        print(f"to serve it yourself: {Path(sys.executable).with_name('lmpool')} up {folder} --name smollm2")
+            show(ask_from_clients(given.folder))
+        print(f"to serve it yourself: {_lmpool()} up {given.folder} --name smollm2 --backend {given.backend}")
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 

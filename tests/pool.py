@@ -63,11 +63,11 @@ class Prepared:
 class WorkerProcess:
     """One `lmpool worker` process with its log."""
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                [*lmpool_command(), *arguments],
+                command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
@@ -77,6 +77,11 @@ class WorkerProcess:
     def text(self) -> str:
         """What the worker has printed."""
         return self.log.read_text("utf-8", "replace")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
 
     def until_says(self, text: str) -> None:
         """Wait until the worker has printed a text."""
@@ -114,15 +119,21 @@ class Pool:
         self.workers: list[WorkerProcess] = []
         self.redis = redis.Redis.from_url(url)
 
-    def start(self, *options: str | int | float, model: str = "syn", wait: bool = True) -> WorkerProcess:
-        """Start a worker process; without options a synthetic one."""
+    def start(
+        self,
+        *options: str | int | float,
+        model: str = "syn",
+        wait: bool = True,
+        command: Callable[[], list[str]] = lmpool_command,
+    ) -> WorkerProcess:
+        """Start a worker process; without options a synthetic one. `command` is what stands for `lmpool`."""
         chosen = [str(option) for option in options]
         if "--backend" not in chosen:
             chosen += ["--backend", "synthetic"]
             if "--vocab-size" not in chosen:
                 chosen += ["--vocab-size", str(V)]
         arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
-        worker = WorkerProcess(arguments, self.folder / f"worker-{len(self.workers)}.log")
+        worker = WorkerProcess([*command(), *arguments], self.folder / f"worker-{len(self.workers)}.log")
         self.workers.append(worker)
         if wait:
             worker.until_says("serving ")

@@ -17,7 +17,7 @@ from lmpool import errors
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, WorkerProcess, is_held, until, until_async
+from tests.pool import Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
 
 BAD_PROMPTS: list[tuple[Any, type[errors.LMPoolError], str]] = [
     ([], errors.EmptyPrompt, "at least 1 token"),
@@ -167,9 +167,8 @@ async def test_a_password_that_is_right_works(own_server: EmbeddedServer, tmp_pa
     with redis.Redis.from_url(own_server.url) as client:
         client.config_set("requirepass", "s3cret@/ &?")
     url = own_server.url.replace("unix://", "unix://:s3cret%40%2F%20%26%3F@")
-    worker = WorkerProcess(
-        ["worker", "syn", "--backend", "synthetic", "--vocab-size", "9", "--redis", url], tmp_path / "w"
-    )
+    options = ["worker", "syn", "--backend", "synthetic", "--vocab-size", "9", "--redis", url]
+    worker = WorkerProcess([*lmpool_command(), *options], tmp_path / "w")
     try:
         worker.until_says("serving ")
         async with Producer(redis=url) as producer:

@@ -172,13 +172,13 @@ UP = ["up", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
 
 
 def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Path) -> None:
-    owner = WorkerProcess(UP, tmp_path / "up.log")
+    owner = WorkerProcess([*lmpool_command(), *UP], tmp_path / "up.log")
     try:
         owner.until_says("serving ")
         with SyncProducer() as producer:
             assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
         assert json.loads(run("status", "--json").stdout)[0]["card"]["name"] == "syn"
-        second = WorkerProcess(["up", "other", "--backend", "synthetic"], tmp_path / "second.log")
+        second = WorkerProcess([*lmpool_command(), "up", "other", "--backend", "synthetic"], tmp_path / "second.log")
         try:
             second.until_says("serving ")
             assert "your server is running already" in second.text
@@ -195,14 +195,14 @@ def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Pa
 
 
 def test_up_that_was_killed_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
-    first = WorkerProcess(UP, tmp_path / "first.log")
+    first = WorkerProcess([*lmpool_command(), *UP], tmp_path / "first.log")
     try:
         first.until_says("serving ")
         pid = int((runtime / "server.pid").read_text())
     finally:
         first.end()
     until(lambda: not _runs(pid), "the server ends with its owner")
-    again = WorkerProcess(UP, tmp_path / "again.log")
+    again = WorkerProcess([*lmpool_command(), *UP], tmp_path / "again.log")
     try:
         again.until_says("serving ")
         again.signal(signal.SIGTERM)
@@ -219,7 +219,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Path, smollm2_folder: Path) -> None:
-    owner = WorkerProcess(["up", str(smollm2_folder)], tmp_path / "up.log")
+    owner = WorkerProcess([*lmpool_command(), "up", str(smollm2_folder)], tmp_path / "up.log")
     try:
         owner.until_says("your server runs at")
         pid = int((runtime / "server.pid").read_text())

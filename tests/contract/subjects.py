@@ -19,6 +19,7 @@ from lmpool.workers.backend import Backend
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.contract.model import V, reference_row
+from tests.pool import lmpool_command
 
 Row = NDArray[np.float32]
 
@@ -44,6 +45,7 @@ class Subject:
         tolerance: by how much an entry may differ.
         spy: see `LogitsSpy`; None when the rows come from no model.
         has_adapters: whether it serves adapters.
+        command: what stands for `lmpool` where a worker is started.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Subject:
     tolerance: float = 3e-4
     spy: LogitsSpy | None = None
     has_adapters: bool = False
+    command: Callable[[], list[str]] = lmpool_command
 
 
 def chosen() -> list[Subject]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class VllmSettings(EngineSettings):
         """Make the backend; see `VllmBackend`."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        # vllm configures its logger when it has been imported halfway.
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
         from lmpool.workers.backends.vllm.backend import VllmBackend
 

@@ -1,0 +1,145 @@
+"""Every backend under contract in a real worker process: started, asked through Redis, asked nonsense, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool import errors
+from lmpool.keys import JOB_FIELD
+from lmpool.messages import Job, unpack_failure
+from lmpool.producer import Producer
+from lmpool.prompts import digest_of
+from tests.contract.driver import prompt
+from tests.contract.model import V
+from tests.contract.subjects import Subject
+from tests.pool import Pool, WorkerProcess, lmpool_command, until, until_async
+
+NAME = "contract"
+
+
+class Served:
+    """A pool with one worker of the subject."""
+
+    def __init__(self, pool: Pool, worker: WorkerProcess, subject: Subject) -> None:
+        self.pool = pool
+        self.worker = worker
+        self.subject = subject
+
+    def states(self) -> list[str]:
+        """The states of the workers, as `lmpool status` shows them."""
+        command = [*lmpool_command(), "status", "--json", "--redis", self.pool.url, "--prefix", self.pool.prefix]
+        found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return [worker["state"] for model in found for worker in model["workers"]]
+
+    def failure_of(self, ids: bytes, adapter: str = "") -> tuple[str, str]:
+        """What the worker answers to a job that no producer would send."""
+        redis, keys = self.pool.redis, self.pool.keys.model(NAME)
+        reply = keys.reply("test")
+        with asyncio.Runner() as runner:
+            card = runner.run(self._card())
+        # In this order: the worker may be faster than the second command.
+        redis.hset(keys.waiting + digest_of(ids, adapter), mapping={b"job": "0-1", reply: ""})
+        redis.xadd(keys.jobs, {JOB_FIELD: Job(ids, adapter, card.fingerprint, False).pack()})
+        found: Any = until(lambda: redis.xrange(reply), "the worker answers")
+        redis.delete(reply)
+        return unpack_failure(found[0][1][b"e"])
+
+    async def _card(self) -> Any:
+        async with self.pool.producer(NAME) as producer:
+            return producer.model
+
+
+@pytest.fixture(scope="module")
+def served(
+    subject: Subject, server_url: str, model_folder: Path, adapter_folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:  # fmt: skip
+    """A worker that is ready; it was seen to load before."""
+    pool = Pool(server_url, f"contract-{subject.name}", tmp_path_factory.mktemp("pool"))
+    adapters = adapter_folders if subject.has_adapters else {}
+    worker = pool.start(
+        "--backend", subject.name, "--name", NAME, *subject.options(model_folder, adapters), "--lease-s", 5,
+        model=str(model_folder), wait=False, command=subject.command,
+    )  # fmt: skip
+    served = Served(pool, worker, subject)
+    if subject.spy is not None:
+        until(lambda: served.states() == ["loading"] or not worker.is_running, "the worker is seen to load", 60)
+        assert worker.is_running, worker.text
+    worker.until_says("serving ")
+    yield served
+    pool.end()
+
+
+async def test_clients_get_the_references_rows(served: Served) -> None:
+    draw = random.Random(100)
+    assert served.states() == ["ready"]
+    async with served.pool.producer(NAME) as one, served.pool.producer(NAME) as other:
+        most = one.model.max_prompt_tokens
+        prompts = [prompt(draw, length) for length in (1, 7, 33, 100, most)]
+        await _check(served, one, prompts)
+        contexts = [prompt(draw, 10 + i) for i in range(10)]
+        for _ in range(5):
+            await asyncio.gather(_check(served, one, contexts), _check(served, other, contexts[::2]))
+            contexts = [[*ids, draw.randrange(V)] for ids in contexts]
+        for adapter in one.model.adapters:
+            await _check(served, one, prompts, adapter)
+
+
+async def _check(served: Served, producer: Producer, prompts: list[list[int]], adapter: str = "") -> None:
+    rows = await producer.batch_logprobs(prompts, adapter=adapter)
+    expected = np.stack([served.subject.reference(ids, adapter) for ids in prompts])
+    assert np.abs(rows - expected).max() <= served.subject.tolerance
+
+
+@pytest.mark.parametrize(
+    ("ids", "kind"),
+    [
+        ([5] * 5000, "PromptTooLong"),
+        ([1, V], "TokenOutOfRange"),
+        ([2**32 - 1], "TokenOutOfRange"),
+        ([], "EmptyPrompt"),
+    ],
+    ids=["too long", "beyond V", "far beyond V", "empty"],
+)
+def test_a_prompt_that_the_model_cannot_take_never_reaches_the_engine(
+    served: Served, ids: list[int], kind: str
+) -> None:
+    assert served.failure_of(np.asarray(ids, "<u4").tobytes())[0] == kind
+    assert served.states() == ["ready"]
+
+
+def test_bytes_that_are_no_ids_and_adapters_that_are_none_are_refused(served: Served) -> None:
+    assert served.failure_of(b"abcde")[0] == errors.NotTokenIds.__name__
+    kind, text = served.failure_of(b"\x01\0\0\0", "nobody's")
+    assert kind == errors.UnknownAdapter.__name__
+    assert "nobody's" in text
+    assert served.states() == ["ready"]
+
+
+async def test_a_worker_that_is_told_to_stop_finishes_what_it_holds(served: Served) -> None:
+    draw = random.Random(101)
+    async with served.pool.producer(NAME) as producer:
+        prompts = [prompt(draw, 100) for _ in range(8)]
+        asked = asyncio.ensure_future(producer.batch_logprobs(prompts))
+
+        async def is_taken() -> bool:
+            return served.pool.held(NAME) > 0 or asked.done()
+
+        await until_async(is_taken, "the worker has taken the prompts")
+        served.worker.signal(signal.SIGTERM)
+        rows = await asked
+    expected = np.stack([served.subject.reference(ids, "") for ids in prompts])
+    assert np.abs(rows - expected).max() <= served.subject.tolerance
+    assert await asyncio.to_thread(served.worker.wait) == 0
+    assert "Traceback" not in served.worker.text
+    assert served.states() == []
