@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
-from benchmarks import job_queue, latency, peers, real_model, scaling, transport
+from benchmarks import engine_measures, job_queue, latency, peers, real_model, scaling, transport
 from benchmarks.pairs import Result
 from benchmarks.processes import BenchmarkError
 from benchmarks.report import Surroundings, read_notes, render
@@ -29,6 +29,12 @@ _MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
     "arq": job_queue.arq,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
+    "vllm-random": engine_measures.vllm_random,
+    "vllm-grow": engine_measures.vllm_grow,
+    "vllm-http": engine_measures.vllm_http,
+    "vllm-overhead": engine_measures.vllm_overhead,
+    "sglang-random": engine_measures.sglang_random,
+    "sglang-grow": engine_measures.sglang_grow,
 }
 _WITH_PEERS = ("arq", "hf-random", "hf-shared")
 _REPEATS, _QUICK_REPEATS = 5, 2

@@ -87,6 +87,14 @@ class Client:
             rows = await asyncio.gather(*[self._producer.logprobs(shared + own[:length]) for own in tokens])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
+    async def grow(self, contexts: list[Ids], steps: int) -> dict[str, Any]:
+        """Seconds for contexts that grow by a token `steps` times; what they begin with is asked before the clock."""
+        await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - steps]) for ids in contexts])
+        start = time.perf_counter()
+        for left in range(steps - 1, -1, -1):
+            rows = await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - left]) for ids in contexts])
+        return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
+
     def _fresh(self, number: int) -> list[Ids]:
         drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()
         return drawn
@@ -118,7 +126,7 @@ async def main() -> None:
     settings = {} if given.cache_bytes is None else {"cache_bytes": given.cache_bytes}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
         client = Client(producer)
-        handlers = (client.new, client.again, client.keys, client.alone, client.together, client.extend)
+        handlers = (client.new, client.again, client.keys, client.alone, client.together, client.extend, client.grow)
         await serve({handler.__name__: handler for handler in handlers})
 
 

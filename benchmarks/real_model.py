@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class _Contest:
     """
 
     def __init__(self, stack: ExitStack, place: Workplace) -> None:
-        model = str(_model_folder())
+        model = str(smollm2_folder())
         stack.enter_context(place.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
         self._pool = stack.enter_context(place.producer("smollm2"))
         self._peer = stack.enter_context(place.child("genlm_peer", model, python=peers_python()))
@@ -106,12 +107,22 @@ class _Contest:
         answer = side.ask(do, **self._asked, **more)
         if side is self._pool:
             self._probe = answer["probe"]
-        elif any(abs(a - b) > _TOLERANCE for a, b in zip(self._probe, answer["probe"], strict=True)):
-            raise BenchmarkError(f"the sides disagree on a row: {self._probe} and {answer['probe']}")
+        else:
+            agree(self._probe, answer["probe"])
         return rows / float(answer["seconds"])
 
 
-def _model_folder() -> Path:
+def agree(first: Sequence[float], second: Sequence[float]) -> None:
+    """See that both sides have computed the same.
+
+    Raises:
+        BenchmarkError: they have not.
+    """
+    if any(abs(a - b) > _TOLERANCE for a, b in zip(first, second, strict=True)):
+        raise BenchmarkError(f"the sides disagree on a row: {first} and {second}")
+
+
+def smollm2_folder() -> Path:
     """SmolLM2 in float32, in the folder that the tests use too; written when it is not there."""
     folder = REPOSITORY / ".cache" / "models" / "smollm2-float32"
     if not (folder / "config.json").exists():

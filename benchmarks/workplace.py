@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -86,13 +86,23 @@ class Workplace:
         raise BenchmarkError("the server did not fill up")
 
     @contextmanager
-    def workers(self, name: str, model: str, *options: str, number: int = 1) -> Iterator[None]:
+    def workers(
+        self, name: str, model: str, *options: str, number: int = 1, command: Sequence[str] = ()
+    ) -> Iterator[None]:
         """Have workers serve a model as `name`; they are ready when the block begins.
+
+        Args:
+            name: what they serve it as.
+            model: hub name or folder.
+            options: of `lmpool worker`.
+            number: how many.
+            command: what stands for `lmpool`; this environment's own when empty.
 
         Raises:
             BenchmarkError: one ended at once, or they are not ready within 3 minutes.
         """
-        command = [str(Path(sys.executable).with_name("lmpool")), "worker", model, "--name", name, "--redis", self.url]
+        lmpool = command or [str(Path(sys.executable).with_name("lmpool"))]
+        command = [*lmpool, "worker", model, "--name", name, "--redis", self.url]
         with ExitStack() as stack, redis.Redis.from_url(self.url) as server:
             started = [stack.enter_context(self.process(f"worker-{name}", *command, *options)) for _ in range(number)]
 

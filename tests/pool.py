@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,14 @@ class Prepared:
 class WorkerProcess:
     """One `lmpool worker` process with its log."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
         with log.open("wb") as out:
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **(environment or {})},
             )
 
     @property
@@ -125,6 +125,7 @@ class Pool:
         model: str = "syn",
         wait: bool = True,
         command: Callable[[], list[str]] = lmpool_command,
+        environment: Mapping[str, str] | None = None,
     ) -> WorkerProcess:
         """Start a worker process; without options a synthetic one. `command` is what stands for `lmpool`."""
         chosen = [str(option) for option in options]
@@ -133,7 +134,8 @@ class Pool:
             if "--vocab-size" not in chosen:
                 chosen += ["--vocab-size", str(V)]
         arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
-        worker = WorkerProcess([*command(), *arguments], self.folder / f"worker-{len(self.workers)}.log")
+        log = self.folder / f"worker-{len(self.workers)}.log"
+        worker = WorkerProcess([*command(), *arguments], log, environment)
         self.workers.append(worker)
         if wait:
             worker.until_says("serving ")

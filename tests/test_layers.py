@@ -22,7 +22,7 @@ BACKENDS = WORKERS / "lmpool/workers/backends"
 # What each backend may import, and nobody else.
 ENGINES = {
     "hf": {"torch", "transformers"},
-    "vllm": {"torch", "vllm"},
+    "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang"},
     "row_encoder.py": {"torch"},
     "checkpoint.py": {"huggingface_hub"},

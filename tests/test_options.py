@@ -30,6 +30,7 @@ from lmpool.server import URL_VARIABLE, Server, mask
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.backends.vllm.settings import VllmSettings
+from lmpool.workers.commands import _backends, _configure
 from lmpool.workers.options import build, option_parameters
 from lmpool.workers.settings import WorkerSettings
 
@@ -446,3 +447,23 @@ def test_every_good_worker_setting_fits_in_a_card() -> None:
         card = ModelCard("m", "synthetic", 1, 1, "r", "float32", queue_limit=settings.queue_limit,
                          lease_s=settings.lease_s, row_ttl_s=settings.row_ttl_s)  # fmt: skip
         assert ModelCard.unpack(card.pack()) == card
+
+
+# From the command line to settings
+
+
+def test_a_zero_that_was_given_is_a_value() -> None:
+    _, chosen = _configure("somewhere", "hf", {"kv_cache_bytes": 0, "trust_remote_code": False, "revision": None})
+    assert isinstance(chosen, HfSettings)
+    assert chosen == HfSettings("somewhere", kv_cache_bytes=0)
+
+
+def test_the_model_of_the_command_names_what_has_no_weights() -> None:
+    _, chosen = _configure("some-name", "synthetic", {})
+    assert chosen == SyntheticSettings(name="some-name")
+
+
+def test_backends_are_found_by_entry_point_and_ours_come_first() -> None:
+    assert list(_backends())[:4] == ["hf", "vllm", "sglang", "synthetic"]
+    with pytest.raises(SettingsError, match=r"^backend: 'tgi' is not one of hf, vllm, sglang, synthetic"):
+        _configure("m", "tgi", {})

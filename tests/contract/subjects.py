@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 import torch
+from examples import own_backend
+from examples.own_backend import UnigramSettings
 from numpy.typing import NDArray
 
 from lmpool.synthetic import synthetic_row
@@ -45,7 +51,9 @@ class Subject:
         tolerance: by how much an entry may differ.
         spy: see `LogitsSpy`; None when the rows come from no model.
         has_adapters: whether it serves adapters.
+        narrow: whether it can compute in bfloat16.
         command: what stands for `lmpool` where a worker is started.
+        environment: of that worker.
     """
 
     name: str
@@ -55,12 +63,14 @@ class Subject:
     tolerance: float = 3e-4
     spy: LogitsSpy | None = None
     has_adapters: bool = False
+    narrow: bool = True
     command: Callable[[], list[str]] = lmpool_command
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def chosen() -> list[Subject]:
     """The subjects that LMPOOL_CONTRACT names; those that need no engine by default."""
-    return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf").split(",")]
+    return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf,unigram").split(",")]
 
 
 def _synthetic() -> Subject:
@@ -76,6 +86,37 @@ def _synthetic() -> Subject:
 
     options = ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS)]
     return Subject("synthetic", make, lambda folder, adapters: options, reference)
+
+
+def _unigram() -> Subject:
+    """The example of a backend of one's own."""
+
+    def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+        return UnigramSettings("unigram", V).open()
+
+    def reference(ids: Sequence[int], adapter: str) -> Row:
+        counts = np.ones(V)
+        for token in ids:
+            counts[token] += 1
+        row: Row = np.log(counts / counts.sum()).astype(np.float32)
+        return row
+
+    return Subject(
+        "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, narrow=False,
+        environment={"PYTHONPATH": str(_plugin().parent)},
+    )  # fmt: skip
+
+
+@cache
+def _plugin() -> Path:
+    """What installing a package with this backend leaves: its metadata, with the entry point."""
+    folder = Path(mkdtemp(prefix="lmp")) / "unigram-1.0.dist-info"
+    atexit.register(rmtree, folder.parent)
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: unigram\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[lmpool.backends]\nunigram = own_backend:UnigramSettings\n")
+    (folder.parent / "own_backend.py").write_text(Path(own_backend.__file__).read_text())
+    return folder
 
 
 def _hf() -> Subject:
@@ -146,6 +187,7 @@ def _engine(name: str, shim: str | None = None) -> Callable[[], Subject]:
 _FINDERS: dict[str, Callable[[], Subject]] = {
     "synthetic": _synthetic,
     "hf": _hf,
+    "unigram": _unigram,
     "vllm": _engine("vllm"),
     "vllm-v2": _engine("vllm", "use_v2_runner"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),

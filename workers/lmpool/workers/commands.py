@@ -79,7 +79,8 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
     """Settings of the worker and of its backend, from the options that were given."""
     check_choice("backend", backend, tuple(_backends()))
-    given = {name: value for name, value in given.items() if value not in (None, False, [])}
+    # By identity: a zero is a value.
+    given = {name: value for name, value in given.items() if value is not None and value is not False and value != []}
     common = {field for field in WorkerSettings.__slots__ if field in given}
     settings = build(WorkerSettings, {name: given.pop(name) for name in common}, "workers")
     kind = _backends()[backend]

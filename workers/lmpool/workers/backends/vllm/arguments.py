@@ -8,14 +8,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lmpool.errors import SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
-from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
-from lmpool.workers.backends.vllm.settings import VllmSettings
 from vllm import __version__ as vllm_version
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
+
+from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
+from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.vllm.settings import VllmSettings
 
 Adapters = dict[str, tuple[LoRARequest, str]]
 """Adapter -> what a request names it by, and the digest of its weights."""
@@ -66,17 +68,16 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     return given
 
 
-def find_adapters(settings: VllmSettings) -> Adapters:
-    """The adapters that the settings name.
+def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
+    """The adapters that the settings name, for the model in a folder.
 
     Raises:
-        SettingsError: there is no such folder, or no adapter in it.
+        SettingsError: there is no such folder, or no adapter for this model in it.
     """
     found: Adapters = {}
     for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
         folder = checkpoint_folder("adapters", place)
-        if not (folder / "adapter_config.json").is_file():
-            raise SettingsError(f"adapters: {place} holds no adapter_config.json: is it a LoRA adapter of peft?")
+        check_adapter(folder, model)
         found[name] = (LoRARequest(name, number, str(folder)), checkpoint_revision(folder))
     return found
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+
 from lmpool.card import ModelCard
 from lmpool.errors import WorkerError
 from lmpool.prompts import decode_ids
@@ -18,8 +21,6 @@ from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import open_engine
 from lmpool.workers.backends.vllm.sessions import Sessions
 from lmpool.workers.backends.vllm.settings import VllmSettings
-from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 _MOST_IDLE_STEPS = 10_000
 _SESSION_SHARE = 0.5
@@ -159,7 +160,7 @@ class VllmBackend:
         stats = self._stats
         self._stats = stats._replace(tokens=stats.tokens + len(job.ids) // 4, reused=stats.reused + reused)
         if output.finish_reason is not FinishReason.LENGTH:
-            return job, f"vLLM has ended the prompt: {output.finish_reason or 'it goes on'}"
+            return job, f"vLLM has ended the prompt: {output.finish_reason!s}"
         if request.is_session:
             self._core.abort_requests(self._sessions.keep(job.adapter, job.ids, output.request_id))
         return job, ""

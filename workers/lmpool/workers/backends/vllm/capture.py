@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
+from vllm.v1.sample.logits_processor import MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from lmpool.errors import WorkerError
 from lmpool.rows import RowBlock
 from lmpool.workers.backends.row_encoder import RowEncoder
-from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
-from vllm.v1.sample.logits_processor import MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that carries a prompt's digest."""

@@ -7,6 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from vllm import __version__ as vllm_version
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
@@ -21,19 +29,13 @@ from lmpool.workers.backends.vllm.arguments import (
 )
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
 from lmpool.workers.backends.vllm.settings import VllmSettings
-from vllm import __version__ as vllm_version
-from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.executor import Executor
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
 _START_ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
-    AttributeError, AssertionError,
+    AttributeError, AssertionError, SafetensorError,
 )  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def open_engine(settings: VllmSettings) -> Engine:
     """
     given = user_arguments(settings)
     folder = checkpoint_folder("model", settings.model, settings.revision)
-    adapters = find_adapters(settings)
+    adapters = find_adapters(settings, folder)
     # vLLM makes the processor's instance itself, so each engine needs a class that knows where rows go.
     processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
     arguments = engine_arguments(settings, folder, adapters, given)
@@ -128,9 +130,10 @@ def _refusal(settings: VllmSettings, what: str, error: BaseException) -> Setting
 
 
 def _reason(error: BaseException) -> str:
-    """The line of an exception that says what is wrong; pydantic begins with one that counts."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))]
-    if telling:
-        return telling[0].partition(", ")[2].partition(" [type=")[0]
+    """What is wrong, in one line; pydantic, which checks vLLM's configuration, begins with one that counts errors."""
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        text = str(first["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        return first_line(ValueError(f"{where}: {text}" if where else text))
     return first_line(error)

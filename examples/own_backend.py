@@ -1,0 +1,70 @@
+"""A backend of your own in 40 lines: the next token is one that the prompt has, or any other (add-one smoothing)."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from lmpool.card import ModelCard
+from lmpool.prompts import decode_ids
+from lmpool.rows import Encoding, RowBlock
+from lmpool.workers.backend import BackendJob, BackendStats, Finished
+
+
+@dataclass(frozen=True)
+class UnigramSettings:
+    """Fields become options of `lmpool worker`.
+
+    Attributes:
+        name: what the model is served as; the MODEL of the command.
+        vocab_size: V.
+    """
+
+    name: str
+    vocab_size: int = 50_000
+
+    @property
+    def served_as(self) -> str:
+        return self.name
+
+    def open(self) -> "UnigramBackend":  # Load the model here, and import what is heavy.
+        return UnigramBackend(self)
+
+
+class UnigramBackend:
+    batch = 32
+
+    def __init__(self, settings: UnigramSettings) -> None:
+        self._waiting: dict[bytes, bytes] = {}
+        self._stats = BackendStats()
+        # All workers of a name must have the same backend, V, revision and dtype: they name the cached rows.
+        self.card = ModelCard(
+            settings.name, "unigram", settings.vocab_size, max_prompt_tokens=4096, revision="1", dtype="float32"
+        )
+
+    def capacity(self) -> int:  # One batch that runs, and the next one.
+        return 2 * self.batch - len(self._waiting)
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        self._waiting.update((job.digest, job.ids) for job in jobs)
+
+    def step(self) -> Finished:
+        batch = dict(islice(self._waiting.items(), self.batch))
+        counts = [np.bincount(decode_ids(ids), minlength=self.card.vocab_size) + 1.0 for ids in batch.values()]
+        rows = np.log([row / row.sum() for row in counts]).astype(np.float32)
+        self.abort(batch)
+        steps, done, tokens, _ = self._stats
+        tokens += sum(len(ids) // 4 for ids in batch.values())
+        self._stats = BackendStats(steps + 1, done + len(batch), tokens)
+        return Finished([RowBlock(list(batch), rows, None, Encoding.F32)], failures={})
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        for digest in digests:
+            self._waiting.pop(digest, None)
+
+    def stats(self) -> BackendStats:
+        return self._stats
+
+    def close(self) -> None:
+        self._waiting.clear()

@@ -1,0 +1,30 @@
+"""Each file runs in the environment of its engine, which LMPOOL_CONTRACT names; `make test` runs all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.contract.model import ADAPTERS, write_adapter, write_model
+from tests.contract.subjects import chosen
+
+_ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
+
+if _ENGINE:
+    chosen()  # Installs the shim of this run, before a test imports the engine.
+
+collect_ignore = [f"test_{name}.py" for name in ("vllm", "sglang") if name != _ENGINE]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the contract."""
+    return write_model(tmp_path_factory.mktemp("engine") / "llama")
+
+
+@pytest.fixture(scope="session")
+def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for it."""
+    return write_adapter(tmp_path_factory.mktemp("adapter") / "warm", ADAPTERS[0])

@@ -1,0 +1,328 @@
+"""What is particular to the vllm backend: its runners, sessions, options, and what it does not believe."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.sample.logits_processor import MoveDirectionality
+
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.prompts import digest_of
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends import requirements
+from lmpool.workers.backends.vllm import arguments
+from lmpool.workers.backends.vllm.backend import VllmBackend
+from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from tests.contract.model import MAX_TOKENS, V, reference_row
+
+SESSIONS = 4
+KV_TOKENS = 512
+_BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
+
+
+def settings(folder: Path, **more: Any) -> VllmSettings:
+    given: dict[str, Any] = {
+        "max_batch": 8,
+        "max_batch_tokens": 64,
+        "sessions": SESSIONS,
+        "kv_cache_bytes": KV_TOKENS * _BYTES_A_TOKEN,
+    }
+    return VllmSettings(str(folder), **(given | more))
+
+
+@pytest.fixture(scope="module")
+def backend(model_folder: Path) -> Iterator[VllmBackend]:
+    """One small backend for all tests that do not break it."""
+    made = settings(model_folder).open()
+    assert isinstance(made, VllmBackend)
+    yield made
+    made.close()
+
+
+def job(ids: list[int], name: str = "") -> BackendJob:
+    data = np.asarray(ids, "<u4").tobytes()
+    return BackendJob(digest_of(data, name), data)
+
+
+def answer(backend: VllmBackend, *prompts: list[int]) -> None:
+    """Have prompts answered, and check their rows."""
+    jobs = {one.digest: ids for one, ids in ((job(ids), ids) for ids in prompts)}
+    backend.submit(job(ids) for ids in prompts)
+    while jobs:
+        finished = backend.step()
+        assert not finished.failures
+        for block in finished.blocks:
+            for digest, row in zip(block.digests, block.numbers, strict=True):
+                assert np.abs(row - reference_row(jobs.pop(digest))).max() <= 3e-4
+
+
+def draw(seed: int, length: int) -> list[int]:
+    chosen_ids = random.Random(seed)
+    return [chosen_ids.randrange(V) for _ in range(length)]
+
+
+# What this run is about
+
+
+def test_the_engine_runs_as_this_run_says(backend: VllmBackend) -> None:
+    core: Any = backend._core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    variant = os.environ["LMPOOL_CONTRACT"]
+    assert (".gpu.model_runner" in type(runner).__module__ or "gpu.model_runner" in str(type(runner).__mro__)) == (
+        variant == "vllm-v2"
+    )
+    assert (core.batch_queue is not None) == (variant == "vllm-async")
+
+
+def test_signals_stay_as_they_were(model_folder: Path, backend: VllmBackend) -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# Sessions
+
+
+def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) -> None:
+    before = len(backend._sessions)
+    ids = draw(1, 40)
+    answer(backend, ids)
+    assert len(backend._sessions) == before, "nobody knows yet whether it will grow"
+    answer(backend, [*ids, 1])
+    assert len(backend._sessions) == min(before + 1, SESSIONS)
+    reused = backend.stats().reused
+    answer(backend, [*ids, 1, 2])
+    assert backend.stats().reused - reused == 41, "all but the new token"
+
+
+def test_sessions_are_few_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:
+    contexts = [draw(seed, 20) for seed in range(10, 10 + 3 * SESSIONS)]
+    for _ in range(3):
+        answer(backend, *contexts)
+        assert len(backend._sessions) <= SESSIONS
+        assert len(backend._scheduler.requests) == len(backend._sessions)
+        contexts = [[*ids, 5] for ids in contexts]
+
+
+def test_sessions_give_way_to_a_prompt_that_needs_their_memory(backend: VllmBackend) -> None:
+    contexts = [draw(seed, 60) for seed in range(30, 30 + SESSIONS)]
+    for token in range(3):
+        answer(backend, *contexts)
+        contexts = [[*ids, token] for ids in contexts]
+    assert len(backend._sessions) > 1
+    answer(backend, *[draw(seed, MAX_TOKENS - 1) for seed in range(40, 44)])
+    assert not backend._requests
+
+
+def test_a_dropped_extension_closes_its_session(backend: VllmBackend) -> None:
+    ids = draw(50, 30)
+    answer(backend, ids)
+    answer(backend, [*ids, 1])
+    held = len(backend._sessions)
+    backend.submit([job([*ids, 1, 2])])
+    assert len(backend._sessions) == held - 1
+    backend.abort([job([*ids, 1, 2]).digest])
+    assert len(backend._scheduler.requests) == len(backend._sessions)
+    answer(backend, [*ids, 1, 2])
+
+
+# What it does not believe
+
+
+@pytest.fixture
+def asked(backend: VllmBackend) -> Iterator[BackendJob]:
+    """A prompt that the backend holds; what a test leaves broken is dropped."""
+    one = job(draw(60, 10))
+    backend.submit([one])
+    name = backend._held[one.digest]
+    yield one
+    backend.abort([one.digest])
+    # The backend may have forgotten what its engine still runs.
+    backend._core.abort_requests([name])
+
+
+def test_an_answer_to_what_was_not_asked_breaks_the_backend(
+    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = EngineCoreOutput("nobody", [1], finish_reason=FinishReason.LENGTH)
+    monkeypatch.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[stranger]))
+    with pytest.raises(WorkerError, match="request nobody, which it was not asked"):
+        backend.step()
+
+
+def test_an_end_without_logits_breaks_the_backend(
+    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = EngineCoreOutput(backend._held[asked.digest], [1], finish_reason=FinishReason.LENGTH)
+    monkeypatch.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[ended]))
+    with pytest.raises(WorkerError, match="without giving its logits"):
+        backend.step()
+
+
+def test_an_aborted_request_is_a_failure_of_its_prompt_alone(
+    backend: VllmBackend, asked: BackendJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = backend._held[asked.digest]
+    with monkeypatch.context() as patched:
+        ended = EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT)
+        patched.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[ended]))
+        finished = backend.step()
+    backend._core.abort_requests([name])
+    assert not finished.blocks
+    assert finished.failures == {asked.digest: "vLLM has ended the prompt: abort"}
+    answer(backend, draw(61, 5))
+
+
+@pytest.mark.parametrize("shape", [(1, V - 1), (2, V)], ids=["other V", "other number of rows"])
+def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: tuple[int, int]) -> None:
+    with pytest.raises(WorkerError, match=rf"logits of shape \({shape[0]}, {shape[1]}\) for 1 prompts and V = {V}"):
+        backend._engine.captured.add([bytes(16)], torch.zeros(shape))
+
+
+# Options
+
+
+def refused(folder: Path, **more: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        settings(folder, **more).open()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("max_num_seq=3", "has no option 'max_num_seq'; is 'max_num_seqs' meant?"),
+        ("tensor_parallel_size=2", "tensor_parallel_size must be 1, not 2: rows are captured inside the worker's"),
+        ("pipeline_parallel_size=2", "pipeline_parallel_size must be 1"),
+        ("model=other", "model cannot be set here: it is the MODEL of the command"),
+        ("logits_processors=[]", "logits_processors cannot be set here"),
+        ("kv_cache_dtype=fp7", "cache_dtype: Input should be"),
+        ("max_model_len=100000", "max_model_len"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(model_folder: Path, given: str, text: str) -> None:
+    assert text in refused(model_folder, engine_args=[given])
+
+
+def test_memory_that_does_not_suffice_is_said_in_one_line(model_folder: Path) -> None:
+    assert "No available memory" in refused(model_folder, kv_cache_bytes=1000)
+
+
+def test_a_longest_prompt_beyond_the_model_is_refused(model_folder: Path) -> None:
+    assert str(MAX_TOKENS) in refused(model_folder, max_prompt_tokens=MAX_TOKENS + 5)
+
+
+def test_no_model_and_a_broken_one_are_said_in_one_line(model_folder: Path, tmp_path: Path) -> None:
+    assert "there is no such folder" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refused(tmp_path / "empty")
+    broken = shutil.copytree(model_folder, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"nonsense")
+    assert "broken" in refused(broken)
+
+
+def test_an_adapter_that_is_none_is_refused(model_folder: Path, adapter_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no adapter_config.json" in refused(model_folder, adapters=[f"a={tmp_path / 'empty'}"])
+    assert "is not name=folder" in refused(model_folder, adapters=["a"])
+    assert "given twice" in refused(model_folder, adapters=[f"a={adapter_folder}"] * 2)
+    large = shutil.copytree(adapter_folder, tmp_path / "large")
+    config = json.loads((large / "adapter_config.json").read_text())
+    (large / "adapter_config.json").write_text(json.dumps(config | {"r": 1000}))
+    assert "rank 1000" in refused(model_folder, adapters=[f"a={large}"])
+
+
+def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(adapter_folder, tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({name.replace("self_attn", "nowhere"): t for name, t in tensors.items()},
+              other / "adapter_model.safetensors")  # fmt: skip
+    assert "no place for" in refused(model_folder, adapters=[f"a={other}"])
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
+def test_other_versions_of_vllm_are_refused_with_the_range(
+    model_folder: Path, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "version", lambda name: version)
+    with pytest.raises(SettingsError, match=rf"vllm {version} is installed; .* >= 0\.32, < 0\.34"):
+        settings(model_folder)
+
+
+def test_an_environment_without_vllm_is_told_what_to_install(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find: Callable[[str], Any] = importlib.util.find_spec
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "vllm" else find(name))
+    with pytest.raises(SettingsError, match=r'backend: needs vllm; .* "lmpool\[vllm\]"'):
+        settings(model_folder)
+
+
+def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine.toml").write_text("block_size = 16\nmax_num_seqs = 20\nhf_overrides = {rope_theta = 5.0}\n")
+    asked = settings(model_folder, engine_args=[str(tmp_path / "engine.toml"), "seed=3 max_num_seqs=24"])
+    given = arguments.user_arguments(asked)
+    made = arguments.engine_arguments(asked, model_folder, {}, given)
+    assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
+    assert arguments.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
+
+
+def test_chunked_rows_are_told_from_complete_ones(backend: VllmBackend) -> None:
+    """V2 tells which prompts are complete; V1 does not, and later rows replace earlier ones."""
+    captured = backend._engine.captured
+    captured.add([b"a" * 16, b"b" * 16], torch.zeros(2, V))
+    captured.add([b"a" * 16], torch.arange(V)[None].float())
+    blocks, failures = captured.take([b"a" * 16, b"b" * 16])
+    assert not failures
+    rows = {digest: row for block in blocks for digest, row in zip(block.digests, block.numbers, strict=True)}
+    assert rows[b"a" * 16].argmax() == V - 1
+    assert np.ptp(rows[b"b" * 16]) < 1e-5
+    with pytest.raises(WorkerError):
+        captured.take([b"a" * 16])
+
+
+def test_logits_that_are_no_distribution_fail_their_prompt_alone(backend: VllmBackend) -> None:
+    logits = torch.zeros(2, V)
+    logits[1, 3] = float("nan")
+    captured = backend._engine.captured
+    captured.add([b"a" * 16, b"b" * 16], logits)
+    blocks, failures = captured.take([b"a" * 16, b"b" * 16])
+    assert [block.digests for block in blocks] == [[b"a" * 16]]
+    assert "NaN" in failures[b"b" * 16]
+
+
+def test_the_first_runner_moves_requests_in_its_batch() -> None:
+    processor: Any = CaptureProcessor(None, None, False)
+
+    def params(name: str) -> Any:
+        return SimpleNamespace(extra_args={KEY: name.encode()})
+
+    def update(**given: Any) -> dict[int, bytes]:
+        processor.update_state(SimpleNamespace(**({"removed": [], "added": [], "moved": []} | given)))
+        found: dict[int, bytes] = dict(processor._digests)
+        return found
+
+    assert update(added=[(i, params(name), [], []) for i, name in enumerate("abcd")]) == dict(enumerate(
+        (b"a", b"b", b"c", b"d")))  # fmt: skip
+    assert update(removed=[1], moved=[(3, 1, MoveDirectionality.UNIDIRECTIONAL)]) == {0: b"a", 1: b"d", 2: b"c"}
+    assert update(moved=[(0, 2, MoveDirectionality.SWAP)]) == {0: b"c", 1: b"d", 2: b"a"}
+    assert update(added=[(0, SimpleNamespace(extra_args=None), [], [])]) == {1: b"d", 2: b"a"}
+    processor.update_state(None)
+    assert processor._digests == {1: b"d", 2: b"a"}
