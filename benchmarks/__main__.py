@@ -29,6 +29,7 @@ _MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
     "arq": job_queue.arq,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
+    "hf-direct": real_model.hf_direct,
     "vllm-random": engine_measures.vllm_random,
     "vllm-grow": engine_measures.vllm_grow,
     "vllm-http": engine_measures.vllm_http,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import urllib.request
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.pairs import Goal, Result, Side, Take, alternate
+from benchmarks.asking import Asked, alternated, compare, rate
+from benchmarks.pairs import Goal, Result, Side, Take
 from benchmarks.processes import REPOSITORY, BenchmarkError, Child, Process
-from benchmarks.real_model import agree, smollm2_folder
+from benchmarks.real_model import smollm2_folder
 from benchmarks.transport import FULL_V
 from benchmarks.workplace import Workplace, wait_until
 
@@ -27,7 +26,6 @@ _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 
 _CONTEXTS, _STEPS = 16, 32
 _HTTP_REPEATS = 2
 _SERVER_READY_S = 180.0
-_FIRST_ORDINARY_ID = 3
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 _SGLANG = ("--backend", "sglang", "--kv-cache-bytes", str(1 << 30))
 
@@ -38,7 +36,7 @@ def vllm_random(place: Workplace) -> list[Result]:
         model = str(smollm2_folder())
         ours = _pool(stack, place, "vllm", model, *_VLLM)
         peer = stack.enter_context(place.child("vllm_peer", model, "float32", python=engine_python("vllm")))
-        samples = _compare(place, ours, peer, place.scaled(_VLLM_PROMPTS, 64))
+        samples = compare(place, ours, peer, place.scaled(_VLLM_PROMPTS, 64))
     meaning = (
         f"rows/s for {_VLLM_PROMPTS} distinct prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool ÷ "
         "vLLM's engine core in one process with a capturing logits processor, the same prompts"
@@ -55,9 +53,9 @@ def vllm_grow(place: Workplace) -> list[Result]:
             "sessions": _pool(stack, place, "sessions", model, *options),
             "prefix caching": _pool(stack, place, "prefixes", model, *options, "--sessions", "0"),
         }
-        asked = _Asked()
+        asked = Asked()
         takes = {name: _growing(side, asked) for name, side in sides.items()}
-        samples = _alternated(takes, place.repeats)
+        samples = alternated(takes, place.repeats)
     meaning = (
         f"rows/s for {_CONTEXTS} contexts of {_PROMPT_TOKENS} tokens that grow by one token {_STEPS} times, "
         "SmolLM2-135M bf16, through the pool ÷ the same with `--sessions 0`, which leaves vLLM's prefix caching"
@@ -80,7 +78,7 @@ def vllm_http(place: Workplace) -> list[Result]:
         url = f"http://127.0.0.1:{port}/v1/completions"
         peer = stack.enter_context(place.child("vllm_http_peer", url, str(FULL_V), python=engine_python("vllm")))
         number = place.scaled(_HTTP_PROMPTS, 4)
-        samples = _compare(place, ours, peer, number, repeats=min(place.repeats, _HTTP_REPEATS))
+        samples = compare(place, ours, peer, number, repeats=min(place.repeats, _HTTP_REPEATS))
     meaning = (
         f"rows/s for {_HTTP_PROMPTS} prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool ÷ vLLM's "
         "OpenAI server asked for the log-probabilities of the whole vocabulary, 16 requests at once, JSON read; "
@@ -96,7 +94,7 @@ def vllm_overhead(place: Workplace) -> list[Result]:
         options = (*_VLLM, "--dtype", "bfloat16", "--engine-args", "load_format=dummy")
         ours = _pool(stack, place, "dummy", model, *options)
         peer = stack.enter_context(place.child("vllm_peer", model, "bfloat16", "dummy", python=engine_python("vllm")))
-        samples = _compare(place, ours, peer, place.scaled(_OVERHEAD_PROMPTS, 256))
+        samples = compare(place, ours, peer, place.scaled(_OVERHEAD_PROMPTS, 256))
     meaning = (
         f"rows/s for {_OVERHEAD_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with dummy "
         f"weights, V = {FULL_V:,}, bf16, through the pool ÷ vLLM's engine core with a capturing logits processor"
@@ -112,7 +110,7 @@ def sglang_random(place: Workplace) -> list[Result]:
         peer = stack.enter_context(
             place.child("sglang_peer", model, python=engine_python("sglang"), OMP_NUM_THREADS="1")
         )
-        samples = _compare(place, ours, peer, place.scaled(_SGLANG_PROMPTS, 16))
+        samples = compare(place, ours, peer, place.scaled(_SGLANG_PROMPTS, 16))
     meaning = (
         f"rows/s for {_SGLANG_PROMPTS} distinct prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool "
         "÷ SGLang's scheduler in one process, driven by its two seams, the same prompts"
@@ -124,13 +122,13 @@ def sglang_grow(place: Workplace) -> list[Result]:
     """Prompts one token longer than the last, and new ones of the same length, both through the pool."""
     with ExitStack() as stack:
         ours = _pool(stack, place, "sglang", str(smollm2_folder()), *_SGLANG)
-        asked = _Asked()
+        asked = Asked()
         length = _PROMPT_TOKENS + 1
         takes = {
             "extensions": _growing(ours, asked, steps=place.scaled(4, 2)),
-            "cold": lambda: _rate(ours, asked.fresh(_SGLANG_PROMPTS, length)),
+            "cold": lambda: rate(ours, asked.fresh(_SGLANG_PROMPTS, length)),
         }
-        samples = _alternated(takes, place.repeats)
+        samples = alternated(takes, place.repeats)
     meaning = (
         f"rows/s for {_CONTEXTS} contexts of {_PROMPT_TOKENS} tokens that grow by one token 4 times ÷ "
         f"{_SGLANG_PROMPTS} new prompts of {length} tokens, SmolLM2-135M f32, SGLang behind the pool"
@@ -151,20 +149,6 @@ def engine_python(engine: str) -> str:
     return str(python)
 
 
-class _Asked:
-    """The prompts that both sides of a pair are asked."""
-
-    def __init__(self) -> None:
-        self._random = random.Random()
-        self.last: list[Ids] = []
-
-    def fresh(self, number: int, length: int) -> list[Ids]:
-        """Prompts that nobody has asked before."""
-        draw = self._random.randrange
-        self.last = [[draw(_FIRST_ORDINARY_ID, FULL_V) for _ in range(length)] for _ in range(number)]
-        return self.last
-
-
 def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: str) -> Child:
     """A producer, and a worker of an engine behind it."""
     engine = options[options.index("--backend") + 1]
@@ -175,34 +159,7 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
     return stack.enter_context(place.producer(name))
 
 
-def _compare(
-    place: Workplace, ours: Child, peer: Child, number: int, repeats: int | None = None
-) -> dict[str, list[float]]:
-    """The same distinct prompts for both, asked all at once."""
-    asked = _Asked()
-    takes = {
-        "pool": lambda: _rate(ours, asked.fresh(number, _PROMPT_TOKENS)),
-        "direct": lambda: _rate(peer, asked.last),
-    }
-    probes = {"pool": ours, "direct": peer}
-    samples = _alternated(takes, repeats or place.repeats)
-    first, second = (side.ask("together", prompts=asked.last[-1:])["probe"] for side in probes.values())
-    agree(first, second)
-    return samples
-
-
-def _alternated(takes: dict[str, Take], repeats: int) -> dict[str, list[float]]:
-    for take in takes.values():  # The first round warms up.
-        take()
-    return alternate(takes, repeats)
-
-
-def _rate(side: Child, prompts: Sequence[Ids]) -> float:
-    """Rows a second for prompts asked all at once."""
-    return len(prompts) / float(side.ask("together", within=900, prompts=prompts)["seconds"])
-
-
-def _growing(side: Child, asked: _Asked, *, steps: int = _STEPS) -> Take:
+def _growing(side: Child, asked: Asked, *, steps: int = _STEPS) -> Take:
     """Rows a second for contexts that grow: new ones each time, for both sides' rows lie in one cache."""
 
     def take() -> float:

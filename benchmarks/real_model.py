@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.asking import agree, compare
 from benchmarks.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.peers import peers_python
 from benchmarks.processes import REPOSITORY, BenchmarkError, Child
@@ -21,7 +22,6 @@ Ids = list[int]
 _PROMPTS, _PROMPT_TOKENS = 64, 32
 _CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16
 _FIRST_ORDINARY_ID = 3
-_TOLERANCE = 1e-2
 
 
 def hf_random(place: Workplace) -> list[Result]:
@@ -63,6 +63,24 @@ def hf_shared(place: Workplace) -> list[Result]:
         Result("hf-shared", f"{meaning}as it comes", Goal(10), ours, plain),
         Result("hf-shared-kv", f"{meaning}after its `cache_kv` on the shared prompt, untimed", Goal(2.5), ours, kept),
     ]
+
+
+def hf_direct(place: Workplace) -> list[Result]:
+    """What the pool costs beside a model of transformers called directly."""
+    device = os.environ.get("LMPOOL_DEVICE", "cpu")
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    with ExitStack() as stack:
+        model = str(smollm2_folder())
+        options = ("--backend", "hf", "--device", device, "--dtype", dtype, "--kv-cache-bytes", "0")
+        stack.enter_context(place.workers("smollm2", model, *options))
+        ours = stack.enter_context(place.producer("smollm2"))
+        peer = stack.enter_context(place.child("hf_peer", model, device, dtype))
+        samples = compare(place, ours, peer, place.scaled(64 if device == "cpu" else 4096, 64))
+    meaning = (
+        f"rows/s for distinct prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M {dtype}, through the pool without a KV "
+        f"cache ÷ transformers called directly in batches of 64, on {device}"
+    )
+    return [Result("hf-direct", meaning, None, *[Side(side, "rows/s", taken) for side, taken in samples.items()])]
 
 
 class _Contest:
@@ -110,16 +128,6 @@ class _Contest:
         else:
             agree(self._probe, answer["probe"])
         return rows / float(answer["seconds"])
-
-
-def agree(first: Sequence[float], second: Sequence[float]) -> None:
-    """See that both sides have computed the same.
-
-    Raises:
-        BenchmarkError: they have not.
-    """
-    if any(abs(a - b) > _TOLERANCE for a, b in zip(first, second, strict=True)):
-        raise BenchmarkError(f"the sides disagree on a row: {first} and {second}")
 
 
 def smollm2_folder() -> Path:

@@ -35,6 +35,9 @@ MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
 SYNTHETIC_MAX_TOKENS = 200
 
+DEVICE = os.environ.get("LMPOOL_DEVICE", "cpu")
+"""Where backends that can choose compute."""
+
 LogitsSpy = Callable[[Backend], AbstractContextManager[list[torch.Tensor]]]
 """Collects every tensor of logits (n, V) that the engine's own model computes while the context is open."""
 
@@ -60,7 +63,7 @@ class Subject:
     make: Callable[[Path, str, dict[str, Path]], Backend]
     options: Callable[[Path, dict[str, Path]], list[str]]
     reference: Callable[[Sequence[int], str], Row] = reference_row
-    tolerance: float = 3e-4
+    tolerance: float = 3e-4 if DEVICE == "cpu" else 3e-3
     spy: LogitsSpy | None = None
     has_adapters: bool = False
     narrow: bool = True
@@ -123,7 +126,7 @@ def _hf() -> Subject:
     def settings(folder: Path, dtype: str) -> dict[str, Any]:
         return {
             "model": str(folder),
-            "device": "cpu",
+            "device": DEVICE,
             "dtype": dtype,
             "max_batch": MAX_BATCH,
             "max_batch_tokens": MAX_BATCH_TOKENS,
@@ -156,7 +159,9 @@ def _hf_spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
 def recorded(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Copies of what a module returns while the context is open, each as (n, V)."""
     seen: list[torch.Tensor] = []
-    handle = module.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone().reshape(-1, V)))
+    handle = module.register_forward_hook(
+        lambda _, __, output: seen.append(output.detach().cpu().clone().reshape(-1, V))
+    )
     try:
         yield seen
     finally:

@@ -1,0 +1,69 @@
+"""Asking two sides the same prompts, in turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from benchmarks.pairs import Take, alternate
+from benchmarks.processes import BenchmarkError, Child
+from benchmarks.transport import FULL_V
+from benchmarks.workplace import Workplace
+
+Ids = list[int]
+
+PROMPT_TOKENS = 32
+_FIRST_ORDINARY_ID = 3
+_TOLERANCE = 1e-2
+
+
+class Asked:
+    """The prompts that both sides of a pair are asked."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+        self.last: list[Ids] = []
+
+    def fresh(self, number: int, length: int) -> list[Ids]:
+        """Prompts that nobody has asked before."""
+        draw = self._random.randrange
+        self.last = [[draw(_FIRST_ORDINARY_ID, FULL_V) for _ in range(length)] for _ in range(number)]
+        return self.last
+
+
+def compare(
+    place: Workplace, ours: Child, peer: Child, number: int, repeats: int | None = None
+) -> dict[str, list[float]]:
+    """The same distinct prompts for both, asked all at once."""
+    asked = Asked()
+    takes = {
+        "pool": lambda: rate(ours, asked.fresh(number, PROMPT_TOKENS)),
+        "direct": lambda: rate(peer, asked.last),
+    }
+    probes = {"pool": ours, "direct": peer}
+    samples = alternated(takes, repeats or place.repeats)
+    first, second = (side.ask("together", prompts=asked.last[-1:])["probe"] for side in probes.values())
+    agree(first, second)
+    return samples
+
+
+def alternated(takes: Mapping[str, Take], repeats: int) -> dict[str, list[float]]:
+    """Samples of all sides in turns, after a round that warms up."""
+    for take in takes.values():
+        take()
+    return alternate(takes, repeats)
+
+
+def rate(side: Child, prompts: Sequence[Ids]) -> float:
+    """Rows a second for prompts asked all at once."""
+    return len(prompts) / float(side.ask("together", within=900, prompts=prompts)["seconds"])
+
+
+def agree(first: Sequence[float], second: Sequence[float]) -> None:
+    """See that both sides have computed the same.
+
+    Raises:
+        BenchmarkError: they have not.
+    """
+    if any(abs(a - b) > _TOLERANCE for a, b in zip(first, second, strict=True)):
+        raise BenchmarkError(f"the sides disagree on a row: {first} and {second}")
