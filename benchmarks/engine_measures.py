@@ -94,7 +94,7 @@ def vllm_overhead(place: Workplace) -> list[Result]:
         options = (*_VLLM, "--dtype", "bfloat16", "--engine-args", "load_format=dummy")
         ours = _pool(stack, place, "dummy", model, *options)
         peer = stack.enter_context(place.child("vllm_peer", model, "bfloat16", "dummy", python=engine_python("vllm")))
-        samples = compare(place, ours, peer, place.scaled(_OVERHEAD_PROMPTS, 256))
+        samples = compare(place, ours, peer, place.scaled(_OVERHEAD_PROMPTS, 256), narrow=True)
     meaning = (
         f"rows/s for {_OVERHEAD_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with dummy "
         f"weights, V = {FULL_V:,}, bf16, through the pool ÷ vLLM's engine core with a capturing logits processor"

@@ -75,7 +75,7 @@ def hf_direct(place: Workplace) -> list[Result]:
         stack.enter_context(place.workers("smollm2", model, *options))
         ours = stack.enter_context(place.producer("smollm2"))
         peer = stack.enter_context(place.child("hf_peer", model, device, dtype))
-        samples = compare(place, ours, peer, place.scaled(64 if device == "cpu" else 4096, 64))
+        samples = compare(place, ours, peer, place.scaled(64 if device == "cpu" else 4096, 64), narrow=device != "cpu")
     meaning = (
         f"rows/s for distinct prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M {dtype}, through the pool without a KV "
         f"cache ÷ transformers called directly in batches of 64, on {device}"

@@ -55,7 +55,11 @@ def test_the_examples_cover_every_field() -> None:
         dtype=st.sampled_from(["float32", "bfloat16"]),
         encoding=st.sampled_from(["f32", "bf16", "f16"]),
         lossy=st.booleans(),
-        adapters=st.dictionaries(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=30)] * 2, max_size=5),
+        adapters=st.dictionaries(
+            st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
+            st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+            max_size=5,
+        ),
         note=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
         queue_limit=st.integers(1, 2**31),
         lease_s=st.floats(0.1, 3600),

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from lmpool.checks import shown
-from lmpool.errors import ProtocolError
+from lmpool.errors import ProtocolError, UnknownAdapter
 from lmpool.rows import WIRE_VERSION, Encoding
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -87,6 +87,16 @@ class ModelCard:
         """`encoding` as the wire's code."""
         return Encoding[self.encoding.upper()]
 
+    def check_adapter(self, adapter: object) -> None:
+        """Refuse what is neither one of the adapters nor "".
+
+        Raises:
+            UnknownAdapter: with those that there are.
+        """
+        if not isinstance(adapter, str) or (adapter and adapter not in self.adapters):
+            served = ", ".join(self.adapters) or "none"
+            raise UnknownAdapter(f"the model {self.name!r} has no adapter {shown(adapter)}; it has: {served}")
+
     def differences(self, other: ModelCard) -> list[str]:
         """The identity fields in which two cards differ, as "field: ours, theirs"."""
         mine, theirs = self.identity, other.identity
@@ -119,7 +129,9 @@ class ModelCard:
         for name, (least, most) in LIMITS.items():
             if not least <= values[name] <= most:  # In this form it refuses NaN too.
                 raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")
-        if not all(isinstance(text, str) for pair in values["adapters"].items() for text in pair):
+        if "" in values["adapters"] or not all(
+            isinstance(text, str) for pair in values["adapters"].items() for text in pair
+        ):
             raise ProtocolError(f"a model card has adapters = {shown(values['adapters'])}: expected text -> text")
         if values["encoding"].upper() not in Encoding.__members__:
             raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")

@@ -37,6 +37,16 @@ def check_number(owner: object, name: str, *, least: float, most: float | None =
         raise SettingsError(f"{name}: {shown(value)} must be {kind} of at least {least:g}{upper}")
 
 
+def check_texts(name: str, value: Any) -> None:
+    """Refuse a value that is not a list of texts; a single text would be read letter by letter.
+
+    Raises:
+        SettingsError: with the field's name.
+    """
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise SettingsError(f"{name}: {shown(value)} is not a list of texts")
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse a value that is not one of `choices`.
 

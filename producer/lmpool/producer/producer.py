@@ -13,8 +13,8 @@ import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
-from lmpool.checks import check_name, shown
-from lmpool.errors import LMPoolError, SettingsError, UnknownAdapter
+from lmpool.checks import check_name
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
@@ -223,9 +223,7 @@ class Producer:
 
 
 def _encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
-    if adapter and adapter not in card.adapters:
-        served = ", ".join(card.adapters) or "none"
-        raise UnknownAdapter(f"the model {card.name!r} has no adapter {shown(adapter)}; it has: {served}")
+    card.check_adapter(adapter)
     return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
 
 

@@ -9,7 +9,6 @@ from redis.exceptions import ResponseError
 
 from lmpool import scripts
 from lmpool.card import ModelCard
-from lmpool.checks import shown
 from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
@@ -137,10 +136,7 @@ class Intake:
             return Failure(ModelMismatch.__name__, text)
         try:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
-        except InvalidPrompt as error:
+            card.check_adapter(job.adapter)
+        except (InvalidPrompt, UnknownAdapter) as error:
             return Failure(type(error).__name__, str(error))
-        if job.adapter and job.adapter not in card.adapters:
-            served = ", ".join(card.adapters) or "none"
-            text = f"the model {card.name!r} has no adapter {shown(job.adapter)}; it has: {served}"
-            return Failure(UnknownAdapter.__name__, text)
         return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from lmpool.card import ModelCard
-from lmpool.errors import WorkerError
+from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
 _Order = Sequence[BackendJob] | None
@@ -110,10 +110,7 @@ class Stepper:
             except Empty:
                 pass
             finished = backend.step()
-            _check(finished, held, card)
-            for block in finished.blocks:
-                held.difference_update(block.digests)
-            held.difference_update(finished.failures)
+            held.difference_update(check_answers(finished, held, card))
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 
     def _set_ready(self, card: ModelCard, batch: int, capacity: int) -> None:
@@ -133,25 +130,3 @@ class Stepper:
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
-
-
-def _check(finished: Finished, held: Collection[bytes], card: ModelCard) -> None:
-    """Refuse what no worker may publish: a backend that answers like this would do worse next time.
-
-    Raises:
-        WorkerError: a row or failure of a prompt that was not asked for, two answers, or rows of another length.
-    """
-    answered = [digest for block in finished.blocks for digest in block.digests] + list(finished.failures)
-    if len(set(answered)) != len(answered):
-        raise WorkerError(f"the backend {card.backend!r} has answered a prompt twice in one step")
-    if strangers := [digest for digest in answered if digest not in held]:
-        raise WorkerError(
-            f"the backend {card.backend!r} has answered {len(strangers)} prompts that it was not asked, "
-            f"such as {strangers[0].hex()}"
-        )
-    for block in finished.blocks:
-        if block.numbers.shape[1] != card.vocab_size:
-            raise WorkerError(
-                f"the backend {card.backend!r} has answered rows of {block.numbers.shape[1]} entries; "
-                f"its card says V = {card.vocab_size}"
-            )

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
+from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.prompts import digest_of
-from lmpool.rows import Encoding, decode_row
+from lmpool.rows import decode_row
+from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob
 
 Row = NDArray[np.float32]
 
 _MOST_STEPS = 1000
 _SUM_TOLERANCE = 1e-2
-_ROW_TOLERANCE = {Encoding.F32: 2e-2, Encoding.BF16: 0.25, Encoding.F16: 0.1}
+_ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
+_MOST_ADAPTERS = 3
+_LEAST_V = 64
+
+
+class _Prompt(NamedTuple):
+    ids: list[int]
+    adapter: str = ""
 
 
 def check_canary(backend: Backend) -> None:
     """Have a backend compute rows of which something is known.
 
-    Several prompts are run together, and then each alone: its row must be a distribution over V tokens, and the
-    same both times but for rounding. An engine whose rows are captured at the wrong place, or given to the wrong
-    prompt, fails here. Must be called in the backend's thread before it serves.
+    Several prompts are run together, with adapters and without, and then each alone: its row must be a distribution
+    over V tokens, the same both times but for rounding, and another one when the last token is another. One prompt
+    is then grown token by token. An engine whose rows are captured at the wrong place, given to the wrong prompt, or
+    computed from the wrong keys and values, fails here. Must be called in the backend's thread before it serves.
 
     Raises:
         SettingsError: a row is wrong, or there is none.
@@ -33,50 +43,63 @@ def check_canary(backend: Backend) -> None:
     length = min(5, card.max_prompt_tokens)
     # Not the first ids: those are special tokens, whose rows are often all alike.
     long = [(card.vocab_size // 3 + 7 * i) % card.vocab_size for i in range(length)]
-    prompts = [long, [(token + 1) % card.vocab_size for token in long], long[: (length + 1) // 2]]
+    other = [(token + 1) % card.vocab_size for token in long]
+    prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
+    prompts += [_Prompt(long, adapter) for adapter in list(card.adapters)[:_MOST_ADAPTERS]]
     together = _rows(backend, prompts, "together")
-    for index, ids in enumerate(prompts):
-        alone = _rows(backend, [ids], f"alone-{index}")[0]
+    for index, prompt in enumerate(prompts):
+        alone = _rows(backend, [prompt], f"alone-{index}")[0]
         for row in (together[index], alone):
             _check_distribution(backend, row)
-        _check_agree(backend, together[index], alone)
+        _check_agree(backend, together[index], alone, "when others run beside it")
+    for end in range(max(1, length - 2), length + 1):
+        grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
+    _check_agree(backend, grown, together[0], "when it grows token by token")
+    # Of few tokens, rows may be alike by chance.
+    if card.vocab_size >= _LEAST_V and np.array_equal(together[0], together[1]):
+        raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
-def _rows(backend: Backend, prompts: Sequence[list[int]], run: str) -> list[Row]:
+def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
     """The rows of some prompts that run together; `run` names them apart from those of other runs."""
-    encoded = [np.asarray(ids, "<u4").tobytes() for ids in prompts]
-    jobs = [BackendJob(digest_of(ids, f"canary {run} {index}"), ids) for index, ids in enumerate(encoded)]
+    encoded = [np.asarray(prompt.ids, "<u4").tobytes() for prompt in prompts]
+    jobs = [
+        BackendJob(digest_of(ids, f"canary {run} {index}"), ids, prompts[index].adapter)
+        for index, ids in enumerate(encoded)
+    ]
     backend.submit(jobs)
     found: dict[bytes, Row] = {}
     for _ in range(_MOST_STEPS):
         finished = backend.step()
+        try:
+            check_answers(finished, {job.digest for job in jobs} - found.keys(), backend.card)
+            for block in finished.blocks:
+                for index, digest in enumerate(block.digests):
+                    data = np.frombuffer(block.encode(index), np.uint8)
+                    found[digest] = decode_row(data, backend.card.vocab_size)
+        except (WorkerError, ProtocolError) as error:
+            raise _wrong(backend, str(error)) from error
         if finished.failures:
             raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
-        for block in finished.blocks:
-            for index, digest in enumerate(block.digests):
-                data = np.frombuffer(block.encode(index), np.uint8)
-                found[digest] = decode_row(data, block.numbers.shape[1])
         if len(found) == len(jobs):
             return [found[job.digest] for job in jobs]
-    raise _wrong(backend, f"it has not answered {len(jobs)} prompts after {_MOST_STEPS} steps")
+    raise _wrong(backend, f"it has answered {len(found)} of {len(jobs)} prompts after {_MOST_STEPS} steps")
 
 
 def _check_distribution(backend: Backend, row: Row) -> None:
-    if len(row) != backend.card.vocab_size:
-        raise _wrong(backend, f"a row has {len(row)} entries, not {backend.card.vocab_size}")
-    total = float(np.logaddexp.reduce(row.astype(np.float64)))
+    with np.errstate(invalid="ignore"):  # of NaN
+        total = float(np.logaddexp.reduce(row.astype(np.float64)))
     if not abs(total) < _SUM_TOLERANCE:
         raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
 
 
-def _check_agree(backend: Backend, together: Row, alone: Row) -> None:
+def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
     """Differences are measured against the spread of the row's own entries: an untrained model's are tiny."""
-    seen = np.isfinite(together) & np.isfinite(alone)
-    error = float(np.sqrt(np.mean(np.square(together[seen] - alone[seen]))))
-    spread = float(alone[seen].std())
-    if not error <= _ROW_TOLERANCE[backend.card.row_encoding] * spread + 1e-6:
-        text = f"a prompt's row differs by {error:.3g} when others run beside it (its entries spread by {spread:.3g})"
-        raise _wrong(backend, text)
+    seen = np.isfinite(row) & np.isfinite(other)
+    error = float(np.sqrt(np.mean(np.square(row[seen] - other[seen]))))
+    spread = float(other[seen].std())
+    if not error <= _ROW_TOLERANCE.get(backend.card.dtype, 0.25) * spread + 1e-6:
+        raise _wrong(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
 
 
 def _wrong(backend: Backend, what: str) -> SettingsError:

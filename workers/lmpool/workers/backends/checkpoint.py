@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.requirements import first_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_CONFIGS = ("config.json", "adapter_config.json")
+"""Formats of weights. Where a folder holds several, engines load the first."""
+
+_CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
+# Copies of the weights for other programs.
+_UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"]
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
-_SAMPLES = 4096
-_CHUNK = 1 << 24
+_ROW = 512
+_TABLE = _ROW * _ROW
 
 
 def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Path:
@@ -30,8 +36,13 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
     Raises:
         SettingsError: there is no such folder, nor such a copy, nor can one be had.
     """
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError as error:  # ~somebody who is not known here
+        raise SettingsError(f"{field}: {model} cannot be loaded: {error}") from error
     if folder.is_dir():
+        if revision is not None:
+            raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
         return folder.resolve()
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder")
@@ -39,19 +50,20 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, ignore_patterns=["original/*", "*.pth", "*.onnx"]))
+        return Path(snapshot_download(model, revision=revision, ignore_patterns=_UNWANTED))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise SettingsError(
-            f"{field}: {model} is no folder here and cannot be had from the hub: {reason[:300]}"
+            f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}"
         ) from error
 
 
 def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:
     """Digest of a checkpoint: the same on every machine, another one as soon as one weight differs.
 
-    Of each file of weights it takes name, size, the sum of its 64-bit words and a sample of them. Reading is all
-    that this costs, and what was read the engine need not read from disk again.
+    Of each file of weights it takes name, size, and sums of its 64-bit words, of so many different parts that words
+    that change places are noticed too. Reading is all that this costs, and what was read the engine need not read
+    from disk again.
 
     Args:
         folder: with weights and `config.json` (or `adapter_config.json`).
@@ -63,10 +75,8 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     state = blake2b(digest_size=16)
     for name in _CONFIGS:
         if (folder / name).is_file():
-            config = json.loads((folder / name).read_text("utf-8"))
-            stable = {key: value for key, value in config.items() if key not in _VOLATILE}
-            state.update(json.dumps(stable, sort_keys=True).encode())
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS):
+            state.update(json.dumps(_stable(_read_config(folder / name)), sort_keys=True).encode())
+    for path in _weights(folder):
         state.update(f"\n{path.name} {path.stat().st_size} ".encode())
         _add_words(state, path)
     if also:
@@ -74,16 +84,39 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     return state.hexdigest()
 
 
+def _weights(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    kinds = ([path for path in files if path.suffix == suffix] for suffix in _WEIGHTS)
+    return next((kind for kind in kinds if kind), [])
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"model: {path} cannot be read: {first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise SettingsError(f"model: {path} holds {shown(config, 60)}: expected an object")
+    return config
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _stable(item) for key, item in value.items() if key not in _VOLATILE}
+    return value
+
+
 def _add_words(state: blake2b, path: Path) -> None:
-    size = path.stat().st_size
-    words = size // 8
-    if words:
-        mapped = np.memmap(path, np.dtype("<u8"), "r", shape=(words,))
-        total = sum(int(mapped[at : at + _CHUNK].sum(dtype=np.uint64)) for at in range(0, words, _CHUNK))
-        state.update(f"{total % (1 << 64)} ".encode())
-        state.update(mapped[:: max(1, words // _SAMPLES)].tobytes())
+    """Add the sums of rows and columns of tables that fit a processor's cache, and what fills no row as it is."""
+    tables = path.stat().st_size // 8 // _ROW * _ROW
+    if tables:
+        mapped = np.memmap(path, np.dtype("<u8"), "r", shape=(tables,))
+        for at in range(0, tables, _TABLE):
+            table = mapped[at : at + _TABLE].reshape(-1, _ROW)
+            state.update(table.sum(axis=0, dtype="<u8"))
+            state.update(table.sum(axis=1, dtype="<u8"))
     with path.open("rb") as file:
-        file.seek(8 * words)
+        file.seek(8 * tables)
         state.update(file.read())
 
 
@@ -91,8 +124,9 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
     """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
     if wanted != "auto" or not (folder / "config.json").is_file():
         return wanted
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    for part in (config, config.get("text_config") or {}):
+    config = _read_config(folder / "config.json")
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
         stated = part.get("dtype") or part.get("torch_dtype")
         if stated in ("float32", "bfloat16", "float16"):
             return str(stated)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,32 +14,29 @@ from typing import Any
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
 
+_WORDS = {"True": True, "False": False, "None": None}
+
 
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """Read engine options.
 
     Args:
-        given: texts of `key=value` pairs divided by spaces, or paths of TOML files (`….toml`). A value is read as
-            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`) and, where it is none, as text. Later ones win.
+        given: texts of `key=value` pairs and paths of TOML files (`….toml`), divided by spaces. A value is read as
+            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Later ones win.
 
     Raises:
         SettingsError: a text is not of this form, or a file cannot be read.
     """
     found: dict[str, Any] = {}
     for text in given:
-        if text.endswith(".toml") and "=" not in text:
-            found.update(_read_file(text))
-            continue
-        try:
-            pairs = shlex.split(text)
-        except ValueError as error:
-            raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
-        for pair in pairs:
-            name, equals, value = pair.partition("=")
-            name = name.lstrip("-").replace("-", "_")
-            if not equals or not name.isidentifier():
-                raise SettingsError(f"engine_args: {shown(pair)} is not key=value, nor a TOML file (….toml)")
-            found[name] = _value(value)
+        for part in [text] if _is_file(text) else _parts(text):
+            if _is_file(part):
+                found.update({_name(name): value for name, value in _read_file(part).items()})
+                continue
+            name, equals, value = part.partition("=")
+            if not equals or not _name(name).isidentifier():
+                raise SettingsError(f"engine_args: {shown(part)} is not key=value, nor a TOML file (….toml)")
+            found[_name(name)] = _value(value)
     return found
 
 
@@ -62,17 +61,40 @@ def check_engine_args(given: Mapping[str, Any], known: Collection[str], refused:
             raise SettingsError(f"engine_args: {where} has no option {name!r}{hint}")
 
 
+def _parts(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
+
+
+def _is_file(part: str) -> bool:
+    return part.endswith(".toml") and "=" not in part
+
+
+def _name(text: str) -> str:
+    return text.lstrip("-").replace("-", "_")
+
+
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return {"True": True, "False": False}.get(text, text)
+        # In a table of its own a value cannot be followed by a comment or by other keys.
+        table = tomllib.loads(f"value = {{value = {text}}}")["value"]
+        if len(table) == 1 and not isinstance(table["value"], (date, time)):  # No option is a date; versions are.
+            return table["value"]
+    except (ValueError, RecursionError):  # Not only TOMLDecodeError: integers have at most 4,300 digits.
+        pass
+    try:
+        return json.loads(text) if text.startswith(("{", "[")) else _WORDS.get(text, text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _read_file(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except OSError as error:
-        raise SettingsError(f"engine_args: {path} cannot be read: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who is not known here.
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error

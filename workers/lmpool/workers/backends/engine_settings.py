@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmpool.checks import check_choice, check_name, check_number, shown
+from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -52,6 +52,7 @@ class EngineSettings:
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
+        check_texts("engine_args", self.engine_args)
         check_number(self, "max_batch", least=1, most=65_536)
         for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
             if getattr(self, name) is not None:

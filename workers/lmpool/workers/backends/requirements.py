@@ -52,6 +52,8 @@ def first_line(error: BaseException) -> str:
     """An exception's message, short enough for a log line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"KeyError: {text}"  # Its message is the key alone.
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 

@@ -97,7 +97,10 @@ class RowEncoder:
         if logits.dtype == self._dtype:
             return logits
         narrow = logits.to(self._dtype)
-        return narrow if torch.equal(narrow.to(logits.dtype), logits) else None
+        wide = narrow.to(logits.dtype)
+        # NaN equals nothing: the row that has one is refused, and must not decide how the others travel.
+        is_exact = torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
+        return narrow if is_exact else None
 
 
 def _to_host(numbers: Tensor) -> Tensor:

@@ -106,7 +106,9 @@ class VllmBackend:
     def _submit(self, job: BackendJob) -> None:
         name = self._sessions.take(job.adapter, job.ids)
         ids: list[int] = decode_ids(job.ids).tolist()
-        is_session = name is not None or self._sessions.is_growing(job.adapter, job.ids)
+        # Asked in any case: what continues a session is seen too, and may be continued by several.
+        is_growing = self._sessions.is_growing(job.adapter, job.ids)
+        is_session = name is not None or is_growing
         if name is None:
             name = str(next(self._numbers))
         else:

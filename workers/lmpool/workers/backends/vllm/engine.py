@@ -87,10 +87,11 @@ def open_engine(settings: VllmSettings) -> Engine:
     model = config.model_config
     encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
     processor.captured = captured = Captured(model.get_vocab_size(), encoder)
-    core = _start(settings, config, adapters)
     also = row_deciding(given)
     if config.load_config.load_format == "dummy":
-        also["load_format"] = f"dummy, seed {model.seed}"
+        also["seed"] = model.seed
+    revision = checkpoint_revision(folder, also)
+    core = _start(settings, config, adapters)
     return Engine(
         core=core,
         captured=captured,
@@ -99,7 +100,7 @@ def open_engine(settings: VllmSettings) -> Engine:
         max_prompt_tokens=model.max_model_len - 1,
         max_batch=max(1, config.scheduler_config.max_num_seqs - settings.sessions),
         kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
-        revision=checkpoint_revision(folder, also),
+        revision=revision,
         source=str(folder) if Path(settings.model).expanduser().is_dir() else settings.model,
         adapters=adapters,
     )

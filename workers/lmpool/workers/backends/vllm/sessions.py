@@ -43,19 +43,24 @@ class Sessions:
         """Whether a prompt is worth a session: it is one token longer than one that was seen lately."""
         if not self._most:
             return False
+        is_growing = hash((adapter, ids[:-_ID_BYTES])) in self._recent
         self._recent[hash((adapter, ids))] = None
+        self._recent.move_to_end(hash((adapter, ids)))
         if len(self._recent) > _RECENT:
             self._recent.popitem(last=False)
-        return hash((adapter, ids[:-_ID_BYTES])) in self._recent
+        return is_growing
 
     def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
         """Have a session wait; returns the requests to close instead."""
         closed = []
+        tokens = len(ids) // _ID_BYTES
         if (other := self._idle.pop((adapter, ids), None)) is not None:
             closed.append(other)
-            self._tokens -= len(ids) // _ID_BYTES
+            self._tokens -= tokens
+        if tokens > self._most_tokens:
+            return [*closed, request]  # All others would be closed, and then this one too.
         self._idle[(adapter, ids)] = request
-        self._tokens += len(ids) // _ID_BYTES
+        self._tokens += tokens
         while self._idle and (len(self._idle) > self._most or self._tokens > self._most_tokens):
             closed += self.close_oldest(1)
         return closed

@@ -7,7 +7,8 @@ import os
 import warnings
 from dataclasses import dataclass, field
 
-from lmpool.checks import check_name, check_number
+from lmpool.card import MAX_ADAPTERS
+from lmpool.checks import check_name, check_number, check_texts
 from lmpool.errors import SettingsError
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.engine_settings import EngineSettings
@@ -44,6 +45,7 @@ class VllmSettings(EngineSettings):
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         check_number(self, "sessions", least=0, most=65_536)
+        check_texts("adapters", self.adapters)
         _ = self.adapter_folders
         require("backend", "lmpool[vllm]", "vllm")
         require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
@@ -60,6 +62,8 @@ class VllmSettings(EngineSettings):
             if name in found:
                 raise SettingsError(f"adapters: {name!r} is given twice")
             found[name] = folder
+        if len(found) > MAX_ADAPTERS:
+            raise SettingsError(f"adapters: {len(found)} are too many: one model may have {MAX_ADAPTERS}")
         return found
 
     def open(self) -> Backend:

@@ -1,0 +1,307 @@
+"""The canary: an engine joins the pool with right rows only, and the refusal says what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lmpool.card import ModelCard
+from lmpool.errors import SettingsError
+from lmpool.prompts import decode_ids
+from lmpool.rows import Encoding, RowBlock
+from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backends import canary
+from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+
+V = 64
+
+Rows = NDArray[np.float32]
+
+
+class Faulty(SyntheticBackend):
+    """A backend whose rows are spoilt.
+
+    Args:
+        spoil: what becomes of a step's result.
+    """
+
+    def __init__(self, spoil: Callable[[Finished], Finished], **settings: Any) -> None:
+        super().__init__(replace(SyntheticSettings(name="syn", vocab_size=V), **settings))
+        self._spoil = spoil
+
+    def step(self) -> Finished:
+        return self._spoil(super().step())
+
+
+def changing(change: Callable[[Rows], Rows]) -> Callable[[Finished], Finished]:
+    """A spoiler that changes the rows of each block, float32 of shape (n, V)."""
+
+    def spoil(finished: Finished) -> Finished:
+        blocks = [
+            RowBlock(block.digests, np.ascontiguousarray(change(block.numbers)), None, Encoding.F32)
+            for block in finished.blocks
+        ]
+        return Finished(blocks, finished.failures)
+
+    return spoil
+
+
+def normalised(rows: Rows) -> Rows:
+    return rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+
+
+def noisy(share: float) -> Callable[[Rows], Rows]:
+    """Noise with so large a share of the spread of a row's entries, other noise each time."""
+    generator = np.random.default_rng(0)
+    return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
+
+
+# What passes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"encoding": "bf16"},
+        {"max_batch": 1},
+        {"max_batch": 2},
+        {"vocab_size": 1},
+        {"vocab_size": 2},
+        {"vocab_size": 5},
+        {"vocab_size": 50_257},
+        {"max_prompt_tokens": 1},
+        {"max_prompt_tokens": 2},
+        {"vocab_size": 1, "max_prompt_tokens": 1},
+    ],
+    ids=str,
+)
+def test_a_good_backend_passes_and_holds_nothing_afterwards(settings: dict[str, Any]) -> None:
+    backend = SyntheticBackend(replace(SyntheticSettings(vocab_size=V), **settings))
+    room = backend.capacity()
+    check_canary(backend)
+    assert backend.capacity() == room
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8])
+def test_the_prompts_are_ones_that_the_model_takes(vocab_size: int) -> None:
+    asked: list[NDArray[np.uint32]] = []
+
+    class Watched(SyntheticBackend):
+        def step(self) -> Finished:
+            asked.extend(map(decode_ids, self._jobs.values()))
+            return super().step()
+
+    check_canary(Watched(SyntheticSettings(vocab_size=vocab_size, max_prompt_tokens=3)))
+    assert {len(ids) for ids in asked} == {1, 2, 3}
+    assert all(ids.max() < vocab_size for ids in asked)
+
+
+def take_turns(finished: Finished) -> Finished:
+    """Each row in a block of its own, last first."""
+    return Finished(
+        [
+            RowBlock([digest], block.numbers[at : at + 1], None, block.encoding)
+            for block in finished.blocks
+            for at, digest in reversed(list(enumerate(block.digests)))
+        ],
+        {},
+    )
+
+
+def test_the_order_of_the_answers_does_not_matter() -> None:
+    check_canary(Faulty(take_turns))
+
+
+def test_answers_may_come_late() -> None:
+    kept: list[Finished] = []
+
+    def delay(finished: Finished) -> Finished:
+        kept.append(finished)
+        return kept.pop(0) if len(kept) > 5 else Finished([], {})
+
+    check_canary(Faulty(delay))
+
+
+def test_a_token_may_have_no_probability_at_all() -> None:
+    def exclude(rows: Rows) -> Rows:
+        rows = rows.copy()
+        rows[:, : V // 2] = -np.inf
+        return normalised(rows)
+
+    check_canary(Faulty(changing(exclude)))
+
+
+def test_rounding_may_differ_with_what_runs_beside() -> None:
+    check_canary(Faulty(changing(noisy(0.005))))
+
+
+def test_rows_may_be_all_but_flat() -> None:
+    # As those of a model that was never trained: rounding is then as large as what the entries differ by.
+    generator = np.random.default_rng(0)
+
+    def flatten(rows: Rows) -> Rows:
+        return np.float32(-np.log(V)) + generator.normal(0, 4e-7, rows.shape).astype(np.float32)
+
+    check_canary(Faulty(changing(flatten)))
+
+
+# What does not
+
+
+def swapped(rows: Rows) -> Rows:
+    """Each prompt has the row of the one before it."""
+    return np.roll(rows, 1, axis=0)
+
+
+def with_nan(rows: Rows) -> Rows:
+    rows = rows.copy()
+    rows[:, 3] = np.nan
+    return rows
+
+
+def fail(finished: Finished) -> Finished:
+    return Finished([], {digest: "out of memory" for block in finished.blocks for digest in block.digests})
+
+
+def say_nothing(_: Finished) -> Finished:
+    return Finished([], {})
+
+
+def answer_one(finished: Finished) -> Finished:
+    return Finished(take_turns(finished).blocks[:1], {})
+
+
+def answer_strangers(finished: Finished) -> Finished:
+    strangers = [
+        replace(block, digests=[bytes([i]) * 16 for i in range(len(block.digests))]) for block in finished.blocks
+    ]
+    return Finished(strangers, {})
+
+
+def answer_twice(finished: Finished) -> Finished:
+    return Finished(finished.blocks * 2, {})
+
+
+def without_log_z(finished: Finished) -> Finished:
+    (block,) = finished.blocks
+    n = len(block.digests)
+    return Finished([RowBlock(block.digests, np.zeros((n, V), "<u2"), np.full(n, np.nan, "<f4"), Encoding.BF16)], {})
+
+
+def one_for_all(rows: Rows) -> Rows:
+    return normalised(np.tile(np.linspace(-5, 0, V, dtype=np.float32), (len(rows), 1)))
+
+
+WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
+    "rows of other prompts": (changing(swapped), r"a prompt's row differs by \d.* when others run beside it"),
+    "rows that depend on the neighbours": (changing(noisy(0.1)), "a prompt's row differs by .* spread by "),
+    "logits": (changing(lambda rows: rows + 1), r"the probabilities of a row sum to exp\(1\), not to 1"),
+    "half a distribution": (changing(lambda rows: rows - np.float32(np.log(2))), r"sum to exp\(-0.69\d*\), not to 1"),
+    "probabilities": (changing(np.exp), r"the probabilities of a row sum to exp\("),
+    "no probability at all": (changing(lambda rows: np.full_like(rows, -np.inf)), r"sum to exp\(-inf\), not to 1"),
+    "NaN": (changing(with_nan), r"sum to exp\(nan\), not to 1"),
+    "a token too few": (
+        changing(lambda rows: normalised(rows[:, :-1])),
+        f"has answered rows of {V - 1} entries; its card says V = {V}",
+    ),
+    "a token too many": (
+        changing(lambda rows: np.pad(rows, ((0, 0), (0, 1)))),
+        f"has answered rows of {V + 1} entries; its card says V = {V}",
+    ),
+    "rows of strangers": (answer_strangers, f"answered 4 prompts that it was not asked, such as {'00' * 16}"),
+    "each row twice": (answer_twice, "answered 4 prompts twice in one step"),
+    "no logZ": (without_log_z, "the row's logZ is nan"),
+    "one row for all prompts": (changing(one_for_all), "two prompts whose last tokens differ have the same row"),
+    "a failure": (fail, "it fails on a plain prompt: out of memory"),
+    "nothing": (say_nothing, "it has answered 0 of 4 prompts after 20 steps"),
+    "one answer of three": (answer_one, "it has answered 1 of 4 prompts after 20 steps"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG.values(), ids=WRONG)
+def test_a_backend_with_wrong_rows_is_refused_and_told_why(
+    spoil: Callable[[Finished], Finished], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "_MOST_STEPS", 20)
+    with pytest.raises(SettingsError, match=f"^model: syn cannot be served by synthetic: .*{message}"):
+        check_canary(Faulty(spoil))
+
+
+def test_a_row_that_is_wrong_alone_is_found_too() -> None:
+    def spoil(finished: Finished) -> Finished:
+        (block,) = finished.blocks
+        return changing(lambda rows: rows + 1)(finished) if len(block.digests) == 1 else finished
+
+    with pytest.raises(SettingsError, match=r"sum to exp\(1\)"):
+        check_canary(Faulty(spoil))
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [("bfloat16", True), ("float16", True), ("float32", False)])
+def test_what_is_rounding_depends_on_the_dtype(dtype: str, passes: bool) -> None:
+    class Rounded(Faulty):
+        @property
+        def card(self) -> ModelCard:
+            return replace(super().card, dtype=dtype)
+
+    backend = Rounded(changing(noisy(0.03)))
+    if passes:
+        check_canary(backend)
+    else:
+        with pytest.raises(SettingsError, match="a prompt's row differs"):
+            check_canary(backend)
+
+
+class Adapted(SyntheticBackend):
+    """Serves two adapters with rows of their own; mixes them up in one step if told to."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V))
+        self._mixes = mixes
+        self._shifts: dict[bytes, int] = {}
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(super().card, adapters={"one": "0f", "other": "1e"})
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        jobs = list(jobs)
+        self._shifts |= {job.digest: ("", "one", "other").index(job.adapter) for job in jobs}
+        super().submit(jobs)
+
+    def step(self) -> Finished:
+        finished = super().step()
+        (block,) = finished.blocks
+        shifts = [self._shifts[digest] for digest in block.digests]
+        if self._mixes:
+            shifts = [max(shifts)] * len(shifts)
+        return Finished([replace(block, numbers=np.stack(list(map(np.roll, block.numbers, shifts))))], {})
+
+
+def test_a_prompt_that_grows_is_tried_too() -> None:
+    class Forgetful(SyntheticBackend):
+        """Has wrong rows for what continues the prompt before."""
+
+        last = b"?"
+
+        def step(self) -> Finished:
+            first = next(iter(self._jobs.values()))
+            continues = len(self._jobs) == 1 and first[:-4] == self.last
+            self.last = first
+            finished = super().step()
+            return changing(lambda rows: np.roll(rows, 1))(finished) if continues else finished
+
+    with pytest.raises(SettingsError, match="a prompt's row differs by .* when it grows token by token"):
+        check_canary(Forgetful(SyntheticSettings(name="syn", vocab_size=V)))
+
+
+def test_adapters_are_tried_too() -> None:
+    check_canary(Adapted(mixes=False))
+    with pytest.raises(SettingsError, match="a prompt's row differs by .* when others run beside it"):
+        check_canary(Adapted(mixes=True))

@@ -1,0 +1,326 @@
+"""Checkpoints on disk: found or refused in one line, and a digest that is another one when a single byte is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+
+Write = Callable[..., Path]
+
+CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "rope_scaling": {"factor": 2.0}}
+WEIGHTS = bytes(range(256)) * 50
+"""1600 words of 64 bits, all of which are sampled."""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a checkpoint; returns its folder."""
+
+    def written(
+        name: str = "model",
+        config: Mapping[str, Any] | None = CONFIG,
+        config_name: str = "config.json",
+        **weights: bytes,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        if config is not None:
+            (folder / config_name).write_text(json.dumps(config))
+        for stem, data in (weights or {"model": WEIGHTS}).items():
+            (folder / f"{stem}.safetensors").write_bytes(data)
+        return folder
+
+    return written
+
+
+# Where it lies
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub's, and no way to the hub."""
+    from huggingface_hub import constants
+
+    assert constants.is_offline_mode(), "no test may ask the hub"
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    return folder
+
+
+def test_a_folder_is_its_own_place(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "link").symlink_to(folder)
+    for name in (str(folder), "model", "./model", "~/model", "link", f"{folder}/../model/"):
+        assert checkpoint_folder("model", name) == folder.resolve()
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./model", "../nowhere/model", "~/nowhere", "some/where/deep"])
+def test_a_path_that_is_no_folder_is_not_taken_for_a_hub_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(SettingsError) as caught:
+        checkpoint_folder("adapters", name)
+    assert str(caught.value) == f"adapters: {name} cannot be loaded: there is no such folder"
+
+
+def test_a_folder_of_somebody_unknown_is_refused() -> None:
+    with pytest.raises(SettingsError, match="^model: ~nobody-here/model cannot be loaded: "):
+        checkpoint_folder("model", "~nobody-here/model")
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(SettingsError, match=r"^model: .*model\.gguf cannot be loaded: there is no such folder"):
+        checkpoint_folder("model", str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nobody/nothing",
+        "nothing",
+        "a b",
+        "a--b",
+        "-a",
+        "é",
+        "a/b:c",
+        "x" * 200,
+        "owner/",
+        "model.gguf",
+        "\N{SNOWMAN}/x",
+    ],
+)
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_name_without_a_copy_here_is_refused_in_one_clear_line(name: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        checkpoint_folder("model", name)
+    text = str(caught.value)
+    assert re.match(f"model: '?{name}'? is no folder here and cannot be had from the hub: ", text)
+    assert text.count("\n") == 0
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize("message", ["no\nway", "\n\n no \nway", "no " * 1000])
+def test_of_what_the_hub_says_one_line_is_told(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(message)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(SettingsError, match="cannot be had from the hub: no") as caught:
+        checkpoint_folder("model", "nobody/nothing")
+    assert "way" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_the_hubs_copy_is_found_without_the_hub(hub_cache: Path) -> None:
+    repository = hub_cache / "models--nobody--tiny"
+    commits = {"main": "a" * 40, "other": "b" * 40}
+    for branch, commit in commits.items():
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / branch).write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+    assert checkpoint_folder("model", "nobody/tiny") == repository / "snapshots" / commits["main"]
+    assert checkpoint_folder("model", "nobody/tiny", "other") == repository / "snapshots" / commits["other"]
+    with pytest.raises(
+        SettingsError, match="^model: '?nobody/tiny'? is no folder here and cannot be had from the hub: "
+    ):
+        checkpoint_folder("model", "nobody/tiny", "none")
+
+
+# Its digest
+
+
+def test_a_copy_elsewhere_has_the_same_digest(write: Write, tmp_path: Path) -> None:
+    folder = write(first=WEIGHTS, second=b"")
+    copy = Path(shutil.copytree(folder, tmp_path / "else" / "where"))
+    for path in copy.iterdir():
+        os.utime(path, (0, 0))
+    (copy / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=8))
+    (copy / "tokenizer.json").write_text("{}")
+    (copy / "README.md").write_text("Weights.")
+    digest = checkpoint_revision(folder)
+    assert len(bytes.fromhex(digest)) == 16
+    assert checkpoint_revision(copy) == digest
+    assert checkpoint_revision(copy) == digest
+
+
+@given(st.data())
+def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    # Less than a row, some rows, more than a table; not all sizes are multiples of 8.
+    size = data.draw(st.one_of(st.integers(1, 40), st.integers(80_000, 80_016), st.integers(2_100_000, 2_200_000)))
+    folder = tmp_path_factory.mktemp("model")
+    weights = bytearray(range(251)) * 9000
+    del weights[size:]
+    (folder / "model.bin").write_bytes(weights)
+    before = checkpoint_revision(folder)
+    weights[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (folder / "model.bin").write_bytes(weights)
+    assert checkpoint_revision(folder) != before
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (700, 100_000), (5, 512 + 5), (5, 512**2 + 5), (-1, -2), (7, -1)])
+def test_two_weights_that_change_places_change_the_digest(write: Write, one: int, other: int) -> None:
+    words = np.random.default_rng(0).integers(0, 2**63, 2 * 512**2 + 9, dtype=np.uint64)
+    before = checkpoint_revision(write("before", model=words.tobytes()))
+    words[[one, other]] = words[[other, one]]
+    assert checkpoint_revision(write("after", model=words.tobytes())) != before
+
+
+def test_in_what_order_a_folder_lists_its_files_does_not_matter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(a=WEIGHTS, b=WEIGHTS[:8], c=b"")
+    digest = checkpoint_revision(folder)
+    listed = list(folder.iterdir())
+    for turn in range(len(listed)):
+        monkeypatch.setattr(Path, "iterdir", lambda _, turn=turn: iter(listed[turn:] + listed[:turn]))
+        assert checkpoint_revision(folder) == digest
+
+
+def test_the_digest_tells_checkpoints_apart(write: Write) -> None:
+    folders = {
+        "plain": write("plain"),
+        "no config": write("no config", config=None),
+        "an empty config": write("an empty config", config={}),
+        "another value": write("another value", config=CONFIG | {"hidden_size": 16}),
+        "a value deep inside": write("a value deep inside", config=CONFIG | {"rope_scaling": {"factor": 4.0}}),
+        "one value more": write("one value more", config=CONFIG | {"tie_word_embeddings": True}),
+        "another name of the file": write("another name of the file", weights=WEIGHTS),
+        "an empty file": write("an empty file", model=b""),
+        "an empty file more": write("an empty file more", model=WEIGHTS, other=b""),
+        "a byte more": write("a byte more", model=WEIGHTS + b"\0"),
+        "a word of zeros more": write("a word of zeros more", model=WEIGHTS + bytes(8)),
+        "a byte less": write("a byte less", model=WEIGHTS[:-1]),
+        "two files": write("two files", a=WEIGHTS[:96], b=WEIGHTS[96:]),
+        "two files, swapped": write("two files, swapped", b=WEIGHTS[:96], a=WEIGHTS[96:]),
+        "two files, cut elsewhere": write("two files, cut elsewhere", a=WEIGHTS[:104], b=WEIGHTS[104:]),
+    }
+    digests = {name: checkpoint_revision(folder) for name, folder in folders.items()}
+    assert len(set(digests.values())) == len(folders), digests
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "pt", "pth", "gguf"])
+def test_weights_of_every_format_count(write: Write, suffix: str) -> None:
+    folder = write()
+    (folder / "model.safetensors").rename(folder / f"model.{suffix}")
+    before = checkpoint_revision(folder)
+    (folder / f"model.{suffix}").write_bytes(WEIGHTS[::-1])
+    assert checkpoint_revision(folder) != before
+
+
+def test_weights_in_a_format_that_is_not_loaded_do_not_count(write: Write) -> None:
+    folder = write()
+    before = checkpoint_revision(folder)
+    for name in ("model.bin", "training_args.bin", "model.gguf"):
+        (folder / name).write_bytes(WEIGHTS)
+    (folder / "more.safetensors").mkdir()
+    assert checkpoint_revision(folder) == before
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_how_weights_are_quantized_counts(write: Write, name: str) -> None:
+    folder = write()
+    before = checkpoint_revision(folder)
+    (folder / name).write_text('{"bits": 4}')
+    assert checkpoint_revision(folder) != before
+
+
+@pytest.mark.parametrize(("content", "reason"), [("{", "cannot be read: Expecting"), ("[1]", r"holds \[1\]: expected")])
+def test_a_broken_config_is_refused_in_one_line(write: Write, content: str, reason: str) -> None:
+    folder = write()
+    (folder / "config.json").write_text(content)
+    for look in (checkpoint_revision, lambda folder: checkpoint_dtype(folder, "auto")):
+        with pytest.raises(SettingsError, match=rf"^model: .*config\.json {reason}"):
+            look(folder)
+
+
+def test_an_adapters_config_counts(write: Write) -> None:
+    folders = [write(f"r{r}", config={"r": r}, config_name="adapter_config.json") for r in (8, 16)]
+    assert len({checkpoint_revision(folder) for folder in folders}) == 2
+
+
+@pytest.mark.parametrize("config_name", ["config.json", "adapter_config.json"])
+@pytest.mark.parametrize(
+    "name", ["_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"]
+)
+def test_what_says_nothing_of_the_weights_does_not_count(write: Write, name: str, config_name: str) -> None:
+    configs = [CONFIG | {"text_config": inner} for inner in ({}, {name: "a"}, {name: "b"})]
+    configs += [config | {name: "c"} for config in configs]
+    folders = [write(f"model-{i}", config=config, config_name=config_name) for i, config in enumerate(configs)]
+    assert len({checkpoint_revision(folder) for folder in folders}) == 1
+
+
+def test_the_options_that_decide_a_rows_value_count(write: Write) -> None:
+    folder = write()
+    options: list[dict[str, Any]] = [
+        {"quantization": "fp8"},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+        {"seed": 0},
+        {"seed": False},
+        {"hf_overrides": {"rope_theta": 1e6}},
+        {"hf_overrides": {"rope_theta": 1e5}},
+        {"names": ["a", "b"]},
+        {"names": ["b", "a"]},
+    ]
+    digests = [checkpoint_revision(folder), *(checkpoint_revision(folder, also) for also in options)]
+    assert len(set(digests)) == len(options) + 1
+    assert checkpoint_revision(folder, {}) == checkpoint_revision(folder)
+    pair = {"quantization": "fp8", "seed": 1}
+    assert checkpoint_revision(folder, pair) == checkpoint_revision(folder, dict(reversed(pair.items())))
+
+
+# Its dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"text_config": {"torch_dtype": "float16"}}, "float16"),
+        ({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}, "float32"),
+        ({"dtype": "float8_e4m3fn", "text_config": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"dtype": "auto"}, "auto"),
+        ({"dtype": "int8"}, "auto"),
+        ({"dtype": ["float32"]}, "auto"),
+        ({"text_config": None}, "auto"),
+        ({"text_config": "bfloat16"}, "auto"),
+        ({}, "auto"),
+        (None, "auto"),
+    ],
+)
+def test_left_open_the_dtype_is_the_one_that_the_checkpoint_states(
+    write: Write, config: dict[str, Any] | None, dtype: str
+) -> None:
+    assert checkpoint_dtype(write(config=config), "auto") == dtype
+
+
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_a_dtype_that_is_wanted_is_taken(write: Write, wanted: str) -> None:
+    assert checkpoint_dtype(write(config={"dtype": "float32"}), wanted) == wanted

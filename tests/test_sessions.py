@@ -1,0 +1,231 @@
+"""Sessions: which prompts continue one, which are worth one, and that the caps hold to the token."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmpool.prompts import encode_prompt
+from lmpool.workers.backends.vllm import sessions as sessions_module
+from lmpool.workers.backends.vllm.sessions import Sessions
+
+PLENTY = 10**6
+
+
+def ids(*tokens: int) -> bytes:
+    """An encoded prompt."""
+    return encode_prompt(tokens, vocab_size=2**32, max_tokens=1000).ids
+
+
+# Continuing
+
+
+def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
+    sessions = Sessions(8, PLENTY)
+    assert sessions.keep("", ids(1, 2), "request") == []
+    assert sessions.take("", ids(1, 2, 3)) == "request"
+    assert sessions.take("", ids(1, 2, 3)) is None
+    assert len(sessions) == 0
+
+
+@pytest.mark.parametrize("other", [(1, 2), (1,), (1, 2, 3, 4), (1, 9, 3), (9, 1, 2), (2,)])
+def test_any_other_prompt_does_not(other: tuple[int, ...]) -> None:
+    sessions = Sessions(8, PLENTY)
+    sessions.keep("", ids(1, 2), "request")
+    assert sessions.take("", ids(*other)) is None
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize(("kept", "asked"), [("", "one"), ("one", ""), ("one", "other")])
+def test_adapters_have_sessions_of_their_own(kept: str, asked: str) -> None:
+    sessions = Sessions(8, PLENTY)
+    sessions.keep(kept, ids(1), "request")
+    assert sessions.take(asked, ids(1, 2)) is None
+    assert sessions.keep(asked, ids(1), "another") == []
+    assert sessions.take(kept, ids(1, 2)) == "request"
+    assert sessions.take(asked, ids(1, 2)) == "another"
+
+
+def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
+    sessions = Sessions(8, PLENTY)
+    sessions.keep("", ids(1), "first")
+    assert sessions.keep("", ids(1), "second") == ["first"]
+    assert sessions.take("", ids(1, 2)) == "second"
+
+
+# Caps
+
+
+def test_over_their_number_the_oldest_is_closed() -> None:
+    sessions = Sessions(2, PLENTY)
+    assert [sessions.keep("", ids(token), f"{token}") for token in range(4)] == [[], [], ["0"], ["1"]]
+    assert sessions.take("", ids(2, 0)) == "2"
+    assert sessions.keep("", ids(4), "4") == []
+
+
+def test_over_their_tokens_the_oldest_are_closed() -> None:
+    sessions = Sessions(100, 6)
+    assert sessions.keep("", ids(1, 1, 1), "three") == []
+    assert sessions.keep("", ids(2, 2), "two") == []
+    assert sessions.keep("", ids(3), "one") == []
+    assert sessions.keep("", ids(4), "one more") == ["three"]
+    assert sessions.keep("", ids(5, 5, 5, 5, 5), "five") == ["two", "one"]
+    assert len(sessions) == 2
+
+
+def test_a_session_that_is_kept_again_counts_as_new() -> None:
+    sessions = Sessions(2, PLENTY)
+    for name in ("a", "b"):
+        sessions.keep("", ids(ord(name)), name)
+    sessions.keep("", ids(ord("a")), "a again")
+    assert sessions.keep("", ids(0), "c") == ["b"]
+
+
+def test_a_session_that_alone_is_over_the_cap_is_closed_and_costs_no_other_its_place() -> None:
+    sessions = Sessions(8, 2)
+    sessions.keep("", ids(1, 2), "short")
+    assert sessions.keep("", ids(1, 2, 3), "long") == ["long"]
+    assert sessions.take("", ids(1, 2, 3)) == "short"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 9])
+def test_the_oldest_can_be_closed_to_make_room(number: int) -> None:
+    sessions = Sessions(8, PLENTY)
+    for token in range(3):
+        sessions.keep("", ids(token), f"{token}")
+    closed = sessions.close_oldest(number)
+    assert closed == ["0", "1", "2"][:number]
+    assert len(sessions) == 3 - len(closed)
+
+
+def test_none_at_all_are_kept_when_none_may_be() -> None:
+    sessions = Sessions(0, PLENTY)
+    assert not sessions.is_growing("", ids(1))
+    assert not sessions.is_growing("", ids(1, 2))
+    assert sessions.keep("", ids(1, 2), "request") == ["request"]
+    assert sessions.take("", ids(1, 2, 3)) is None
+    assert len(sessions) == 0
+    assert sessions.close_oldest(5) == []
+
+
+def test_tokens_are_counted_to_the_last_one() -> None:
+    sessions = Sessions(8, 6)
+    for length in range(1, 6):
+        assert sessions.keep("", ids(*range(length)), "growing") == []
+        assert sessions.take("", ids(*range(length + 1))) == "growing"
+    for count in range(100):
+        assert sessions.keep("", ids(1, 1, 1), "again") == (["again"] if count else [])
+    assert sessions.keep("", ids(2, 2, 2), "fits") == []
+    assert sessions.keep("", ids(3), "does not") == ["again"]
+
+
+# Growing
+
+
+def test_a_prompt_grows_that_is_one_token_longer_than_one_seen_before() -> None:
+    sessions = Sessions(8, PLENTY)
+    grows = [sessions.is_growing("", ids(*prompt)) for prompt in [(1, 2), (1, 2), (1, 2, 3), (1, 2, 4), (1,), (2, 3)]]
+    assert grows == [False, False, True, True, False, False]
+    assert sessions.is_growing("", ids(1, 2, 3, 4)), "what grew is seen too"
+    assert not sessions.is_growing("", ids(1, 2, 3, 4, 5, 6)), "two tokens longer"
+
+
+def test_growing_with_another_adapter_is_not_growing() -> None:
+    sessions = Sessions(8, PLENTY)
+    sessions.is_growing("one", ids(1))
+    assert not sessions.is_growing("", ids(1, 2))
+    assert not sessions.is_growing("other", ids(1, 2))
+    assert sessions.is_growing("one", ids(1, 2))
+
+
+def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_RECENT", 10)
+    sessions = Sessions(8, PLENTY)
+    for token in range(10):
+        sessions.is_growing("", ids(token))
+    assert sessions.is_growing("", ids(1, 0))
+    assert not sessions.is_growing("", ids(0, 0)), "one was forgotten when the eleventh came"
+    sessions.is_growing("", ids(5))
+    for token in range(10, 17):
+        sessions.is_growing("", ids(token))
+    assert sessions.is_growing("", ids(5, 0)), "what is seen again is remembered as new"
+    for token in range(100, 1000):
+        sessions.is_growing("", ids(token))
+    assert len(sessions._recent) == 10
+
+
+# Any sequence of calls
+
+_tokens = st.integers(0, 2)
+_prompts = st.lists(_tokens, min_size=1, max_size=4).map(lambda tokens: ids(*tokens))
+_adapters = st.sampled_from(["", "one"])
+
+
+class AgainstALedger(RuleBasedStateMachine):
+    """Sessions beside a list that is summed up anew each time: any drift of the counters closes another request."""
+
+    @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16))
+    def open(self, most: int, most_tokens: int) -> None:
+        self.sessions = Sessions(most, most_tokens)
+        self.most, self.most_tokens = most, most_tokens
+        self.waiting: list[tuple[tuple[str, bytes], str]] = []
+        self.seen: set[tuple[str, bytes]] = set()
+        self.names = map(str, itertools.count())
+
+    @rule(adapter=_adapters, prompt=_prompts)
+    def keep(self, adapter: str, prompt: bytes) -> None:
+        name = next(self.names)
+        expected = [request for key, request in self.waiting if key == (adapter, prompt)]
+        self.waiting = [item for item in self.waiting if item[1] not in expected]
+        if len(prompt) // 4 > self.most_tokens:
+            expected.append(name)
+        else:
+            self.waiting.append(((adapter, prompt), name))
+        while len(self.waiting) > self.most or self.tokens() > self.most_tokens:
+            expected.append(self.waiting.pop(0)[1])
+        assert self.sessions.keep(adapter, prompt, name) == expected
+
+    @rule(adapter=_adapters, prompt=_prompts)
+    def take(self, adapter: str, prompt: bytes) -> None:
+        expected = dict(self.waiting).get((adapter, prompt[:-4]))
+        assert self.sessions.take(adapter, prompt) == expected
+        self.waiting = [item for item in self.waiting if item[1] != expected]
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), token=_tokens)
+    def continue_one(self, data: st.DataObject, token: int) -> None:
+        (adapter, prompt), _ = data.draw(st.sampled_from(self.waiting))
+        self.take(adapter, prompt + ids(token))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def keep_one_again(self, data: st.DataObject) -> None:
+        (adapter, prompt), _ = data.draw(st.sampled_from(self.waiting))
+        self.keep(adapter, prompt)
+
+    @rule(number=st.integers(0, 3))
+    def close_oldest(self, number: int) -> None:
+        expected = [request for _, request in self.waiting[:number]]
+        del self.waiting[:number]
+        assert self.sessions.close_oldest(number) == expected
+
+    @rule(adapter=_adapters, prompt=_prompts)
+    def see(self, adapter: str, prompt: bytes) -> None:
+        expected = self.most > 0 and (adapter, prompt[:-4]) in self.seen
+        self.seen.add((adapter, prompt))
+        assert self.sessions.is_growing(adapter, prompt) == expected
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.sessions) == len(self.waiting)
+
+    def tokens(self) -> int:
+        return sum(len(prompt) // 4 for (_, prompt), _ in self.waiting)
+
+
+AgainstALedger.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_what_is_kept_and_closed_is_exact = AgainstALedger.TestCase

@@ -1,0 +1,215 @@
+"""What a backend may not answer: its worker ends before anything of it is published, and others serve its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from lmpool.errors import WorkerError
+from lmpool.prompts import digest_of
+from lmpool.rows import Encoding, RowBlock
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.stepper import Stepper
+from lmpool.workers.worker import Worker
+from tests.pool import Pool, Prepared, until_async
+
+V = 64
+FAIL = 50
+STRANGER = bytes(range(16))
+
+Spoil = Callable[[Finished], Finished]
+
+
+class Faulty(SyntheticBackend):
+    """A backend whose results are spoilt, after some good steps.
+
+    Args:
+        spoil: what becomes of a step's result.
+        good: steps before that.
+    """
+
+    def __init__(self, spoil: Spoil, good: int = 0) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, fail_token=FAIL))
+        self._spoil = spoil
+        self._good = good
+
+    def step(self) -> Finished:
+        finished = super().step()
+        self._good -= 1
+        return finished if self._good >= 0 else self._spoil(finished)
+
+
+def rows(digests: Iterable[bytes], vocab_size: int = V) -> RowBlock:
+    """Rows as good as any."""
+    digests = list(digests)
+    return RowBlock(digests, np.full((len(digests), vocab_size), -np.log(vocab_size), "<f4"), None, Encoding.F32)
+
+
+def digests_of(finished: Finished) -> list[bytes]:
+    return [digest for block in finished.blocks for digest in block.digests]
+
+
+def with_a_strangers_row(finished: Finished) -> Finished:
+    return finished._replace(blocks=[*finished.blocks, rows([STRANGER])])
+
+
+def with_a_strangers_failure(finished: Finished) -> Finished:
+    return finished._replace(failures={STRANGER: "no"})
+
+
+def with_rows_of_strangers_only(finished: Finished) -> Finished:
+    return Finished([rows([STRANGER, bytes(16)])], {})
+
+
+def with_each_block_twice(finished: Finished) -> Finished:
+    return finished._replace(blocks=finished.blocks * 2)
+
+
+def with_a_row_twice_in_a_block(finished: Finished) -> Finished:
+    return Finished([rows([*digests_of(finished), digests_of(finished)[0]])], {})
+
+
+def with_row_and_failure(finished: Finished) -> Finished:
+    return finished._replace(failures={digests_of(finished)[-1]: "out of memory"})
+
+
+def with_rows_of_another_length(finished: Finished) -> Finished:
+    return Finished([rows(digests_of(finished), V + 1)], {})
+
+
+def with_one_block_of_another_length(finished: Finished) -> Finished:
+    first, *others = digests_of(finished)
+    return Finished([rows(others), rows([first], V - 1)], {})
+
+
+TWICE = "has answered {} prompts twice in one step, such as [0-9a-f]{{32}}$"
+FAULTS: dict[str, tuple[Spoil, str]] = {
+    "a stranger's row": (with_a_strangers_row, f"has answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "a stranger's failure": (with_a_strangers_failure, f"answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "strangers": (with_rows_of_strangers_only, f"has answered 2 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "a block twice": (with_each_block_twice, TWICE.format(3)),
+    "a row twice in a block": (with_a_row_twice_in_a_block, TWICE.format(1)),
+    "row and failure": (with_row_and_failure, TWICE.format(1)),
+    "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its card says V = {V}$"),
+    "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its card says V = {V}$"),
+}
+
+
+class Told:
+    """What a stepper told its owner."""
+
+    def __init__(self) -> None:
+        self.finished: list[Finished] = []
+        self.broken: list[BaseException] = []
+
+    def digests(self) -> list[bytes]:
+        """The prompts whose rows or failures were handed on."""
+        return [digest for finished in self.finished for digest in [*digests_of(finished), *finished.failures]]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something to be told."""
+
+        async def met() -> bool:
+            return condition()
+
+        await until_async(met, what, 5)
+
+
+@asynccontextmanager
+async def stepping(backend: Backend) -> AsyncIterator[tuple[Stepper, Told]]:
+    """A stepper that has started, and what it tells."""
+    told = Told()
+    stepper = Stepper(lambda: backend, told.finished.append, told.broken.append)
+    await asyncio.wait_for(stepper.start(), 5)
+    yield stepper, told
+    await asyncio.wait_for(stepper.close(), 5)
+
+
+def jobs(*tokens: int) -> list[BackendJob]:
+    ids = [np.array([token], "<u4").tobytes() for token in tokens]
+    return [BackendJob(digest_of(data), data) for data in ids]
+
+
+async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
+    backend = SyntheticBackend(SyntheticSettings(vocab_size=V, fail_token=FAIL, max_batch=2))
+    asked = jobs(1, 2, FAIL, 4, 5)
+    async with stepping(backend) as (stepper, told):
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 5, "all are answered")
+        assert not stepper.is_busy
+    assert sorted(told.digests()) == sorted(job.digest for job in asked)
+    assert not told.broken
+
+
+@pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
+async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
+    good, bad = jobs(1, 2, 3), jobs(4, 5, 6)
+    async with stepping(Faulty(spoil, good=1)) as (stepper, told):
+        stepper.submit(good)
+        await told.until(lambda: len(told.digests()) == 3, "the good step is told")
+        assert not told.broken
+        stepper.submit(bad)
+        await told.until(lambda: bool(told.broken), "the fault is told")
+    (error,) = told.broken
+    with pytest.raises(WorkerError, match=f"^the backend 'synthetic' .*{message}"):
+        raise error
+    assert sorted(told.digests()) == sorted(job.digest for job in good), "nothing of the bad step is handed on"
+
+
+@pytest.mark.parametrize("token", [1, FAIL], ids=["row", "failure"])
+async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) -> None:
+    (first,) = jobs(token)
+
+    def again(finished: Finished) -> Finished:
+        return finished._replace(blocks=[*finished.blocks, rows([first.digest])])
+
+    async with stepping(Faulty(again, good=1)) as (stepper, told):
+        stepper.submit([first])
+        await told.until(lambda: len(told.digests()) == 1, "the first is answered")
+        stepper.submit(jobs(2))
+        await told.until(lambda: bool(told.broken), "the fault is told")
+    assert first.digest.hex() in str(told.broken[0])
+    assert told.digests() == [first.digest]
+
+
+async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
+    asked = jobs(1)
+    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (stepper, told):
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 1, "it is answered")
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 2, "it is answered again")
+    assert not told.broken
+
+
+# In a pool
+
+
+async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Pool) -> None:
+    spoil, message = FAULTS["a stranger's row"]
+    settings = WorkerSettings(pool.prefix, lease_s=0.5)
+    worker = Worker(Server(pool.url), Prepared(Faulty(spoil)), settings)
+    ready = asyncio.Event()
+    first = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), 10)
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.create_task(producer.logprobs([token])) for token in range(20)]
+        with pytest.raises(WorkerError, match=f"^the backend broke: the backend 'synthetic' .*{message}"):
+            await asyncio.wait_for(first, 10)
+        assert not pool.names("row:*"), "nothing was published"
+        assert not any(request.done() for request in asked)
+        healthy = Worker(Server(pool.url), SyntheticSettings(name="syn", vocab_size=V), settings)
+        second = asyncio.create_task(healthy.run())
+        for token, row in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 20)):
+            assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+    healthy.stop()
+    await asyncio.wait_for(second, 10)
+    assert pool.jobs() == 0
