@@ -51,3 +51,8 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lmpool = lmpool.cli:main" in entry_points
     assert "[lmpool.commands]" in entry_points
+
+
+def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
+    example = (ROOT / "examples" / "own_backend.py").read_text("utf-8").rstrip()
+    assert f"```python\n{example}\n```" in (ROOT / "docs" / "backends.md").read_text("utf-8")
