@@ -39,7 +39,8 @@ def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.R
             assert blocks[0].encoding is Encoding.BF16
             assert np.array_equal(blocks[0].numbers[0], logits.view(torch.int16).numpy().view(np.uint16))
             assert blocks[0].log_z is not None
-            assert blocks[0].log_z[0] == torch.logsumexp(logits.float(), -1)
+            # What one more rounding of a float32 of this size costs.
+            assert abs(blocks[0].log_z[0] - torch.logsumexp(logits.double(), -1)) < 2e-6
             ids = [*ids, draw.randrange(V)]
 
 
