@@ -27,6 +27,8 @@ _CONTEXTS, _STEPS = 16, 32
 _HTTP_REPEATS = 2
 _SERVER_READY_S = 180.0
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
+# Its attention on a CPU is many small operations, for which threads cost more than they bring.
+_SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _SGLANG = ("--backend", "sglang", "--kv-cache-bytes", str(1 << 30))
 
 
@@ -108,7 +110,7 @@ def sglang_random(place: Workplace) -> list[Result]:
         model = str(smollm2_folder())
         ours = _pool(stack, place, "sglang", model, *_SGLANG)
         peer = stack.enter_context(
-            place.child("sglang_peer", model, python=engine_python("sglang"), OMP_NUM_THREADS="1")
+            place.child("sglang_peer", model, python=engine_python("sglang"), **_SGLANG_ENVIRONMENT)
         )
         samples = compare(place, ours, peer, place.scaled(_SGLANG_PROMPTS, 16))
     meaning = (
@@ -125,12 +127,12 @@ def sglang_grow(place: Workplace) -> list[Result]:
         asked = Asked()
         length = _PROMPT_TOKENS + 1
         takes = {
-            "extensions": _growing(ours, asked, steps=place.scaled(4, 2)),
+            "extensions": _growing(ours, asked, contexts=_SGLANG_PROMPTS, steps=place.scaled(4, 2)),
             "cold": lambda: rate(ours, asked.fresh(_SGLANG_PROMPTS, length)),
         }
         samples = alternated(takes, place.repeats)
     meaning = (
-        f"rows/s for {_CONTEXTS} contexts of {_PROMPT_TOKENS} tokens that grow by one token 4 times ÷ "
+        f"rows/s for {_SGLANG_PROMPTS} contexts of {_PROMPT_TOKENS} tokens that grow by one token 4 times ÷ "
         f"{_SGLANG_PROMPTS} new prompts of {length} tokens, SmolLM2-135M f32, SGLang behind the pool"
     )
     return [_result("sglang-grow", meaning, 6, samples)]
@@ -153,18 +155,20 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
     """A producer, and a worker of an engine behind it."""
     engine = options[options.index("--backend") + 1]
     python = engine_python(engine)
-    # SGLang needs a shim on a CPU, which is the tests' own.
-    command = [python, "-m", "tests.sglang_cpu"] if engine == "sglang" else [str(Path(python).with_name("lmpool"))]
-    stack.enter_context(place.workers(name, model, *options, command=command))
+    if engine == "sglang":  # It needs a shim on a CPU, which is the tests' own.
+        command, environment = [python, "-m", "tests.sglang_cpu"], _SGLANG_ENVIRONMENT
+    else:
+        command, environment = [str(Path(python).with_name("lmpool"))], {}
+    stack.enter_context(place.workers(name, model, *options, command=command, environment=environment))
     return stack.enter_context(place.producer(name))
 
 
-def _growing(side: Child, asked: Asked, *, steps: int = _STEPS) -> Take:
+def _growing(side: Child, asked: Asked, *, contexts: int = _CONTEXTS, steps: int = _STEPS) -> Take:
     """Rows a second for contexts that grow: new ones each time, for both sides' rows lie in one cache."""
 
     def take() -> float:
-        contexts = asked.fresh(_CONTEXTS, _PROMPT_TOKENS + steps)
-        return _CONTEXTS * steps / float(side.ask("grow", contexts=contexts, steps=steps)["seconds"])
+        drawn = asked.fresh(contexts, _PROMPT_TOKENS + steps)
+        return contexts * steps / float(side.ask("grow", contexts=drawn, steps=steps)["seconds"])
 
     return take
 

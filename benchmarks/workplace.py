@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -87,7 +87,13 @@ class Workplace:
 
     @contextmanager
     def workers(
-        self, name: str, model: str, *options: str, number: int = 1, command: Sequence[str] = ()
+        self,
+        name: str,
+        model: str,
+        *options: str,
+        number: int = 1,
+        command: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Iterator[None]:
         """Have workers serve a model as `name`; they are ready when the block begins.
 
@@ -97,6 +103,7 @@ class Workplace:
             options: of `lmpool worker`.
             number: how many.
             command: what stands for `lmpool`; this environment's own when empty.
+            environment: of the workers.
 
         Raises:
             BenchmarkError: one ended at once, or they are not ready within 3 minutes.
@@ -104,7 +111,10 @@ class Workplace:
         lmpool = command or [str(Path(sys.executable).with_name("lmpool"))]
         command = [*lmpool, "worker", model, "--name", name, "--redis", self.url]
         with ExitStack() as stack, redis.Redis.from_url(self.url) as server:
-            started = [stack.enter_context(self.process(f"worker-{name}", *command, *options)) for _ in range(number)]
+            started = [
+                stack.enter_context(self.process(f"worker-{name}", *command, *options, **(environment or {})))
+                for _ in range(number)
+            ]
 
             def are_ready() -> bool:
                 for process in started:
