@@ -1,0 +1,67 @@
+"""SGLang under contract, on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lmpool.workers.backend import Backend
+from lmpool.workers.backends.sglang.settings import SglangSettings
+from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
+from tests.sglang_cpu.shim import install
+
+install()
+
+
+def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
+    """Settings under which all limits of the contract are met."""
+    return {
+        "model": str(folder),
+        "device": "cpu",
+        "dtype": dtype,
+        "max_batch": MAX_BATCH,
+        "max_batch_tokens": MAX_BATCH_TOKENS,
+        # Two layers of two heads of 32 keys and 32 values.
+        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        "adapters": [f"{name}={place}" for name, place in adapters.items()],
+    }
+
+
+def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+    return SglangSettings(**settings_of(folder, dtype, adapters)).open()
+
+
+def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
+    settings = settings_of(folder, "float32", adapters)
+    named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
+    return [*as_options(settings), *named]
+
+
+@contextmanager
+def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
+    from lmpool.workers.backends.sglang.backend import SglangBackend
+
+    assert isinstance(backend, SglangBackend)
+    scheduler: Any = backend._engine.scheduler
+    seen: list[torch.Tensor] = []
+
+    def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        seen.append(output.next_token_logits.clone())
+
+    handle = scheduler.tp_worker.model_runner.model.logits_processor.register_forward_hook(record)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-m", "tests.sglang_cpu"]
+
+
+SUBJECT = Subject("sglang", _make, _options, spy=_spy, has_adapters=True, command=_command)

@@ -1,0 +1,513 @@
+"""What is particular to SGLang: refusals become failures, wrong results become errors, and the process stays ours."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends import requirements
+from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.sglang import options
+from lmpool.workers.backends.sglang.settings import SglangSettings
+from tests.contract.driver import Opened, prompt
+from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
+from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject
+from tests.pool import until
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed in this environment", allow_module_level=True)
+
+from tests.contract.sglang_subject import SUBJECT, settings_of
+
+ADAPTERS: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the contract."""
+    return write_model(tmp_path_factory.mktemp("sglang") / "llama")
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    """Random prompts."""
+    return random.Random(5)
+
+
+@contextmanager
+def opened(folder: Path, **changes: Any) -> Iterator[Opened]:
+    """The contract's backend, told something else here and there."""
+
+    def make(model: Path, dtype: str, adapters: dict[str, Path]) -> Any:
+        return SglangSettings(**{**settings_of(model, dtype, adapters), **changes}).open()
+
+    subject: Subject = replace(SUBJECT, make=make)
+    with Opened(subject, folder, "float32", ADAPTERS) as found:
+        yield found
+
+
+def scheduler_of(backend: Any) -> Any:
+    """SGLang's scheduler of a backend."""
+    return backend._engine.scheduler
+
+
+def job(ids: list[int], number: int = 1) -> BackendJob:
+    """A job that nobody has checked against the card."""
+    return BackendJob(number.to_bytes(16, "little"), np.asarray(ids, "<u4").tobytes())
+
+
+def spoil(backend: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
+    """Change each batch and its result before they are processed."""
+    scheduler = scheduler_of(backend)
+    run = scheduler.run_batch
+
+    def run_and_change(batch: Any, *more: Any, **named: Any) -> Any:
+        result = run(batch, *more, **named)
+        change(batch, result)
+        return result
+
+    monkeypatch.setattr(scheduler, "run_batch", run_and_change)
+
+
+# Prompts that SGLang does not answer
+
+
+def test_a_prompt_that_sglang_refuses_is_a_failure_of_that_prompt_alone(folder: Path, draw: random.Random) -> None:
+    with opened(folder) as one:
+        most = one.backend.card.max_prompt_tokens
+        for length in (most + 1, MAX_TOKENS, 3 * KV_TOKENS):
+            long, fits = job(prompt(draw, length), length), [prompt(draw, 9), prompt(draw, most)]
+            one.backend.submit([long])
+            one.check(fits, one.ask(fits))
+            assert "SGLang refuses the prompt" in one.failures[long.digest]
+            assert str(length) in one.failures[long.digest]
+            assert long.digest not in one.rows
+
+
+def test_a_prompt_that_sglang_drops_in_silence_is_a_failure(folder: Path, draw: random.Random) -> None:
+    with opened(folder) as one:
+        scheduler_of(one.backend).max_queued_requests = 0
+        asked = job(prompt(draw, 7))
+        one.backend.submit([asked])
+        while not one.failures:
+            one.step()
+        assert one.failures == {asked.digest: "SGLang has dropped the prompt without an answer"}
+        scheduler_of(one.backend).max_queued_requests = None
+        prompts = [prompt(draw, 7)]
+        one.check(prompts, one.ask(prompts))
+
+
+def test_dropping_a_prompt_drops_no_other(folder: Path, draw: random.Random) -> None:
+    with opened(folder) as one:
+        prompts = [prompt(draw, 5) for _ in range(200)]
+        digests = one.submit(prompts)
+        # SGLang takes back all requests whose names begin with the one that is dropped.
+        one.backend.abort(digests[:8])
+        one.check(prompts[8:], one.finish(digests[8:]))
+        assert len(one.rows) == len(prompts) - 8
+        assert not one.failures
+        assert one.backend.step().blocks == []  # Nothing is held, so there is nothing to wait for.
+
+
+# Results that must not become rows
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits: logits[:, :-1], rf"logits of shape \(2, {V - 1}\) for 2 prompts and V = {V}"),
+        (lambda logits: torch.cat([logits, logits], -1), rf"logits of shape \(2, {2 * V}\)"),
+        (lambda logits: logits[:-1], rf"logits of shape \(1, {V}\) for 2 prompts"),
+        (lambda logits: None, "logits of shape None for 2 prompts"),
+    ],
+    ids=["too narrow", "too wide", "too few", "none"],
+)
+def test_logits_of_another_shape_are_an_error(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    def reshape(batch: Any, result: Any) -> None:
+        result.logits_output.next_token_logits = change(result.logits_output.next_token_logits)
+
+    with opened(folder) as one:
+        spoil(one.backend, monkeypatch, reshape)
+        one.submit([prompt(draw, 5), prompt(draw, 6)])
+        with pytest.raises(WorkerError, match=message):
+            one.step()
+        with pytest.raises(WorkerError, match=message):
+            one.step()
+
+
+def test_the_row_of_a_prompt_that_sglang_has_shortened_is_an_error(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as one:
+        module: Any = import_module("sglang.srt.managers.scheduler")
+        shorten = module.validate_input_length
+        # As it does when it is told to shorten prompts that are too long.
+        monkeypatch.setattr(module, "validate_input_length", lambda request, most, _: shorten(request, most, True))
+        length = one.backend.card.max_prompt_tokens + 3
+        one.backend.submit([job(prompt(draw, length))])
+        with pytest.raises(WorkerError, match=rf"SGLang has computed \d+ tokens of a prompt of {length}"):
+            one.finish([bytes(16)])
+
+
+def test_a_row_that_follows_a_sampled_token_is_an_error(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = import_module("lmpool.workers.backends.sglang.engine")
+    with opened(folder) as one:
+        make = engine.make_request
+
+        def ask_for_tokens(*arguments: Any) -> Any:
+            request = make(*arguments)
+            request.sampling_params.max_new_tokens = 2
+            return request
+
+        monkeypatch.setattr(engine, "make_request", ask_for_tokens)
+        one.submit([prompt(draw, 5)])
+        with pytest.raises(WorkerError, match="in a forward that is no prefill"):
+            one.finish([bytes(16)])
+
+
+def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(batch: Any, result: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more lines")
+
+    with opened(folder) as one:
+        spoil(one.backend, monkeypatch, fail)
+        one.submit([prompt(draw, 5)])
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="SGLang's engine died: CUDA error: an illegal memory access was .*"):
+                one.step()
+    prompts = [prompt(draw, 5)]
+    with opened(folder) as one:
+        one.check(prompts, one.ask(prompts))
+
+
+# What is computed
+
+
+def test_of_an_extension_one_token_is_computed(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    with opened(folder) as one:
+        spoil(one.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
+        ids = prompt(draw, 50)
+        one.ask([ids])
+        before = one.backend.stats().reused
+        for _ in range(3):
+            ids = [*ids, draw.randrange(V)]
+            one.check([ids], one.ask([ids]))
+        assert computed == [50, 1, 1, 1]
+        assert one.backend.stats().reused - before == 50 + 51 + 52
+
+
+def test_a_prompt_that_takes_several_forwards_has_one_row(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    with opened(folder) as one:
+        spoil(one.backend, monkeypatch, lambda batch, result: sizes.append(len(result.logits_output.next_token_logits)))
+        ids = prompt(draw, 3 * MAX_BATCH_TOKENS + 5)
+        before = one.backend.stats()
+        one.check([ids], one.ask([ids]))
+        after = one.backend.stats()
+        assert len(sizes) == 4  # Forwards that leave a prompt unfinished return logits too.
+        assert (after.rows - before.rows, after.steps - before.steps) == (1, 4)
+
+
+def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = torch.empty(MAX_BATCH, V)
+
+    def reuse(batch: Any, result: Any) -> None:
+        logits = result.logits_output.next_token_logits
+        buffer.fill_(torch.nan)
+        buffer[: len(logits)] = logits
+        result.logits_output.next_token_logits = buffer[: len(logits)]
+
+    with opened(folder) as one:
+        spoil(one.backend, monkeypatch, reuse)
+        # So short that a forward completes all of its prompts.
+        prompts = [prompt(draw, 4) for _ in range(5 * MAX_BATCH)]
+        digests = one.submit(prompts)
+        results = one.backend._engine._results  # type: ignore[attr-defined]
+        until(lambda: results.qsize() >= 5, "the engine has gone on")
+        one.check(prompts, one.finish(digests))
+
+
+# Settings
+
+
+def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> None:
+    given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100"]
+    with opened(folder, engine_args=given) as one:
+        scheduler = scheduler_of(one.backend)
+        assert (one.backend.batch, one.backend.capacity()) == (3, 6)
+        assert scheduler.chunked_prefill_size == 32
+        assert one.backend.card.max_prompt_tokens == 100 - options.RESERVED_TOKENS
+        prompts = [prompt(draw, 80) for _ in range(5)]
+        one.check(prompts, one.ask(prompts))
+
+
+def test_the_longest_prompt_may_be_set(folder: Path, draw: random.Random) -> None:
+    with opened(folder, max_prompt_tokens=100) as one:
+        assert one.backend.card.max_prompt_tokens == 100
+        too_long = job(prompt(draw, 101))
+        one.backend.submit([too_long])
+        prompts = [prompt(draw, 100)]
+        one.check(prompts, one.ask(prompts))
+        assert too_long.digest in one.failures
+
+
+def test_kv_cache_bytes_are_what_keys_and_values_take(folder: Path) -> None:
+    with opened(folder) as one:
+        assert scheduler_of(one.backend).max_total_num_tokens == KV_TOKENS
+
+
+def known() -> dict[str, bool]:
+    """SGLang's options."""
+    names: dict[str, bool] = import_module("lmpool.workers.backends.sglang.scheduler").known_options()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model_path=x", "engine_args: model_path cannot be set here: it is the MODEL of the command"),
+        ("skip_tokenizer_init=false", "engine_args: skip_tokenizer_init cannot be set here: prompts are token ids"),
+        ("tp_size=2", "engine_args: tp_size must be 1, not 2: rows are captured inside the worker's process"),
+        ("--pp-size=2", "engine_args: pp_size must be 1, not 2"),
+        ("dp_size=4", "engine_args: dp_size must be 1, not 4"),
+        ("speculative_algorithm=EAGLE", "engine_args: speculative_algorithm cannot be set here: every prompt asks"),
+        ("disable_overlap_schedule=false", "engine_args: disable_overlap_schedule cannot be set here"),
+        ("allow_auto_truncate=true", "engine_args: allow_auto_truncate cannot be set here"),
+        ("lora_paths=a", "engine_args: lora_paths cannot be set here: name adapters with --adapters name=folder"),
+        ("mem_fraction_statik=0.5", "has no option 'mem_fraction_statik'; is 'mem_fraction_static' meant?"),
+        ("tensor_parallel_size=2", "engine_args: SGLang 0.5.x has no option 'tensor_parallel_size'"),
+    ],
+)
+def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        options.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
+    assert message in str(caught.value)
+
+
+def test_other_options_are_handed_on() -> None:
+    given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
+    assert options.user_options(SglangSettings("m", engine_args=given), known(), "") == {
+        "tp_size": 1,
+        "page_size": 16,
+        "schedule_policy": "lpm",
+        "json_model_override_args": '{"a": {"b": 0.5}}',
+    }
+
+
+def test_every_option_that_we_refuse_or_know_to_be_harmless_is_one_of_sglangs() -> None:
+    # Some came with later releases than the first that is supported.
+    assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
+
+
+def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None:
+    given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
+    assert options.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    revisions = []
+    for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
+        with opened(folder, engine_args=engine_args) as one:
+            revisions.append(one.backend.card.revision)
+    assert revisions[0] == checkpoint_revision(folder) != revisions[1]
+
+
+def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
+    def tokens(memory: int | None, device: str = "cuda", **given: Any) -> int | None:
+        told = {"device": device, "dtype": "bfloat16", **given}
+        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
+
+    assert tokens(20_000) == 100
+    assert tokens(20_000, dtype="float32") == 50
+    assert tokens(20_000, kv_cache_dtype="fp8_e5m2") == 200
+    assert tokens(None) is None
+    assert tokens(None, device="cpu") == (1 << 30) // 200
+    with pytest.raises(SettingsError, match="kv_cache_bytes: 1400 is too little: the keys and values of a token"):
+        tokens(1400)
+
+
+# What can be wrong at the start
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.24", "0.4.9.post1", "1.0"])
+def test_a_version_that_the_backend_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(requirements, "version", lambda name: version)
+    with pytest.raises(
+        SettingsError, match=rf"^backend: sglang {version} is installed; .* >= 0.5.17, < 0.5.24"
+    ) as seen:
+        SglangSettings("m")
+    assert "\n" not in str(seen.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"^backend: needs sglang; install them with: pip install \"lmpool\[sglang"):
+        SglangSettings("m")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "gpu 1"}, "device: 'gpu 1' is neither 'auto' nor like 'cpu' or 'cuda:1'"),
+        ({"adapters": ["warm"]}, "adapters: 'warm' is not name=folder"),
+        ({"adapters": ["a=b", "a=c"]}, "adapters: 'a' is given twice"),
+        ({"adapters": ["{}=b"]}, "adapters: '{}' must be 1 to 200 characters"),
+    ],
+)
+def test_malformed_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        SglangSettings("m", **settings)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "/nowhere/at/all"}, "model: /nowhere/at/all cannot be loaded: there is no such folder"),
+        ({"model": "EMPTY"}, "model: EMPTY cannot be loaded"),
+        ({"model": "STRANGE"}, "model: SGLang .* cannot serve STRANGE: .*Strange"),
+        ({"model": "WEIGHTLESS"}, "model: SGLang .* cannot serve WEIGHTLESS: "),
+        ({"device": "cuda:7"}, "device: 'cuda:7' cannot be used"),
+        ({"kv_cache_bytes": 10}, "kv_cache_bytes: 10 is too little"),
+        ({"kv_cache_bytes": 50 * 1024, "max_prompt_tokens": 44}, "max_prompt_tokens: 44 is more than the 43 tokens"),
+        ({"max_prompt_tokens": 257}, "max_prompt_tokens: 257 is more than the 256 positions of the model"),
+        ({"max_prompt_tokens": 250}, "max_prompt_tokens: 250 is more than the 249 tokens of a prompt that SGLang has"),
+        ({"engine_args": ["attention_backend=guesswork"]}, "model: SGLang .* cannot serve .*guesswork"),
+        ({"adapters": ["a=EMPTY"]}, "adapters: EMPTY holds no adapter_config.json"),
+        ({"adapters": ["a=STRAY"]}, "adapters: STRAY does not fit .*, which has no place for .*layers.7"),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_said_in_one_line(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    if torch.cuda.is_available() and "device" in changes:
+        pytest.skip("this machine may have such a device")
+    places = {name: str(tmp_path / name.lower()) for name in ("EMPTY", "STRANGE", "WEIGHTLESS", "STRAY")}
+    for place in places.values():
+        Path(place).mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (Path(places["WEIGHTLESS"]) / "config.json").write_text(json.dumps(config))
+    (Path(places["STRANGE"]) / "config.json").write_text(json.dumps({**config, "architectures": ["Strange"]}))
+    write_adapter(Path(places["STRAY"]), "warm")
+    stray = {"model.layers.7.self_attn.q_proj.lora_A.weight": torch.zeros(1)}
+    save_file(stray, Path(places["STRAY"]) / "adapter_model.safetensors")
+    for name, place in places.items():
+        message = message.replace(name, place)
+        if "model" in changes:
+            changes = {"model": changes["model"].replace(name, place)}
+        if "adapters" in changes:
+            changes = {"adapters": [text.replace(name, place) for text in changes["adapters"]]}
+    with pytest.raises(SettingsError, match=f"^{message}") as caught, opened(folder, **changes):
+        pass
+    assert "\n" not in str(caught.value)
+    assert not [thread for thread in threading.enumerate() if thread.name == "lmpool-sglang"]
+
+
+def test_a_start_that_failed_leaves_the_next_one_alone(folder: Path, tmp_path: Path, draw: random.Random) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SettingsError), opened(tmp_path):
+        pass
+    prompts = [prompt(draw, 8)]
+    with opened(folder) as one:
+        one.check(prompts, one.ask(prompts))
+
+
+# The process
+
+_LOOK = """
+import ctypes, faulthandler, json, logging, os, signal, sys, tempfile, threading, warnings
+from pathlib import Path
+
+def look():
+    death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)  # PR_GET_PDEATHSIG
+    return {
+        "handlers": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+        "dies with its parent": death.value,
+        "dumps on faults": faulthandler.is_enabled(),
+        "hooks": [str(hook) for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)],
+        "title": Path("/proc/self/cmdline").read_bytes().decode() + Path("/proc/self/comm").read_text(),
+        "log": [logging.getLogger().level, [str(handler) for handler in logging.getLogger().handlers]],
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "niceness": os.nice(0),
+        "files": sorted(os.listdir(tempfile.gettempdir())) + [path for path in shared if os.path.exists(path)],
+        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
+    }
+
+shared = []
+logging.basicConfig(level=logging.INFO)
+before = look()
+from tests.sglang_cpu.shim import install
+install()
+from sglang.srt.managers import load_snapshot
+path_of = load_snapshot.shm_path_for
+load_snapshot.shm_path_for = lambda name: shared.append(path_of(name)) or shared[-1]
+settings = json.loads(sys.argv[1])
+from lmpool.workers.backends.sglang.settings import SglangSettings
+from lmpool.workers.backend import BackendJob
+backend = SglangSettings(**settings).open()
+backend.submit([BackendJob(bytes(16), bytes(40))])
+while not backend.step().blocks:
+    pass
+seen = {"open": look()}
+backend.close()
+seen["closed"] = look()
+assert shared
+print("\\n" + json.dumps({when: [before, found] for when, found in seen.items()}))
+"""
+
+
+def test_the_process_stays_ours(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    settings = json.dumps(settings_of(folder, "float32", {}))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", _LOOK, settings], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    for before, found in json.loads(done.stdout.splitlines()[-1]).values():
+        assert found == before
+    assert "it/s" not in done.stderr, "there are progress bars"
+    assert "INFO:sglang" not in done.stderr, "SGLang tells what nobody wants to know"
+
+
+def test_a_closed_engine_leaves_no_thread_and_no_memory(folder: Path) -> None:
+    with opened(folder) as one:
+        weights = next(scheduler_of(one.backend).tp_worker.model_runner.model.parameters())
+        seen = weakref.ref(weights)
+        del weights
+    assert seen() is None
+    assert not [thread for thread in threading.enumerate() if thread.name == "lmpool-sglang"]
+
+
+def test_the_folder_of_an_adapter_may_have_any_name() -> None:
+    assert SglangSettings("m", adapters=["a=/x", "b=y/z=1"]).adapter_folders == {"a": "/x", "b": "y/z=1"}

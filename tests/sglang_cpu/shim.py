@@ -1,0 +1,165 @@
+"""Packages that SGLang imports and a CPU does not need, made up where they are not installed.
+
+SGLang's Python code imports triton, torchvision and its own kernels wherever it may need them later. On a CPU with the
+attention of torch it never does, so that empty packages will do: their modules have every attribute, capitalised ones
+are classes, and all others are decorators that leave what they decorate as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_PACKAGES = ("triton", "torchvision", "sgl_kernel")
+_declared: list[Any] = []  # What torch forgets when nobody holds it.
+_MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
+
+
+def install() -> None:
+    """Make up what is missing; must be called before SGLang is imported."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if not torch.cuda.is_available():
+        _let_pinning_do_nothing()
+    if find_spec("torchvision") is not None:
+        _let_torchvision_import()
+    missing = {name for name in _PACKAGES if name not in sys.modules and find_spec(name) is None}
+    if not missing:
+        return
+    _let_transformers_see_what_is_there()
+    sys.meta_path.insert(0, _Finder(missing))
+    if "triton" in missing:
+        _furnish_triton()
+
+
+def _let_transformers_see_what_is_there() -> None:
+    """transformers remembers what it has found; it would use a made-up torchvision."""
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()
+    import_utils.is_triton_available()
+
+
+def _let_torchvision_import() -> None:
+    """An installed torchvision that was built for CUDA lacks its operators here; that they are declared is enough."""
+    try:
+        import_module("torchvision")
+    except (RuntimeError, ImportError):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        make: Any = torch.library.Library
+        library = make("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _declared.append(library)
+
+
+def _let_pinning_do_nothing() -> None:
+    """SGLang pins what adapters need on their way to a GPU; without one torch cannot pin."""
+    tensor: Any = torch.Tensor
+    tensor.pin_memory = lambda self, device=None: self
+    for name in _MAKE_TENSORS:
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(make)
+    def made(*arguments: Any, **named: Any) -> torch.Tensor:
+        named.pop("pin_memory", None)
+        return make(*arguments, **named)
+
+    return made
+
+
+def _furnish_triton() -> None:
+    """The few functions of triton that are called while SGLang is imported."""
+    import triton
+
+    triton.__version__ = "3.0.0"
+    triton.cdiv = lambda count, size: -(-count // size)
+    triton.next_power_of_2 = lambda number: 1 << max(0, number - 1).bit_length()
+    triton.language.constexpr = _Constant
+
+
+class _Constant:
+    """triton's wrapper of a compile-time constant."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class _Anything:
+    """A class that can be made from anything."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
+
+
+class _MadeUp(ModuleType):
+    """A module that has every attribute and can be called as a decorator, with or without arguments."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(spec.name)
+        self.__spec__ = spec
+        self.__path__: list[str] = []
+        self.__file__ = __file__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found: Any
+        if name[0].isupper():
+            base = Exception if name.endswith(("Error", "OutOfResources")) else _Anything
+            found = type(name, (base,), {"__module__": self.__name__})
+        else:
+            full = f"{self.__name__}.{name}"
+            found = sys.modules.setdefault(full, _MadeUp(ModuleSpec(full, _Finder(set()), is_package=True)))
+        setattr(self, name, found)
+        return found
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if len(arguments) == 1 and callable(arguments[0]) and not named:
+            return arguments[0]
+        return lambda decorated: decorated
+
+    # torch looks into triton's list of backends.
+    def __bool__(self) -> bool:
+        return False
+
+    def __contains__(self, item: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of made-up packages."""
+
+    def __init__(self, packages: set[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules.get(spec.name) or _MadeUp(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass

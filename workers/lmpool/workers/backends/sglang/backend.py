@@ -1,0 +1,165 @@
+"""The sglang backend: prompts become requests of SGLang's scheduler, which batches them as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from lmpool.card import ModelCard
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.rows import Encoding
+from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.sglang.launch import launch
+from lmpool.workers.backends.sglang.settings import SglangSettings
+
+if TYPE_CHECKING:
+    from lmpool.workers.backends.sglang.seams import EngineBatch
+
+
+class SglangBackend:
+    """Serves one model of SGLang; see `lmpool.workers.backend.Backend`.
+
+    Args:
+        settings: what to load and how.
+
+    Raises:
+        SettingsError: the model cannot be loaded, or its first rows are wrong.
+    """
+
+    def __init__(self, settings: SglangSettings) -> None:
+        launched = launch(settings)
+        self._engine = engine = launched.engine
+        facts = engine.facts
+        self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
+        # Names have one length, because SGLang takes back every request whose name begins with that of an abortion.
+        self._names = (f"{number:016x}" for number in count())
+        self._digests: dict[str, bytes] = {}
+        self._held: dict[bytes, str] = {}
+        self._stats = BackendStats()
+        self._card = ModelCard(
+            name=settings.served_as,
+            backend="sglang",
+            vocab_size=facts.vocab_size,
+            max_prompt_tokens=launched.max_prompt_tokens,
+            revision=launched.revision,
+            dtype=str(facts.dtype).removeprefix("torch."),
+            adapters=launched.adapters,
+            # A relative folder means another one to a client in another folder.
+            source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
+        )
+        try:
+            encoding = self._first_encoding()
+            lossy = encoding is Encoding.F16 and facts.dtype != torch.float16
+            self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
+            check_canary(self)
+        except WorkerError as error:
+            self.close()
+            raise SettingsError(f"model: {settings.served_as} cannot be served by sglang: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self._stats = BackendStats()
+
+    @property
+    def card(self) -> ModelCard:
+        """What the backend serves."""
+        return self._card
+
+    @property
+    def batch(self) -> int:
+        """Prompts that make a full step."""
+        return self._engine.facts.max_batch
+
+    def capacity(self) -> int:
+        """Room for one batch beside the one that runs."""
+        return max(0, 2 * self.batch - len(self._held))
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """Hand jobs to the engine, which computes already; one that is held is computed once."""
+        requests = []
+        for job in jobs:
+            if job.digest not in self._held:
+                name = self._held[job.digest] = next(self._names)
+                self._digests[name] = job.digest
+                requests.append(self._engine.request(name, job.ids, job.adapter))
+        if requests:
+            self._engine.put(requests, [])
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Drop jobs that wait or run."""
+        names = [self._held.pop(digest) for digest in digests if digest in self._held]
+        for name in names:
+            del self._digests[name]
+        if names:
+            self._engine.put([], names)
+
+    @torch.inference_mode()
+    def step(self) -> Finished:
+        """Wait for a forward of the engine and return what it and others before it have completed.
+
+        A forward may complete nothing: then it is the caller's turn to hand over what has come meanwhile.
+
+        Raises:
+            WorkerError: the engine has ended, or has computed something else than it was asked.
+        """
+        finished = Finished([], {})
+        if self._held:
+            for batch in self._engine.results():
+                self._add(batch, finished)
+        return finished
+
+    def _add(self, batch: EngineBatch, finished: Finished) -> None:
+        """Add the answers that somebody still waits for."""
+        for name, message in batch.failures.items():
+            if name in self._digests:
+                finished.failures[self._release(name)] = message
+        rows = [row for row, name in enumerate(batch.names) if name in self._digests]
+        failed = 0
+        if rows and batch.logits is not None:
+            batch.wait()
+            logits = batch.logits if len(rows) == len(batch.names) else batch.logits[rows]
+            encoded = self._encoder.encode([self._release(batch.names[row]) for row in rows], logits)
+            finished.failures.update(encoded.failures)
+            failed = len(encoded.failures)
+            if encoded.block is not None:
+                finished.blocks.append(encoded.block)
+        self._stats = BackendStats(
+            steps=self._stats.steps + 1,
+            rows=self._stats.rows + len(rows) - failed,
+            tokens=self._stats.tokens + batch.tokens,
+            reused=self._stats.reused + batch.reused,
+        )
+
+    def _release(self, name: str) -> bytes:
+        """A request has ended: its digest, which is held no more."""
+        digest = self._digests.pop(name)
+        del self._held[digest]
+        return digest
+
+    def stats(self) -> BackendStats:
+        """Counters since the start."""
+        return self._stats
+
+    def close(self) -> None:
+        """End the engine and free what it holds. The backend cannot be used afterwards."""
+        self._digests.clear()
+        self._held.clear()
+        self._engine.close()
+
+    def _first_encoding(self) -> Encoding:
+        """How rows travel, seen at the first one."""
+        self.submit([BackendJob(bytes(16), bytes(4))])
+        while self._held:
+            finished = self.step()
+            if finished.blocks:
+                return finished.blocks[0].encoding
+            if finished.failures:
+                raise WorkerError(f"the first prompt failed: {finished.failures[bytes(16)]}")
+        raise WorkerError("the first prompt was not answered")
