@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lmpool.card import MAX_ADAPTERS
-from lmpool.checks import check_name, check_number, check_texts
-from lmpool.errors import SettingsError
+from lmpool.checks import check_number
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.engine_settings import EngineSettings
 from lmpool.workers.backends.requirements import require, require_version
@@ -33,38 +31,18 @@ class VllmSettings(EngineSettings):
 
     Attributes:
         sessions: growing prompts whose keys and values are held ready for their next token, 0 for none.
-        adapters: LoRA adapters, as name=folder; may be given several times.
 
     Raises:
         SettingsError: a value is malformed, or vLLM is not installed in a version that this backend is made for.
     """
 
     sessions: int = 128
-    adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         check_number(self, "sessions", least=0, most=65_536)
-        check_texts("adapters", self.adapters)
-        _ = self.adapter_folders
         require("backend", "lmpool[vllm]", "vllm")
         require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
-
-    @property
-    def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
-        found = {}
-        for text in self.adapters:
-            name, equals, folder = text.partition("=")
-            if not equals or not folder:
-                raise SettingsError(f"adapters: {text!r} is not name=folder")
-            check_name("adapters", name)
-            if name in found:
-                raise SettingsError(f"adapters: {name!r} is given twice")
-            found[name] = folder
-        if len(found) > MAX_ADAPTERS:
-            raise SettingsError(f"adapters: {len(found)} are too many: one model may have {MAX_ADAPTERS}")
-        return found
 
     def open(self) -> Backend:
         """Make the backend; see `VllmBackend`."""
