@@ -84,8 +84,7 @@ async def client(folder: str) -> None:
 @contextmanager
 def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
     """`lmpool up` with the model, in a folder of its own so that a pool of yours is not touched."""
-    lmpool = [sys.executable, "-m", given.launcher] if given.launcher else [_lmpool()]
-    command = [*lmpool, "up", given.folder, "--name", "smollm2", "--backend", given.backend]
+    command = _up(given)
     log = runtime / "up.log"
     with log.open("wb") as out:
         up = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
@@ -101,8 +100,10 @@ def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
         up.wait(60)
 
 
-def _lmpool() -> str:
-    return str(Path(sys.executable).with_name("lmpool"))
+def _up(given: argparse.Namespace) -> list[str]:
+    lmpool = Path(sys.executable).with_name("lmpool")
+    command = [sys.executable, "-m", given.launcher] if given.launcher else [str(lmpool)]
+    return [*command, "up", given.folder, "--name", "smollm2", "--backend", given.backend]
 
 
 def _is_served() -> bool:
@@ -173,7 +174,7 @@ def main() -> None:
         with pool(given, runtime):
             print(f"ready after {time.perf_counter() - started:.1f} s; {CLIENTS} client processes ask", flush=True)
             show(ask_from_clients(given.folder))
-        print(f"to serve it yourself: {_lmpool()} up {given.folder} --name smollm2 --backend {given.backend}")
+        print(f"to serve it yourself: {' '.join(_up(given))}")
     finally:
         shutil.rmtree(runtime, ignore_errors=True)
 

@@ -263,8 +263,8 @@ def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
 
 
 def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> None:
-    given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100"]
-    with opened(folder, engine_args=given) as one:
+    given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100 device=cpu"]
+    with opened(folder, engine_args=given, device="cuda:7") as one:
         scheduler = scheduler_of(one.backend)
         assert (one.backend.batch, one.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
@@ -351,6 +351,10 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     assert tokens(20_000, kv_cache_dtype="fp8_e5m2") == 200
     assert tokens(None) is None
     assert tokens(None, device="cpu") == (1 << 30) // 200
+    no_attention: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+    assert options.kv_tokens(SglangSettings("m"), no_attention, 0) is None
+    with pytest.raises(SettingsError, match="kv_cache_bytes: this model keeps no keys and values"):
+        options.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
     with pytest.raises(SettingsError, match="kv_cache_bytes: 1400 is too little: the keys and values of a token"):
         tokens(1400)
 

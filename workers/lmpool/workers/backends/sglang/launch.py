@@ -14,6 +14,7 @@ import torch
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engine_args import parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.requirements import first_line, require_version
 from lmpool.workers.backends.sglang.options import (
@@ -57,7 +58,7 @@ def launch(settings: SglangSettings) -> Launched:
     version = require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     adapters = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
-    device = _pick_device(settings.device)
+    device = _pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device)))
     _prepare(device)
     try:
         from lmpool.workers.backends.sglang.engine import Engine
@@ -67,12 +68,12 @@ def launch(settings: SglangSettings) -> Launched:
         raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error
     known = known_options()
     given = user_options(settings, known, version)
-    options = engine_options(settings, folder, device, adapters, known) | given
+    options = engine_options(settings, folder, device, adapters) | given
     if given.get("log_level"):
         logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
     try:
         facts = read_facts(folder, settings.trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
         raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
     tokens = kv_tokens(settings, options, facts.layers * facts.kv_numbers)
     if tokens is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,7 @@ def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
-def engine_options(
-    settings: SglangSettings, folder: Path, device: str, adapters: Mapping[str, Path], known: Collection[str]
-) -> dict[str, Any]:
+def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Mapping[str, Path]) -> dict[str, Any]:
     """What we tell SGLang without having looked at the model; the user's options go before these.
 
     Args:
@@ -108,7 +106,6 @@ def engine_options(
         folder: of the checkpoint.
         device: a torch device without "auto".
         adapters: adapter -> its folder.
-        known: the options that SGLang has.
     """
     kind, _, index = device.partition(":")
     options: dict[str, Any] = {
@@ -123,10 +120,9 @@ def engine_options(
         "watchdog_timeout": _FOREVER_S,
         "sampling_backend": "pytorch",  # Nothing is sampled, and this one needs no warming up.
         "grammar_backend": "none",
+        "disable_decode_cuda_graph": True,  # Nothing is decoded, and they take long to make.
         "log_level": "warning",
     }
-    # Only decoding would use the graphs that take long to make.
-    options["disable_decode_cuda_graph" if "disable_decode_cuda_graph" in known else "disable_cuda_graph"] = True
     if settings.max_batch_tokens is not None:
         options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
     if kind == "cpu":
@@ -137,9 +133,8 @@ def engine_options(
             "lora_paths": {name: str(place) for name, place in adapters.items()},
             # Prompts without an adapter take a place too.
             "max_loras_per_batch": len(adapters) + 1,
+            "lora_strict_loading": True,
         }
-        if "lora_strict_loading" in known:
-            options["lora_strict_loading"] = True
         if kind == "cpu":
             options["lora_backend"] = "torch_native"
     return options
@@ -168,15 +163,19 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
     Args:
         settings: with the memory for them.
         options: what SGLang is told, the user's options included.
-        numbers: that the model keeps of one token.
+        numbers: that the model keeps of one token; 0 for one without attention.
 
     Raises:
-        SettingsError: there is memory for hardly any token.
+        SettingsError: there is memory for hardly any token, or the model needs none.
     """
     memory = settings.kv_cache_bytes
     if memory is None and options["device"] == "cpu":
         memory = _CPU_KV_BYTES
-    if memory is None:
+    if memory is None or not numbers:
+        if settings.kv_cache_bytes is not None:
+            raise SettingsError(
+                "kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang"
+            )
         return None
     stored = options.get("kv_cache_dtype", "auto")
     token = numbers * _ITEM_SIZES.get(options["dtype"] if stored == "auto" else stored, 2)

@@ -35,7 +35,7 @@ class ModelFacts(NamedTuple):
     Attributes:
         positions: tokens that the model can look back on.
         layers: how many keep keys and values.
-        kv_numbers: numbers that one of them keeps of a token.
+        kv_numbers: numbers that one of them keeps of a token; 0 without attention.
     """
 
     positions: int
@@ -70,8 +70,10 @@ def known_options() -> dict[str, bool]:
 def read_facts(folder: Path, trust_remote_code: bool) -> ModelFacts:
     """Read a checkpoint's config as SGLang does."""
     config = get_hf_text_config(get_config(str(folder), trust_remote_code=trust_remote_code))
-    heads = config.num_attention_heads
-    if compressed := getattr(config, "kv_lora_rank", None):
+    heads = getattr(config, "num_attention_heads", 0)
+    if not heads:
+        numbers = 0
+    elif compressed := getattr(config, "kv_lora_rank", None):
         numbers = compressed + config.qk_rope_head_dim  # Multi-head latent attention keeps one vector for all heads.
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
