@@ -38,13 +38,14 @@ test: lint
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
 # scheduling ahead.
 test-vllm: $(VLLM_INSTALLED)
-	LMPOOL_CONTRACT=vllm $(VLLM)/bin/python -m pytest tests/contract tests/engines/test_vllm.py
-	LMPOOL_CONTRACT=vllm-async $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/engines/test_vllm.py
+	LMPOOL_CONTRACT=vllm $(VLLM)/bin/python -m pytest tests/contract tests/engines
+	LMPOOL_CONTRACT=vllm-async $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/engines
 	LMPOOL_CONTRACT=vllm-v2 TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py \
-		tests/contract/test_reopening.py tests/engines/test_vllm.py
+		tests/contract/test_reopening.py tests/engines
+	LMPOOL_CONTRACT=vllm-v2-async TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py
 
 test-sglang: $(SGLANG_INSTALLED)
-	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines/test_sglang.py
+	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -117,6 +117,8 @@ def test_tokens_are_counted_to_the_last_one() -> None:
     for length in range(1, 6):
         assert sessions.keep("", ids(*range(length)), "growing") == []
         assert sessions.take("", ids(*range(length + 1))) == "growing"
+    assert sessions.keep("", ids(1, 2), "beside") == ["beside"], "what was taken holds its memory"
+    sessions.forget("growing")
     for count in range(100):
         assert sessions.keep("", ids(1, 1, 1), "again") == (["again"] if count else [])
     assert sessions.keep("", ids(2, 2, 2), "fits") == []
@@ -168,24 +170,25 @@ _adapters = st.sampled_from(["", "one"])
 class AgainstALedger(RuleBasedStateMachine):
     """Sessions beside a list that is summed up anew each time: any drift of the counters closes another request."""
 
-    @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16))
-    def open(self, most: int, most_tokens: int) -> None:
-        self.sessions = Sessions(most, most_tokens)
-        self.most, self.most_tokens = most, most_tokens
+    @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16), block=st.integers(1, 3))
+    def open(self, most: int, most_tokens: int, block: int) -> None:
+        self.sessions = Sessions(most, most_tokens, block)
+        self.most, self.most_tokens, self.block = most, most_tokens, block
         self.waiting: list[tuple[tuple[str, bytes], str]] = []
+        self.taken: dict[str, tuple[str, bytes]] = {}
         self.seen: set[tuple[str, bytes]] = set()
         self.names = map(str, itertools.count())
 
     @rule(adapter=_adapters, prompt=_prompts)
-    def keep(self, adapter: str, prompt: bytes) -> None:
-        name = next(self.names)
+    def keep(self, adapter: str, prompt: bytes, name: str | None = None) -> None:
+        name = next(self.names) if name is None else name
         expected = [request for key, request in self.waiting if key == (adapter, prompt)]
         self.waiting = [item for item in self.waiting if item[1] not in expected]
-        if len(prompt) // 4 > self.most_tokens:
+        if -(-len(prompt) // 4 // self.block) * self.block > self.most_tokens:
             expected.append(name)
         else:
             self.waiting.append(((adapter, prompt), name))
-        while len(self.waiting) > self.most or self.tokens() > self.most_tokens:
+        while self.waiting and (len(self.waiting) > self.most or self.tokens() > self.most_tokens):
             expected.append(self.waiting.pop(0)[1])
         assert self.sessions.keep(adapter, prompt, name) == expected
 
@@ -194,6 +197,18 @@ class AgainstALedger(RuleBasedStateMachine):
         expected = dict(self.waiting).get((adapter, prompt[:-4]))
         assert self.sessions.take(adapter, prompt) == expected
         self.waiting = [item for item in self.waiting if item[1] != expected]
+        if expected is not None:
+            self.taken[expected] = (adapter, prompt[:-4])
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), token=_tokens, is_kept=st.booleans())
+    def end_one(self, data: st.DataObject, token: int, is_kept: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.taken)))
+        adapter, prompt = self.taken.pop(name)
+        if is_kept:
+            self.keep(adapter, prompt + ids(token), name)
+        else:
+            self.sessions.forget(name)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), token=_tokens)
@@ -224,7 +239,8 @@ class AgainstALedger(RuleBasedStateMachine):
         assert len(self.sessions) == len(self.waiting)
 
     def tokens(self) -> int:
-        return sum(len(prompt) // 4 for (_, prompt), _ in self.waiting)
+        held = [prompt for (_, prompt), _ in self.waiting] + [prompt for _, prompt in self.taken.values()]
+        return sum(-(-len(prompt) // 4 // self.block) * self.block for prompt in held)
 
 
 AgainstALedger.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""SGLang under contract, on a CPU."""
+"""SGLang under contract; on a CPU with the shim."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.sglang.settings import SglangSettings
-from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
+from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
+from tests.pool import lmpool_command
 from tests.sglang_cpu.shim import install
 
-install()
+if DEVICE == "cpu":
+    install()
 
 
 def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
     """Settings under which all limits of the contract are met."""
     return {
         "model": str(folder),
-        "device": "cpu",
+        "device": DEVICE,
         "dtype": dtype,
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
@@ -51,7 +53,7 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
     seen: list[torch.Tensor] = []
 
     def record(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        seen.append(output.next_token_logits.clone())
+        seen.append(output.next_token_logits.cpu().clone())
 
     handle = scheduler.tp_worker.model_runner.model.logits_processor.register_forward_hook(record)
     try:
@@ -61,7 +63,7 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
 
 
 def _command() -> list[str]:
-    return [sys.executable, "-m", "tests.sglang_cpu"]
+    return [sys.executable, "-m", "tests.sglang_cpu"] if DEVICE == "cpu" else lmpool_command()
 
 
 SUBJECT = Subject("sglang", _make, _options, spy=_spy, has_adapters=True, command=_command)

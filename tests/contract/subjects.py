@@ -174,14 +174,14 @@ def as_options(settings: dict[str, Any]) -> list[str]:
     return [text for pair in named.items() for text in pair]
 
 
-def _engine(name: str, shim: str | None = None) -> Callable[[], Subject]:
+def _engine(name: str, *shims: str) -> Callable[[], Subject]:
     """An engine's subject lies in a file of its own, because its imports need the engine's environment.
 
-    A shim switches a part of the engine on that its CPU platform switches off.
+    Shims switch parts of the engine on that its CPU platform switches off.
     """
 
     def find() -> Subject:
-        if shim is not None:
+        for shim in shims:
             getattr(import_module(f"tests.engines.{name}_shims"), shim)()
         found: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
         return found
@@ -195,6 +195,7 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "unigram": _unigram,
     "vllm": _engine("vllm"),
     "vllm-v2": _engine("vllm", "use_v2_runner"),
+    "vllm-v2-async": _engine("vllm", "use_v2_runner", "use_async_scheduling"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),
     "sglang": _engine("sglang"),
 }

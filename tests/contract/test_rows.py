@@ -127,6 +127,34 @@ def test_prompts_join_while_others_run(opened: Opened, draw: random.Random) -> N
     opened.check(prompts, opened.finish(digests))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
+    """Contexts that grow, branch and are dropped, long prompts between them: every answer is the reference's."""
+    draw = random.Random(1000 + seed)
+    most = opened.backend.card.max_prompt_tokens
+    asked: dict[bytes, list[int]] = {}
+    contexts = [prompt(draw, draw.randrange(1, 70)) for _ in range(2 * MAX_BATCH)]
+    for _ in range(40):
+        chosen = draw.sample(range(len(contexts)), draw.randrange(1, len(contexts)))
+        for index in chosen:
+            grown = [*contexts[index], draw.randrange(V)]
+            contexts[index] = grown if len(grown) < most else prompt(draw, draw.randrange(1, 30))
+        batch = [contexts[index] for index in chosen]
+        if draw.random() < 0.2:
+            batch.append(prompt(draw, draw.randrange(most // 2, most)))
+        asked.update(zip(opened.submit(batch), batch, strict=True))
+        if draw.random() < 0.2:
+            dropped = draw.choice(list(asked))
+            opened.backend.abort([dropped])
+            del asked[dropped]
+        for _ in range(draw.randrange(3)):
+            if not asked.keys() <= opened.rows.keys():
+                opened.step()
+        answered = [digest for digest in asked if digest in opened.rows]
+        opened.check([asked.pop(digest) for digest in answered], [opened.rows[digest] for digest in answered])
+    opened.check(list(asked.values()), opened.finish(list(asked)))
+
+
 def test_capacity_falls_with_what_is_held_and_comes_back(opened: Opened, draw: random.Random) -> None:
     backend = opened.backend
     free = backend.capacity()

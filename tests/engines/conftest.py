@@ -15,7 +15,7 @@ _ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
 if _ENGINE:
     chosen()  # Installs the shim of this run, before a test imports the engine.
 
-collect_ignore = [f"test_{name}.py" for name in ("vllm", "sglang") if name != _ENGINE]
+collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -21,28 +20,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.prompts import digest_of
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.vllm import arguments
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
-from lmpool.workers.backends.vllm.settings import VllmSettings
-from tests.contract.model import MAX_TOKENS, V, reference_row
-
-SESSIONS = 4
-KV_TOKENS = 512
-_BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
-
-
-def settings(folder: Path, **more: Any) -> VllmSettings:
-    given: dict[str, Any] = {
-        "max_batch": 8,
-        "max_batch_tokens": 64,
-        "sessions": SESSIONS,
-        "kv_cache_bytes": KV_TOKENS * _BYTES_A_TOKEN,
-    }
-    return VllmSettings(str(folder), **(given | more))
+from tests.contract.model import MAX_TOKENS, V
+from tests.engines.vllm_small import SESSIONS, answer, draw, job, refused, settings
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +36,6 @@ def backend(model_folder: Path) -> Iterator[VllmBackend]:
     assert isinstance(made, VllmBackend)
     yield made
     made.close()
-
-
-def job(ids: list[int], name: str = "") -> BackendJob:
-    data = np.asarray(ids, "<u4").tobytes()
-    return BackendJob(digest_of(data, name), data)
-
-
-def answer(backend: VllmBackend, *prompts: list[int]) -> None:
-    """Have prompts answered, and check their rows."""
-    jobs = {one.digest: ids for one, ids in ((job(ids), ids) for ids in prompts)}
-    backend.submit(job(ids) for ids in prompts)
-    while jobs:
-        finished = backend.step()
-        assert not finished.failures
-        for block in finished.blocks:
-            for digest, row in zip(block.digests, block.numbers, strict=True):
-                assert np.abs(row - reference_row(jobs.pop(digest))).max() <= 3e-4
-
-
-def draw(seed: int, length: int) -> list[int]:
-    chosen_ids = random.Random(seed)
-    return [chosen_ids.randrange(V) for _ in range(length)]
 
 
 # What this run is about
@@ -128,13 +90,16 @@ def test_sessions_give_way_to_a_prompt_that_needs_their_memory(backend: VllmBack
     assert not backend._requests
 
 
-def test_a_dropped_extension_closes_its_session(backend: VllmBackend) -> None:
-    ids = draw(50, 30)
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool) -> None:
+    ids = draw(50 + runs, 30)
     answer(backend, ids)
     answer(backend, [*ids, 1])
     held = len(backend._sessions)
     backend.submit([job([*ids, 1, 2])])
     assert len(backend._sessions) == held - 1
+    if runs:
+        backend.step()
     backend.abort([job([*ids, 1, 2]).digest])
     assert len(backend._scheduler.requests) == len(backend._sessions)
     answer(backend, [*ids, 1, 2])
@@ -194,13 +159,6 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
 
 
 # Options
-
-
-def refused(folder: Path, **more: Any) -> str:
-    with pytest.raises(SettingsError) as caught:
-        settings(folder, **more).open()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -284,8 +242,7 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     assert arguments.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 
 
-def test_chunked_rows_are_told_from_complete_ones(backend: VllmBackend) -> None:
-    """V2 tells which prompts are complete; V1 does not, and later rows replace earlier ones."""
+def test_of_several_rows_for_one_prompt_the_last_counts(backend: VllmBackend) -> None:
     captured = backend._engine.captured
     captured.add([b"a" * 16, b"b" * 16], torch.zeros(2, V))
     captured.add([b"a" * 16], torch.arange(V)[None].float())
@@ -296,6 +253,16 @@ def test_chunked_rows_are_told_from_complete_ones(backend: VllmBackend) -> None:
     assert np.ptp(rows[b"b" * 16]) < 1e-5
     with pytest.raises(WorkerError):
         captured.take([b"a" * 16])
+
+
+def test_the_second_runner_says_which_prompts_are_complete() -> None:
+    requests = SimpleNamespace(prefill_len=SimpleNamespace(np=np.array([10, 20, 30, 40])))
+    processor: Any = CaptureProcessor(None, requests)
+    for slot in (0, 1, 3):
+        assert processor.add_request(slot, SimpleNamespace(extra_args={KEY: bytes([slot])}))
+    assert not processor.add_request(2, SimpleNamespace(extra_args=None))
+    step = SimpleNamespace(idx_mapping_np=np.array([3, 1, 2, 0]), seq_lens_upper_bound_np=np.array([40, 19, 30, 10]))
+    assert processor._asked_v2(step) == ([0, 3], [b"\3", b"\0"])
 
 
 def test_logits_that_are_no_distribution_fail_their_prompt_alone(backend: VllmBackend) -> None:

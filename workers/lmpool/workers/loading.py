@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import cast
 
 from redis.exceptions import RedisError
 
 from lmpool.keys import Keys
 from lmpool.server import Server
+from lmpool.tasks import end_tasks
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -37,8 +39,7 @@ class Loading:
         self._beating = asyncio.create_task(self._beat(), name="loading")
 
     async def __aexit__(self, *error: object) -> None:
-        self._beating.cancel()
-        await asyncio.wait([self._beating])
+        await end_tasks([self._beating])
         try:
             await self._redis.hdel(self._keys.loading(), self._worker_id)
             # The heartbeat stays when all went well: the worker goes on with it.
@@ -61,6 +62,13 @@ class Loading:
             pipe.pexpire(loading, lease_ms)
             try:
                 await pipe.execute()
+                await self._sweep()
             except (RedisError, OSError) as trouble:
                 _log.warning("will try again: %s", self._server.explain(trouble))
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def _sweep(self) -> None:
+        """Remove those that were killed while they loaded."""
+        for name in cast(list[bytes], await self._redis.hkeys(self._keys.loading())):
+            if not await self._redis.exists(self._keys.worker(name.decode())):
+                await self._redis.hdel(self._keys.loading(), name)

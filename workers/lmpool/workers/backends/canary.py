@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.prompts import digest_of
-from lmpool.rows import decode_row
+from lmpool.rows import Encoding, decode_row
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob
 
@@ -26,6 +26,23 @@ _LEAST_V = 64
 class _Prompt(NamedTuple):
     ids: list[int]
     adapter: str = ""
+
+
+def first_encoding(backend: Backend) -> Encoding:
+    """How a backend's rows travel, seen at the first one.
+
+    Raises:
+        WorkerError: the first prompt fails, or is not answered.
+    """
+    job = BackendJob(bytes(16), bytes(4))
+    backend.submit([job])
+    for _ in range(_MOST_STEPS):
+        finished = backend.step()
+        if finished.blocks:
+            return finished.blocks[0].encoding
+        if finished.failures:
+            raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")
+    raise WorkerError(f"the first prompt was not answered within {_MOST_STEPS} steps")
 
 
 def check_canary(backend: Backend) -> None:

@@ -58,6 +58,12 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
         ) from error
 
 
+def checkpoint_source(model: str) -> str:
+    """How a client finds the same checkpoint: a hub name as it is, a folder from the root, for theirs is another."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
+
+
 def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:
     """Digest of a checkpoint: the same on every machine, another one as soon as one weight differs.
 

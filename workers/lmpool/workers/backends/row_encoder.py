@@ -13,6 +13,9 @@ from lmpool.rows import Encoding, RowBlock
 _CACHED_NUMBERS = 1 << 19
 """Logits that the steps of narrowing find in the processor's cache again (2 MiB)."""
 
+_SLICED_NUMBERS = 1 << 24
+"""Logits whose exactness is looked at together on an accelerator (64 MiB)."""
+
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
 
 
@@ -84,10 +87,14 @@ class RowEncoder:
             narrow = _narrowed_on_cpu(logits.contiguous())
             if narrow is not None:
                 return narrow
-        exact = self._narrowed(logits)
-        if exact is not None:
-            log_z = torch.logsumexp(logits.float(), dim=-1)
-            return _Numbers(_NARROW[exact.dtype], exact, log_z, log_z.isfinite())
+        # On an accelerator in slices: engines have given nearly all memory to keys and values.
+        slices = logits.split(max(1, _SLICED_NUMBERS // max(1, logits.shape[1]))) if logits.is_cuda else (logits,)
+        exact = [self._narrowed(part) for part in slices]
+        if None not in exact:
+            joined = _joined([part for part in exact if part is not None])
+            log_z = _joined([torch.logsumexp(part.float(), dim=-1) for part in slices])
+            return _Numbers(_NARROW[joined.dtype], joined, log_z, log_z.isfinite())
+        del exact
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         # A single NaN or +inf among the logits makes the whole row NaN.
         sound = ~logprobs[:, 0].isnan()
@@ -108,6 +115,10 @@ class RowEncoder:
         # NaN equals nothing: the row that has one is refused, and must not decide how the others travel.
         is_exact = torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
         return narrow if is_exact else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _narrowed_on_cpu(logits: Tensor) -> _Numbers | None:

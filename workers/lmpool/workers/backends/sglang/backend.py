@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,8 @@ from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.rows import Encoding
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.canary import check_canary, first_encoding
+from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.sglang.settings import SglangSettings
@@ -51,11 +51,10 @@ class SglangBackend:
             revision=launched.revision,
             dtype=str(facts.dtype).removeprefix("torch."),
             adapters=launched.adapters,
-            # A relative folder means another one to a client in another folder.
-            source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
+            source=checkpoint_source(settings.model),
         )
         try:
-            encoding = self._first_encoding()
+            encoding = first_encoding(self)
             lossy = encoding is Encoding.F16 and facts.dtype != torch.float16
             self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
             check_canary(self)
@@ -152,14 +151,3 @@ class SglangBackend:
         self._digests.clear()
         self._held.clear()
         self._engine.close()
-
-    def _first_encoding(self) -> Encoding:
-        """How rows travel, seen at the first one."""
-        self.submit([BackendJob(bytes(16), bytes(4))])
-        while self._held:
-            finished = self.step()
-            if finished.blocks:
-                return finished.blocks[0].encoding
-            if finished.failures:
-                raise WorkerError(f"the first prompt failed: {finished.failures[bytes(16)]}")
-        raise WorkerError("the first prompt was not answered")

@@ -83,6 +83,12 @@ class Seams:
             local_reqs: abortions that the scheduler has decided on itself.
         """
         found = list(local_reqs or ())
+        gone = [request.rid for request in found if isinstance(request, AbortReq) and request.rid in self._owed]
+        if gone:
+            for name in gone:
+                del self._owed[name]
+            failures = dict.fromkeys(gone, "SGLang has taken the prompt back")
+            self._results.put(EngineBatch([], None, None, 0, 0, failures))
         for order in self._waiting_orders():
             if order is None:
                 self._scheduler.gracefully_exit = True

@@ -24,6 +24,7 @@ Adapters = dict[str, tuple[LoRARequest, str]]
 
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
+_MANY = 1 << 30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
@@ -88,8 +89,8 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
         "model": str(folder),
         "trust_remote_code": settings.trust_remote_code,
         "dtype": checkpoint_dtype(folder, settings.dtype),
-        # Sessions that wait have a place in the runner's batch too.
-        "max_num_seqs": settings.max_batch + settings.sessions,
+        # Sessions that wait have a place in the runner's batch too; vLLM wants a token for each place.
+        "max_num_seqs": min(settings.max_batch + settings.sessions, settings.max_batch_tokens or _MANY),
         "max_num_batched_tokens": settings.max_batch_tokens,
         # One token is sampled for every prompt, though nobody wants it.
         "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
@@ -112,6 +113,11 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
         rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values())
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
+
+
+def fitting_sessions(settings: VllmSettings, places: int) -> int:
+    """Sessions that may wait when the engine has so many places for prompts: those wanted, but at most half."""
+    return min(settings.sessions, places // 2)
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.request import RequestStatus
 
 from lmpool.card import ModelCard
-from lmpool.errors import WorkerError
+from lmpool.errors import SettingsError, WorkerError
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary
+from lmpool.workers.backends.canary import check_canary, first_encoding
 from lmpool.workers.backends.vllm.capture import KEY
-from lmpool.workers.backends.vllm.engine import open_engine
+from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Sessions
 from lmpool.workers.backends.vllm.settings import VllmSettings
 
-_MOST_IDLE_STEPS = 10_000
+_MOST_IDLE_STEPS = 1000
 _SESSION_SHARE = 0.5
 
 
@@ -54,7 +55,7 @@ class VllmBackend:
         self._engine = engine = open_engine(settings)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
-        self._sessions = Sessions(settings.sessions, int(engine.kv_tokens * _SESSION_SHARE))
+        self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block)
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._held: dict[bytes, str] = {}
@@ -72,10 +73,14 @@ class VllmBackend:
             source=engine.source,
         )
         try:
-            encoding = self._first_encoding()
+            encoding = first_encoding(self)
             lossy = encoding is Encoding.F16 and engine.dtype != "float16"
             self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
             check_canary(self)
+        except (WorkerError, *START_ERRORS) as error:
+            self.close()
+            # Too little memory and missing kernels show with the first forward.
+            raise error if isinstance(error, SettingsError) else refusal(settings, "cannot run", error) from error
         except BaseException:
             self.close()
             raise
@@ -105,10 +110,15 @@ class VllmBackend:
 
     def _submit(self, job: BackendJob) -> None:
         name = self._sessions.take(job.adapter, job.ids)
-        ids: list[int] = decode_ids(job.ids).tolist()
         # Asked in any case: what continues a session is seen too, and may be continued by several.
         is_growing = self._sessions.is_growing(job.adapter, job.ids)
-        is_session = name is not None or is_growing
+        # The longest prompt can grow no more.
+        is_session = name is not None or (is_growing and len(job.ids) // 4 < self._card.max_prompt_tokens)
+        self._request(job, name, is_session)
+
+    def _request(self, job: BackendJob, name: str | None, is_session: bool) -> None:
+        """Hand a job to the engine: all of it, or the last token to the session of that name."""
+        ids: list[int] = decode_ids(job.ids).tolist()
         if name is None:
             name = str(next(self._numbers))
         else:
@@ -162,22 +172,55 @@ class VllmBackend:
         stats = self._stats
         self._stats = stats._replace(tokens=stats.tokens + len(job.ids) // 4, reused=stats.reused + reused)
         if output.finish_reason is not FinishReason.LENGTH:
+            self._close([output.request_id])
             return job, f"vLLM has ended the prompt: {output.finish_reason!s}"
         if request.is_session:
-            self._core.abort_requests(self._sessions.keep(job.adapter, job.ids, output.request_id))
+            self._keep(job, output.request_id)
         return job, ""
+
+    def _keep(self, job: BackendJob, name: str) -> None:
+        """Have a session wait for its next token, if the engine holds all of it."""
+        held = self._scheduler.requests.get(name)
+        # One that was preempted while its answer was on the way waits too, but with nothing computed and in no queue.
+        is_whole = (
+            held is not None
+            and held.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+            and held.num_computed_tokens == len(job.ids) // 4
+        )
+        self._close(self._sessions.keep(job.adapter, job.ids, name) if is_whole else [name])
+
+    def _close(self, names: list[str]) -> None:
+        for name in names:
+            self._sessions.forget(name)
+        self._core.abort_requests(names)
 
     def _make_room(self, has_answered: bool) -> None:
         """See what waits, and close sessions if it waits for their memory."""
         running, waiting = self._scheduler.get_request_counts()
-        self._left_waiting = waiting - len(self._sessions)
+        self._left_waiting = max(0, waiting - len(self._sessions))
         if has_answered or running or not self._requests:
             self._idle_steps = 0
             return
-        self._core.abort_requests(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
+        if self._sessions:
+            self._close(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
+        else:
+            self._give_up_session()
         self._idle_steps += 1
         if self._idle_steps > _MOST_IDLE_STEPS:
             raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MOST_IDLE_STEPS} steps")
+
+    def _give_up_session(self) -> None:
+        """Compute the youngest prompt that continues a session from its beginning: its session's memory is needed.
+
+        The scheduler cannot take it back, and when all memory is held by sessions that need one more block each, none
+        of them can go on.
+        """
+        for name, request in reversed(self._requests.items()):
+            if request.is_session:
+                del self._requests[name]
+                self._close([name])
+                self._request(request.job, None, is_session=False)
+                return
 
     def _count(self, blocks: Sequence[Any]) -> None:
         stats = self._stats
@@ -189,7 +232,7 @@ class VllmBackend:
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
             self._engine.captured.drop(self._requests.pop(name).job.digest)
-        self._core.abort_requests(names)
+        self._close(names)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""
@@ -200,14 +243,3 @@ class VllmBackend:
         self._requests.clear()
         self._held.clear()
         self._core.shutdown()
-
-    def _first_encoding(self) -> Encoding:
-        """How rows travel, seen at the first one."""
-        job = BackendJob(bytes(16), bytes(4))
-        self._submit(job)
-        while True:
-            finished = self.step()
-            if finished.blocks:
-                return finished.blocks[0].encoding
-            if finished.failures:
-                raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")

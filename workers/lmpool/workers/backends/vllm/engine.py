@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.vllm.arguments import (
     Adapters,
     engine_arguments,
     find_adapters,
+    fitting_sessions,
     row_deciding,
     user_arguments,
 )
@@ -33,7 +33,7 @@ from lmpool.workers.backends.vllm.settings import VllmSettings
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 # What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
-_START_ERRORS = (
+START_ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError,
 )  # fmt: skip
@@ -50,7 +50,9 @@ class Engine:
         dtype: of the computation.
         max_prompt_tokens: the longest prompt that leaves room for the token that vLLM samples.
         max_batch: prompts that run together.
+        sessions: sessions that have a place beside them.
         kv_tokens: tokens whose keys and values fit.
+        block: tokens of a block of them.
         revision: digest of the weights and of the options that change rows.
         source: folder or hub name.
         adapters: what a request names them by, and their digests.
@@ -62,7 +64,9 @@ class Engine:
     dtype: str
     max_prompt_tokens: int
     max_batch: int
+    sessions: int
     kv_tokens: int
+    block: int
     revision: str
     source: str
     adapters: Adapters
@@ -82,8 +86,8 @@ def open_engine(settings: VllmSettings) -> Engine:
     arguments = engine_arguments(settings, folder, adapters, given)
     try:
         config = EngineArgs(**arguments, logits_processors=[processor]).create_engine_config(UsageContext.LLM_CLASS)
-    except _START_ERRORS as error:
-        raise _refusal(settings, "cannot serve", error) from error
+    except START_ERRORS as error:
+        raise refusal(settings, "cannot serve", error) from error
     model = config.model_config
     encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
     processor.captured = captured = Captured(model.get_vocab_size(), encoder)
@@ -92,16 +96,21 @@ def open_engine(settings: VllmSettings) -> Engine:
         also["seed"] = model.seed
     revision = checkpoint_revision(folder, also)
     core = _start(settings, config, adapters)
+    scheduling = config.scheduler_config
+    places = scheduling.max_num_active_seqs or scheduling.max_num_seqs
+    sessions = fitting_sessions(settings, places)
     return Engine(
         core=core,
         captured=captured,
         vocab_size=model.get_vocab_size(),
         dtype=_DTYPES.get(model.dtype, str(model.dtype)),
         max_prompt_tokens=model.max_model_len - 1,
-        max_batch=max(1, config.scheduler_config.max_num_seqs - settings.sessions),
+        max_batch=places - sessions,
+        sessions=sessions,
         kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
+        block=config.cache_config.block_size,
         revision=revision,
-        source=str(folder) if Path(settings.model).expanduser().is_dir() else settings.model,
+        source=checkpoint_source(settings.model),
         adapters=adapters,
     )
 
@@ -109,13 +118,13 @@ def open_engine(settings: VllmSettings) -> Engine:
 def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
     try:
         core = InprocClient(config, Executor.get_class(config), log_stats=False)
-    except _START_ERRORS as error:
-        raise _refusal(settings, "cannot load", error) from error
+    except START_ERRORS as error:
+        raise refusal(settings, "cannot load", error) from error
     for name, (request, _) in adapters.items():
         # Now: an adapter that does not fit would end the engine with its first prompt.
         try:
             _load_adapter(core, request)
-        except _START_ERRORS as error:
+        except START_ERRORS as error:
             core.shutdown()
             raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
     return core
@@ -126,7 +135,7 @@ def _load_adapter(core: InprocClient, request: LoRARequest) -> None:
         raise RuntimeError("it does not fit the model")
 
 
-def _refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
+def refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
     return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
 
 

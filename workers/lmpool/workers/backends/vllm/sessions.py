@@ -14,17 +14,20 @@ _RECENT = 100_000
 
 
 class Sessions:
-    """The sessions that wait for their next token, and which prompts were seen lately.
+    """The sessions of an engine, which of them wait for their next token, and which prompts were seen lately.
 
     Args:
         most: sessions that may wait at once.
-        most_tokens: tokens that they may hold together.
+        most_tokens: tokens that all sessions may hold together.
+        block: tokens of a block of memory; a session holds whole blocks.
     """
 
-    def __init__(self, most: int, most_tokens: int) -> None:
+    def __init__(self, most: int, most_tokens: int, block: int = 1) -> None:
         self._most = most
         self._most_tokens = most_tokens
+        self._block = block
         self._idle: OrderedDict[tuple[str, bytes], str] = OrderedDict()
+        self._held: dict[str, int] = {}  # Request -> tokens, of those too that do not wait at the moment.
         self._tokens = 0
         # Hashes: that two prompts share one costs a session that nobody continues, no more.
         self._recent: OrderedDict[int, None] = OrderedDict()
@@ -33,11 +36,15 @@ class Sessions:
         return len(self._idle)
 
     def take(self, adapter: str, ids: bytes) -> str | None:
-        """The request whose session a prompt continues by one token, if there is one; it waits no longer."""
-        request = self._idle.pop((adapter, ids[:-_ID_BYTES]), None)
-        if request is not None:
-            self._tokens -= len(ids) // _ID_BYTES - 1
-        return request
+        """The request whose session a prompt continues by one token, if there is one.
+
+        It waits no longer, and holds its memory until it is kept again or forgotten.
+        """
+        return self._idle.pop((adapter, ids[:-_ID_BYTES]), None)
+
+    def forget(self, request: str) -> None:
+        """A session is no more."""
+        self._tokens -= self._held.pop(request, 0)
 
     def is_growing(self, adapter: str, ids: bytes) -> bool:
         """Whether a prompt is worth a session: it is one token longer than one that was seen lately."""
@@ -53,13 +60,15 @@ class Sessions:
     def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
         """Have a session wait; returns the requests to close instead."""
         closed = []
-        tokens = len(ids) // _ID_BYTES
         if (other := self._idle.pop((adapter, ids), None)) is not None:
             closed.append(other)
-            self._tokens -= tokens
+            self.forget(other)
+        self.forget(request)
+        tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
             return [*closed, request]  # All others would be closed, and then this one too.
         self._idle[(adapter, ids)] = request
+        self._held[request] = tokens
         self._tokens += tokens
         while self._idle and (len(self._idle) > self._most or self._tokens > self._most_tokens):
             closed += self.close_oldest(1)
@@ -69,7 +78,7 @@ class Sessions:
         """Forget the sessions that have waited longest; returns their requests."""
         closed = []
         for _ in range(min(number, len(self._idle))):
-            (_, ids), request = self._idle.popitem(last=False)
-            self._tokens -= len(ids) // _ID_BYTES
+            _, request = self._idle.popitem(last=False)
+            self.forget(request)
             closed.append(request)
         return closed

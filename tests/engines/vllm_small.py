@@ -1,0 +1,64 @@
+"""A small engine of vLLM, and asking it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.errors import SettingsError
+from lmpool.prompts import digest_of
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends.vllm.backend import VllmBackend
+from lmpool.workers.backends.vllm.settings import VllmSettings
+from tests.contract.model import V, reference_row
+
+SESSIONS = 4
+KV_TOKENS = 512
+BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
+
+
+def settings(folder: Path, **more: Any) -> VllmSettings:
+    """Settings under which its limits are met soon."""
+    given: dict[str, Any] = {
+        "max_batch": 8,
+        "max_batch_tokens": 64,
+        "sessions": SESSIONS,
+        "kv_cache_bytes": KV_TOKENS * BYTES_A_TOKEN,
+    }
+    return VllmSettings(str(folder), **(given | more))
+
+
+def job(ids: list[int], name: str = "") -> BackendJob:
+    """A job for a prompt."""
+    data = np.asarray(ids, "<u4").tobytes()
+    return BackendJob(digest_of(data, name), data)
+
+
+def answer(backend: VllmBackend, *prompts: list[int]) -> None:
+    """Have prompts answered, and check their rows."""
+    jobs = {one.digest: ids for one, ids in ((job(ids), ids) for ids in prompts)}
+    backend.submit(job(ids) for ids in prompts)
+    while jobs:
+        finished = backend.step()
+        assert not finished.failures
+        for block in finished.blocks:
+            for digest, row in zip(block.digests, block.numbers, strict=True):
+                assert np.abs(row - reference_row(jobs.pop(digest))).max() <= 3e-4
+
+
+def draw(seed: int, length: int) -> list[int]:
+    """A random prompt."""
+    chosen_ids = random.Random(seed)
+    return [chosen_ids.randrange(V) for _ in range(length)]
+
+
+def refused(folder: Path, **more: Any) -> str:
+    """The one line with which a start is refused."""
+    with pytest.raises(SettingsError) as caught:
+        settings(folder, **more).open()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
