@@ -58,7 +58,8 @@ scan: $(INSTALLED)
 		*) echo "warning: the newest engines could not be looked at" ;; esac
 
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
-	$(BIN)/python -m benchmarks --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
+	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
 
 # torch comes first and pinned, so that nothing else brings another build of it.
 $(INSTALLED): pyproject.toml constraints.txt Makefile

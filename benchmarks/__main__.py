@@ -18,7 +18,7 @@ from benchmarks.report import Surroundings, read_notes, render
 from benchmarks.workplace import Workplace, open_workplace
 from lmpool.errors import LMPoolError
 
-_MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
+_POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "new-f32": transport.new_f32,
     "new-bf16": transport.new_bf16,
     "cached": transport.cached,
@@ -30,6 +30,8 @@ _MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
+}
+_ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,
     "vllm-grow": engine_measures.vllm_grow,
     "vllm-http": engine_measures.vllm_http,
@@ -37,6 +39,8 @@ _MEASURES: dict[str, Callable[[Workplace], list[Result]]] = {
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
 }
+_GROUPS = {"pool": _POOL, "engines": _ENGINES}
+_MEASURES = {**_POOL, **_ENGINES}
 _WITH_PEERS = ("arq", "hf-random", "hf-shared")
 _REPEATS, _QUICK_REPEATS = 5, 2
 
@@ -91,18 +95,19 @@ def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure the pool against its peers.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(_MEASURES)} (default: all)")
+    known = (*_GROUPS, *_MEASURES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="small samples, to see that everything runs")
     parser.add_argument(
         "--repeats", type=int, help=f"samples of each side (default: {_REPEATS}, quick: {_QUICK_REPEATS})"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there; takes a full run")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the report of one group there")
     given = parser.parse_args(arguments)
-    if unknown := [name for name in given.names if name not in _MEASURES]:
-        parser.error(f"no such measure: {', '.join(unknown)} (there are {', '.join(_MEASURES)})")
-    if given.write is not None and (given.names or given.quick):
-        parser.error("--write: a report holds all measures of one full run, so name none and leave out --quick")
-    given.names = given.names or list(_MEASURES)
+    if unknown := [name for name in given.names if name not in known]:
+        parser.error(f"no such measure: {', '.join(unknown)} (there are {', '.join(known)})")
+    if given.write is not None and (given.quick or len(given.names) != 1 or given.names[0] not in _GROUPS):
+        parser.error(f"--write: a report holds one group in full: name one of {', '.join(_GROUPS)}, without --quick")
+    given.names = [measure for name in given.names or _GROUPS for measure in _GROUPS.get(name, {name: None})]
     given.repeats = given.repeats or (_QUICK_REPEATS if given.quick else _REPEATS)
     if given.repeats < 1:
         parser.error(f"--repeats: {given.repeats} is not at least 1")

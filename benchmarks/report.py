@@ -1,4 +1,4 @@
-"""The report: `docs/benchmarks.md`, rewritten by each run but for its notes."""
+"""The report of a group of measures, rewritten by each run but for its notes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ embedded server that is full and evicts. Given are the medians of {repeats} samp
 brackets the lowest and the highest; the ratio is the median of the ratios of the pairs. Absolute figures
 depend on the machine and on what else it does; the ratios much less.
 
-This page is written by `make bench`, which is `python -m benchmarks --write docs/benchmarks.md`. One measure by
-itself, quickly: `python -m benchmarks new-f32 --quick`. The peers are installed from PyPI into an environment
-of their own, `.cache/peers-venv` (or the one that `LMPOOL_BENCH_PEERS` names)."""
+`make bench` writes two such pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
+docs/benchmarks.md`) and [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`).
+One measure by itself, quickly: `python -m benchmarks new-f32 --quick`. The peers are installed from PyPI into an
+environment of their own, `.cache/peers-venv` (or the one that `LMPOOL_BENCH_PEERS` names); the engines are in those
+that `make test` makes (or in the folder that `LMPOOL_BENCH_ENGINES` names)."""
 
 
 @dataclass(frozen=True, slots=True)

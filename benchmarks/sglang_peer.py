@@ -138,5 +138,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(os.cpu_count() or 1)
     asyncio.run(main())

@@ -88,7 +88,8 @@ class RowEncoder:
             if narrow is not None:
                 return narrow
         # On an accelerator in slices: engines have given nearly all memory to keys and values.
-        slices = logits.split(max(1, _SLICED_NUMBERS // max(1, logits.shape[1]))) if logits.is_cuda else (logits,)
+        rows = max(1, _SLICED_NUMBERS // max(1, logits.shape[1]))
+        slices = torch.split(logits, rows) if logits.is_cuda else (logits,)
         exact = [self._narrowed(part) for part in slices]
         if None not in exact:
             joined = _joined([part for part in exact if part is not None])
