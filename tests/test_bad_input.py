@@ -259,7 +259,7 @@ SETTINGS = [
     (["--vocab-size", "many"], "--vocab-size"),
     (["--colour", "red"], "--colour"),
     (["--gguf-file", "x"], "gguf_file: not a setting of the synthetic backend"),
-    (["--backend", "magic"], "backend: 'magic' is not one of hf, synthetic"),
+    (["--backend", "magic"], "backend: 'magic' is not one of hf, vllm, sglang, synthetic"),
 ]
 
 
