@@ -25,6 +25,7 @@ ENGINES = {
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm"},
     "row_encoder.py": {"torch"},
+    "device.py": {"torch"},
     "checkpoint.py": {"huggingface_hub"},
 }
 HF = BACKENDS / "hf"

@@ -183,6 +183,15 @@ def test_a_prompt_may_be_dropped_when_half_of_it_is_computed(opened: Opened, dra
     opened.check([long], opened.ask([long]))
 
 
+def test_dropped_prompts_give_their_room_back(opened: Opened, draw: random.Random) -> None:
+    backend = opened.backend
+    free = backend.capacity()
+    digests = opened.submit([prompt(draw, 2 * MAX_BATCH_TOKENS) for _ in range(free)])
+    opened.step()
+    backend.abort(digests)
+    assert backend.capacity() == free
+
+
 def test_the_counters_grow_with_what_is_computed(opened: Opened, draw: random.Random) -> None:
     before = opened.backend.stats()
     opened.ask([prompt(draw, 5), prompt(draw, 6)])

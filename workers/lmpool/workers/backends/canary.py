@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.card import ModelCard
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.prompts import digest_of
 from lmpool.rows import Encoding, decode_row
@@ -28,8 +30,8 @@ class _Prompt(NamedTuple):
     adapter: str = ""
 
 
-def first_encoding(backend: Backend) -> Encoding:
-    """How a backend's rows travel, seen at the first one.
+def completed_card(backend: Backend) -> ModelCard:
+    """A backend's card with how its rows travel, which is seen at the first one.
 
     Raises:
         WorkerError: the first prompt fails, or is not answered.
@@ -39,7 +41,9 @@ def first_encoding(backend: Backend) -> Encoding:
     for _ in range(_MOST_STEPS):
         finished = backend.step()
         if finished.blocks:
-            return finished.blocks[0].encoding
+            encoding, card = finished.blocks[0].encoding, backend.card
+            lossy = encoding is Encoding.F16 and card.dtype != "float16"
+            return replace(card, encoding=encoding.name.lower(), lossy=lossy)
         if finished.failures:
             raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")
     raise WorkerError(f"the first prompt was not answered within {_MOST_STEPS} steps")

@@ -16,6 +16,9 @@ from lmpool.errors import SettingsError
 
 _WORDS = {"True": True, "False": False, "None": None}
 
+ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
+"""Why a model cannot be spread over processes."""
+
 
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """Read engine options.
@@ -74,6 +77,21 @@ def _is_file(part: str) -> bool:
 
 def _name(text: str) -> str:
     return text.lstrip("-").replace("-", "_")
+
+
+def check_one_process(given: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse options that spread a model over processes.
+
+    Args:
+        given: option -> value.
+        names: the options that say over how many.
+
+    Raises:
+        SettingsError: one of them is not 1.
+    """
+    for name in names:
+        if given.get(name, 1) != 1:
+            raise SettingsError(f"engine_args: {name} must be 1, not {shown(given[name])}: {ONE_PROCESS}")
 
 
 def _value(text: str) -> Any:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.requirements import first_line
@@ -77,27 +78,6 @@ def load_model(settings: HfSettings) -> LoadedModel:
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
     # Before the first forward: some models (RWKV) rescale their weights in it.
     return LoadedModel(model, limit, weights_revision(model))
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first accelerator, else the CPU.
-
-    Raises:
-        SettingsError: this machine has no such device.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # AssertionError is how a torch without CUDA answers.
-        raise SettingsError(f"device: {name!r} cannot be used: {first_line(error)}") from error
-    if device.type == "meta":
-        raise SettingsError("device: 'meta' computes nothing")
-    return device
 
 
 def prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,8 @@ import torch
 
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.rows import Encoding
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary, first_encoding
+from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
@@ -54,9 +52,7 @@ class SglangBackend:
             source=checkpoint_source(settings.model),
         )
         try:
-            encoding = first_encoding(self)
-            lossy = encoding is Encoding.F16 and facts.dtype != torch.float16
-            self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
+            self._card = completed_card(self)
             check_canary(self)
         except WorkerError as error:
             self.close()

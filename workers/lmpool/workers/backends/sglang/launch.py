@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.engine_args import parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.requirements import first_line, require_version
@@ -58,7 +57,7 @@ def launch(settings: SglangSettings) -> Launched:
     version = require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     adapters = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
-    device = _pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device)))
+    device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
     _prepare(device)
     try:
         from lmpool.workers.backends.sglang.engine import Engine
@@ -112,18 +111,6 @@ def _adapter_folder(place: str, model: Path) -> Path:
     folder = checkpoint_folder("adapters", place)
     check_adapter(folder, model)
     return folder
-
-
-def _pick_device(name: str) -> str:
-    """The torch device of that name; "auto" is the first GPU, else the CPU."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # AssertionError is how a torch without CUDA answers.
-        raise SettingsError(f"device: {name!r} cannot be used: {first_line(error)}") from error
-    return name
 
 
 def _prepare(device: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_dtype
-from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
+from lmpool.workers.backends.engine_args import ONE_PROCESS, check_engine_args, check_one_process, parse_engine_args
 from lmpool.workers.backends.sglang.settings import SglangSettings
 
 RESERVED_TOKENS = 7
@@ -19,7 +19,6 @@ _CPU_KV_BYTES = 1 << 30
 _FOREVER_S = 1e9
 _ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
 
-_ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
 _PARALLEL = (
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
     "dwdp_size",
@@ -42,7 +41,7 @@ _REFUSED = {
     "disaggregation_mode": _PARTS,
     "encoder_only": _PARTS,
     "language_only": _PARTS,
-    "use_ray": _ONE_PROCESS,
+    "use_ray": ONE_PROCESS,
     "max_queued_requests": "a worker takes no more than it has room for",
     "enable_priority_scheduling": "a worker's prompts have no priorities",
     "sleep_on_idle": "a worker with nothing to do sleeps anyway",
@@ -84,9 +83,7 @@ def user_options(settings: SglangSettings, known: Mapping[str, bool], version: s
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, f"SGLang {version}")
-    for name in _PARALLEL:
-        if given.get(name, 1) != 1:
-            raise SettingsError(f"engine_args: {name} must be 1, not {given[name]!r}: {_ONE_PROCESS}")
+    check_one_process(given, _PARALLEL)
     # Some take a table as a text in JSON.
     return {
         name: json.dumps(value) if known[name] and isinstance(value, dict) else value for name, value in given.items()

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
-from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
+from lmpool.workers.backends.engine_args import check_engine_args, check_one_process, parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.vllm.settings import VllmSettings
 
@@ -27,7 +27,6 @@ _CPU_BLOCK = 32
 _MANY = 1 << 30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
-_ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 _REFUSED = {
     "model": "it is the MODEL of the command",
@@ -63,9 +62,7 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     """
     given = parse_engine_args(settings.engine_args)
     check_engine_args(given, {field.name for field in fields(EngineArgs)}, _REFUSED, f"vLLM {vllm_version}")
-    for name in _PARALLEL:
-        if given.get(name, 1) != 1:
-            raise SettingsError(f"engine_args: {name} must be 1, not {given[name]!r}: {_ONE_PROCESS}")
+    check_one_process(given, _PARALLEL)
     return given
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -15,9 +14,8 @@ from vllm.v1.request import RequestStatus
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary, first_encoding
+from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Sessions
@@ -73,9 +71,7 @@ class VllmBackend:
             source=engine.source,
         )
         try:
-            encoding = first_encoding(self)
-            lossy = encoding is Encoding.F16 and engine.dtype != "float16"
-            self._card = replace(self._card, encoding=encoding.name.lower(), lossy=lossy)
+            self._card = completed_card(self)
             check_canary(self)
         except (WorkerError, *START_ERRORS) as error:
             self.close()
@@ -98,8 +94,9 @@ class VllmBackend:
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""
-        if self._left_waiting:
-            return max(0, self.batch - self._left_waiting)
+        # Those that were dropped since the last step wait no longer.
+        if waiting := min(self._left_waiting, len(self._held)):
+            return max(0, self.batch - waiting)
         return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:

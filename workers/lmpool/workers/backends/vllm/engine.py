@@ -136,6 +136,7 @@ def _load_adapter(core: InprocClient, request: LoRARequest) -> None:
 
 
 def refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
+    """What vLLM could not do with the model, in one line."""
     return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
 
 
