@@ -9,6 +9,7 @@ import numpy as np
 from lmpool.card import ModelCard
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 
 
@@ -34,6 +35,7 @@ class UnigramSettings:
 
 class UnigramBackend:
     batch = 32
+    device = "cpu"
 
     def __init__(self, settings: UnigramSettings) -> None:
         self._waiting: dict[bytes, bytes] = {}
@@ -42,6 +44,9 @@ class UnigramBackend:
         self.card = ModelCard(
             settings.name, "unigram", settings.vocab_size, max_prompt_tokens=4096, revision="1", dtype="float32"
         )
+
+    def vocabulary(self) -> Vocabulary | None:  # The bytes of each token, if something tells them.
+        return None
 
     def capacity(self) -> int:  # One batch that runs, and the next one.
         return 2 * self.batch - len(self._waiting)

@@ -53,7 +53,8 @@ def changing(change: Callable[[Rows], Rows]) -> Callable[[Finished], Finished]:
 
 
 def normalised(rows: Rows) -> Rows:
-    return rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    totals: Rows = np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    return rows - totals
 
 
 def noisy(share: float) -> Callable[[Rows], Rows]:

@@ -27,6 +27,14 @@ ENGINES = {
     "row_encoder.py": {"torch"},
     "device.py": {"torch"},
     "checkpoint.py": {"huggingface_hub"},
+    "vocabulary.py": {"transformers"},
+}
+# What each file of the tries may import, and nobody else.
+TRIES = {
+    "shared/lmpool/kernels/cpu_loops.py": {"numba"},
+    "shared/lmpool/kernels/torch_device.py": {"torch"},
+    "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
 }
 HF = BACKENDS / "hf"
 LUA = SHARED / "lmpool/lua"
@@ -63,8 +71,10 @@ def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def allowed_in(path: Path) -> set[str]:
-    """The engines that a file may import: those of the backend that it belongs to."""
-    return ENGINES.get(path.relative_to(BACKENDS).parts[0], set()) if path.is_relative_to(BACKENDS) else set()
+    """The engines that a file may import: those of the backend that it belongs to, or what a kernel is made with."""
+    if path.is_relative_to(BACKENDS):
+        return ENGINES.get(path.relative_to(BACKENDS).parts[0], set())
+    return TRIES.get(name_of(path), set())
 
 
 def third_party(path: Path) -> set[str]:
@@ -142,7 +152,10 @@ def test_each_part_needs_no_more_than_it_says() -> None:
     small = {"numpy", "redis", "hiredis", "msgpack"}
     extra = {
         "shared/lmpool/cli.py": {"typer"},
-        "producer/lmpool/producer/commands.py": {"typer", "rich", "uvloop"},
+        "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
+        "producer/lmpool/producer/commands.py": {"typer", "rich"},
+        "producer/lmpool/producer/trie_command.py": {"typer"},
+        "producer/lmpool/producer/trie_picture.py": {"rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
         "workers/lmpool/workers/commands.py": {"typer"},
         "workers/lmpool/workers/options.py": {"typer"},
@@ -164,8 +177,8 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
     unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
-    for statement in ("import lmpool.producer", "import lmpool.synthetic", "import lmpool.embedded"):
-        assert loaded_after(statement) & unwanted == set()
+    for module in ("producer", "synthetic", "embedded", "kernels"):
+        assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)
 
@@ -256,11 +269,12 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:
-    assert sorted(lmpool.producer.__all__) == ["Producer", "ProducerStats", "SyncProducer"]
+    public_names = ["PooledTrie", "Producer", "ProducerStats", "SyncProducer", "SyncTrie", "TrieOptions"]
+    assert sorted(lmpool.producer.__all__) == public_names
     public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public == set(lmpool.producer.__all__)
     calls = {name for name in vars(lmpool.producer.Producer) if not name.startswith("_")}
-    assert calls == {"logprobs", "batch_logprobs", "model", "stats", "open", "close"}
+    assert calls == {"logprobs", "batch_logprobs", "trie", "model", "stats", "open", "close"}
     assert {name for name in vars(lmpool.producer.SyncProducer) if not name.startswith("_")} == calls - {"open"}
 
 
@@ -280,6 +294,8 @@ def test_the_names_of_the_errors_are_pinned() -> None:
         "DeadlineExceeded",
         "EmptyPrompt",
         "InvalidPrompt",
+        "InvalidVocabulary",
+        "InvalidWeights",
         "LMPoolError",
         "ModelError",
         "ModelMismatch",
@@ -293,9 +309,13 @@ def test_the_names_of_the_errors_are_pinned() -> None:
         "ServerError",
         "ServerUnreachable",
         "SettingsError",
+        "SourceMissing",
         "TokenOutOfRange",
+        "TrieError",
         "UnknownAdapter",
         "UnknownModel",
+        "UnknownNode",
+        "UnknownVocabulary",
         "WorkerError",
     ]
 

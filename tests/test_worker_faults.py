@@ -18,7 +18,7 @@ from lmpool.errors import ModelMismatch, ServerUnreachable
 from lmpool.keys import GROUP, Keys
 from lmpool.messages import Job
 from lmpool.prompts import digest_of
-from lmpool.rows import RowBlock
+from lmpool.rows import Block
 from lmpool.server import Server
 from lmpool.workers.backend import Backend, BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -202,7 +202,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     overwritten: list[bool] = []
 
     async def slow_publish(
-        block: RowBlock, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
+        block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
     ) -> None:
         await publish(block, entries, overwrite)
         overwritten.append(digest in overwrite)

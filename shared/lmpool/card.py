@@ -21,6 +21,9 @@ LIMITS: dict[str, tuple[float, float]] = {
 }
 """Least and most of each number on a card, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
+TRIE_SERVICE = "trie"
+"""The name under which trie workers serve; no model can have it."""
+
 _MAX_CARD_BYTES = 64 * 1024
 MAX_ADAPTERS = 64
 """Adapters that one model may have."""
@@ -42,6 +45,8 @@ class ModelCard:
         adapters: the adapters that a prompt may name -> what names their weights exactly.
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
+        vocabulary: digest of the byte strings of its tokens (`lmpool.vocab`), which the pool has; or "".
+        answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -59,6 +64,8 @@ class ModelCard:
     adapters: dict[str, str] = field(default_factory=dict)
     source: str = ""
     gguf_file: str = ""
+    vocabulary: str = ""
+    answers_tries: bool = False
     note: str = ""
     queue_limit: int = 100_000
     lease_s: float = 15.0
@@ -81,6 +88,16 @@ class ModelCard:
     def fingerprint(self) -> str:
         """Hash of `identity` (32 hexadecimal digits): the namespace of the model's rows in the cache."""
         return hashlib.blake2b(msgpack.packb(sorted(self.identity.items())), digest_size=16).hexdigest()
+
+    @property
+    def is_trie(self) -> bool:
+        """Whether this is no model but the trie workers, whose answers are of any length."""
+        return self.name == TRIE_SERVICE
+
+    @property
+    def start_command(self) -> str:
+        """What starts a worker that serves this."""
+        return "lmpool trie-worker" if self.is_trie else "lmpool worker"
 
     @property
     def row_encoding(self) -> Encoding:

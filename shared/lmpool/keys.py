@@ -46,6 +46,14 @@ class Keys:
         """Prefix of the strings that hold encoded rows (append the digest); each has a TTL."""
         return f"{self.prefix}:row:{fingerprint}:".encode()
 
+    def vocabulary(self, digest: str) -> bytes:
+        """String: one packed vocabulary; has a TTL."""
+        return f"{self.prefix}:trie:{digest}".encode()
+
+    def weights(self) -> bytes:
+        """Prefix of the strings that hold the weights of trie jobs, encoded as rows (append 16 bytes); have a TTL."""
+        return f"{self.prefix}:weights:".encode()
+
     def model(self, name: str) -> ModelKeys:
         """The keys of one model, all in one cluster slot."""
         return ModelKeys(f"{self.prefix}:{{{name}}}".encode())

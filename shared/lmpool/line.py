@@ -104,7 +104,15 @@ class RowLine(Line[RowLink]):
     """
 
     def __init__(self, server: Server, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> None:
-        super().__init__(server, lambda: server.row_link(max_bulk, allocate))
+        super().__init__(server, lambda: server.row_link(self._max_bulk, allocate))
+        self._max_bulk = max_bulk
+
+    def allow(self, size: int) -> None:
+        """Accept values of up to `size` bytes from now on, if that is more than until now."""
+        if size > self._max_bulk:
+            self._max_bulk = size
+            if self._link is not None:
+                self._link.max_bulk = size
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command whose reply is not an array.

@@ -8,7 +8,7 @@ import msgpack
 
 from lmpool.errors import ProtocolError
 
-_VERSION = 1
+_VERSION = 2
 _MAX_JOB_BYTES = 16 * 1024 * 1024
 _MAX_ERROR_TEXT = 4096
 _MAX_FIELDS = 8
@@ -22,16 +22,18 @@ class Job(NamedTuple):
         adapter: name of the adapter, or "".
         fingerprint: the fingerprint that the producer expects the row to have.
         overwrite: replace a row that is stored already (it was found to be corrupt).
+        ask: what is wanted instead of the row (`lmpool.asks`), encoded; b"" for the row itself.
     """
 
     ids: bytes
     adapter: str
     fingerprint: str
     overwrite: bool = False
+    ask: bytes = b""
 
     def pack(self) -> bytes:
-        """The job as MessagePack; the ids are one `bin`."""
-        packed: bytes = msgpack.packb((_VERSION, self.ids, self.adapter, self.fingerprint, self.overwrite))
+        """The job as MessagePack; ids and ask are one `bin` each."""
+        packed: bytes = msgpack.packb((_VERSION, *self))
         return packed
 
 
@@ -41,9 +43,11 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
-    match _unpack(data, _MAX_JOB_BYTES, "job"):
-        case [int(version), bytes(ids), str(adapter), str(fingerprint), bool(overwrite)] if _is_ours(version):
-            return Job(ids, adapter, fingerprint, overwrite)
+    match unpack_flat(data, _MAX_JOB_BYTES, "job"):
+        case [int(version), bytes(ids), str(adapter), str(fingerprint), bool(overwrite), bytes(ask)] if _is_ours(
+            version
+        ):
+            return Job(ids, adapter, fingerprint, overwrite, ask)
         case other:
             raise ProtocolError(f"not a job of version {_VERSION}: {str(other)[:80]}")
 
@@ -71,7 +75,7 @@ def unpack_failure(data: bytes) -> Failure:
     Raises:
         ProtocolError: too large, not MessagePack, or not a failure of this wire version.
     """
-    match _unpack(data, 8 * _MAX_ERROR_TEXT, "failure"):
+    match unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure"):
         case [int(version), str(kind), str(text)] if _is_ours(version):
             return Failure(kind, text)
         case other:
@@ -90,7 +94,12 @@ def _flat(values: list[Any]) -> list[Any]:
     return values
 
 
-def _unpack(data: bytes, limit: int, what: str) -> Any:
+def unpack_flat(data: bytes, limit: int, what: str) -> Any:
+    """Read a MessagePack array of up to 8 numbers, texts and bytes.
+
+    Raises:
+        ProtocolError: over `limit` bytes, not MessagePack, or with anything else in it.
+    """
     if len(data) > limit:
         raise ProtocolError(f"a {what} of {len(data)} bytes is over the limit of {limit}")
     try:

@@ -24,22 +24,35 @@ _ARRAY_IS_U4LE = array("I", [1]).tobytes() == b"\x01\x00\x00\x00"
 
 
 class Prompt(NamedTuple):
-    """A validated prompt.
+    """A validated prompt, and what is wanted of it.
 
     Attributes:
         ids: the token ids as little-endian uint32 bytes.
-        digest: 128-bit BLAKE2b of `ids`, keyed by the adapter.
+        digest: 128-bit BLAKE2b of `ids`, keyed by the adapter; of the ask too when there is one.
         adapter: its name, or "".
+        ask: what is wanted instead of the row (`lmpool.asks`), encoded; b"" for the row itself.
+        length: entries of the answer to `ask`; 0 for the row itself.
     """
 
     ids: bytes
     digest: bytes
     adapter: str = ""
+    ask: bytes = b""
+    length: int = 0
+
+    def asking(self, ask: bytes, length: int) -> Prompt:
+        """The same prompt, of which something else is wanted."""
+        return Prompt(self.ids, ask_digest(self.digest, ask), self.adapter, ask, length)
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
     """The name of a prompt: 128-bit BLAKE2b of its uint32 bytes, keyed by the adapter (none: not keyed)."""
     return hashlib.blake2b(ids, digest_size=DIGEST_SIZE, key=_adapter_key(adapter)).digest()
+
+
+def ask_digest(digest: bytes, ask: bytes) -> bytes:
+    """The name of what is wanted of a prompt instead of its row: 128-bit BLAKE2b of the ask, keyed by the prompt."""
+    return hashlib.blake2b(ask, digest_size=DIGEST_SIZE, key=digest).digest()
 
 
 def _adapter_key(adapter: str) -> bytes:

@@ -7,7 +7,7 @@ clients on the worker's own host can stand behind the same interface.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
-from lmpool.rows import Encoding, RowBlock, decode_row, encoded_size
+from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
 
@@ -32,6 +32,9 @@ _CHUNK_BYTES = 1024 * 1024
 _CHUNK_ROWS = 512
 _CHUNKS_UNDER_WAY = 3
 _MOST_SPARE = 32
+_WEIGHTS_TTL_MS = 120_000
+_ANSWER_TTL_MS = 60_000
+"""Answers to asks live shorter than rows: computed again from the row in no time."""
 
 
 class RowCache(Protocol):
@@ -43,7 +46,7 @@ class RowCache(Protocol):
         ...
 
     async def put(
-        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
+        self, block: Block, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
     ) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
 
@@ -58,8 +61,16 @@ class RowCache(Protocol):
         """
         ...
 
-    async def get_many(self, digests: Sequence[bytes], deliver: Deliver) -> None:
-        """Fetch rows in chunks bounded by bytes and deliver each as it comes."""
+    async def get_many(
+        self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
+    ) -> None:
+        """Fetch rows in chunks bounded by bytes and deliver each as it comes.
+
+        Args:
+            digests: whose rows.
+            deliver: takes them.
+            lengths: digest -> entries, of those that are no rows but answers to asks.
+        """
         ...
 
     def close(self) -> None:
@@ -81,17 +92,17 @@ class RedisRows:
 
     def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
         self._prefix = keys.row(card.fingerprint)
+        self._weights_prefix = keys.weights()
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
         self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
         self._spare: list[Bulk] = []
-        size = encoded_size(card.vocab_size, card.row_encoding)
-        self._chunk = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // size))
+        self._row_size = encoded_size(card.vocab_size, card.row_encoding)
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
     async def put(
-        self, block: RowBlock, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
+        self, block: Block, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
     ) -> dict[bytes, str]:
         """See `RowCache.put`.
 
@@ -99,45 +110,68 @@ class RedisRows:
             ServerError: the server cannot be used; nothing is known of the rows.
         """
         link = await self.line.open()
-        writes = [
-            RowWrite(self._prefix + digest, block.header(index), numbers, digest in overwrite)
-            for index, (digest, numbers) in enumerate(zip(block.digests, _as_bytes(block), strict=True))
-        ]
-        stored = link.set(writes, self._ttl_ms)
+        writes = _writes(self._prefix, block, overwrite)
+        ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
+        stored = link.set(writes, ttl_ms)
         if then is not None:
             await then(partial(self.line.call_on, link))
-        replies = await self.line.wait_for(link, stored)
-        return {
-            digest: str(reply)
-            for digest, reply in zip(block.digests, replies, strict=True)
-            if isinstance(reply, ResponseError)
-        }
+        return _refused(block, await self.line.wait_for(link, stored))
 
-    async def get_many(self, digests: Sequence[bytes], deliver: Deliver) -> None:
+    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
+        """Store what trie jobs work on; as `put`, but in a place of its own and for a shorter time.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        link = await self.line.open()
+        writes = _writes(self._weights_prefix, block, block.digests)
+        return _refused(block, await self.line.wait_for(link, link.set(writes, _WEIGHTS_TTL_MS)))
+
+    async def get_many(
+        self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
+    ) -> None:
         """See `RowCache.get_many`.
 
         Raises:
             ServerError: the server cannot be used; the rest is not delivered.
         """
-        chunks = [digests[at : at + self._chunk] for at in range(0, len(digests), self._chunk)]
+        lengths = lengths or {}
+        if lengths:
+            self.line.allow(encoded_size(max(lengths.values()), Encoding.F32))
+        chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
-            await self._get_chunk(chunks[0], deliver)
+            await self._get_chunk(chunks[0], deliver, lengths)
         elif chunks:
-            await asyncio.gather(*(self._get_chunk(chunk, deliver) for chunk in chunks))
+            await asyncio.gather(*(self._get_chunk(chunk, deliver, lengths) for chunk in chunks))
 
-    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver) -> None:
+    def _chunks(self, digests: Sequence[bytes], lengths: Mapping[bytes, int]) -> Iterator[Sequence[bytes]]:
+        if not lengths:
+            count = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // self._row_size))
+            yield from (digests[at : at + count] for at in range(0, len(digests), count))
+            return
+        begin = size = 0
+        for at, digest in enumerate(digests):
+            own = encoded_size(lengths[digest], Encoding.F32) if digest in lengths else self._row_size
+            if at > begin and (size + own > _CHUNK_BYTES or at - begin == _CHUNK_ROWS):
+                yield digests[begin:at]
+                begin, size = at, 0
+            size += own
+        if begin < len(digests):
+            yield digests[begin:]
+
+    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> None:
         prefix = self._prefix
         async with self._window:
             link = await self.line.open()
             values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
         for digest, value in zip(digests, values, strict=True):
-            deliver(digest, self._decode(digest, value))
+            deliver(digest, self._decode(digest, value, lengths.get(digest, self._vocab_size)))
 
-    def _decode(self, digest: bytes, value: object) -> Row | CorruptRow | None:
+    def _decode(self, digest: bytes, value: object, length: int) -> Row | CorruptRow | None:
         if not isinstance(value, np.ndarray):
             return None
         try:
-            row = decode_row(value, self._vocab_size)
+            row = decode_row(value, length)
             if value.flags.writeable and len(self._spare) < _MOST_SPARE:
                 # The row does not live in it. Memory that the processor has in its cache is worth keeping.
                 self._spare.append(value)
@@ -155,8 +189,13 @@ class RedisRows:
         self.line.close()
 
 
-def _as_bytes(block: RowBlock) -> list[memoryview]:
-    """The numbers of each row of a block as bytes, in place."""
-    # By way of integers of the same width: memoryview cannot cast every float format.
-    numbers = block.numbers.view(np.uint16 if block.numbers.itemsize == 2 else np.uint32)
-    return [row.data.cast("B") for row in numbers]
+def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes]) -> list[RowWrite]:
+    return [
+        RowWrite(prefix + digest, block.header(index), block.payload(index), digest in overwrite)
+        for index, digest in enumerate(block.digests)
+    ]
+
+
+def _refused(block: Block, replies: Sequence[object]) -> dict[bytes, str]:
+    pairs = zip(block.digests, replies, strict=True)
+    return {digest: str(reply) for digest, reply in pairs if isinstance(reply, ResponseError)}

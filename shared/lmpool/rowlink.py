@@ -69,12 +69,15 @@ class RowLink(Link, asyncio.BufferedProtocol):
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
         allocate: gives the uint8 array of shape (size,) that a value is received into.
+
+    Attributes:
+        max_bulk: as above; may be changed at any time.
     """
 
     def __init__(
         self, connection: AbstractConnection, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk
     ) -> None:
-        self._max_bulk = max_bulk
+        self.max_bulk = max_bulk
         self._allocate = allocate
         self._pending: deque[_Pending] = deque()
         self._scratch = bytearray(_WINDOW)
@@ -238,8 +241,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
             raise ProtocolError("a reply was not asked for")
 
     def _begin_bulk(self, size: int) -> None:
-        if size > self._max_bulk:
-            raise ProtocolError(f"a value of {size} bytes is over the limit of {self._max_bulk}")
+        if size > self.max_bulk:
+            raise ProtocolError(f"a value of {size} bytes is over the limit of {self.max_bulk}")
         bulk = self._allocate(size)
         have = min(size, self._end - self._start)
         bulk[:have] = np.frombuffer(self._scratch, np.uint8, have, self._start)

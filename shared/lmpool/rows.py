@@ -19,6 +19,7 @@ The numbers have a fixed width, so an entry can be read in place with GETRANGE.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -92,10 +93,41 @@ class RowBlock:
         log_z = 0.0 if self.log_z is None else self.log_z[index]
         return _HEADER.pack(MAGIC, WIRE_VERSION, self.encoding, 0, self.numbers.shape[1], log_z)
 
+    def payload(self, index: int) -> memoryview:
+        """The numbers of one row as bytes, in place."""
+        # By way of integers of the same width: memoryview cannot cast every float format.
+        numbers: memoryview = self.numbers[index].view(np.uint16 if self.numbers.itemsize == 2 else np.uint32).data
+        return numbers.cast("B")
+
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         numbers: NDArray[Any] = self.numbers[index]
         return self.header(index) + numbers.tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class VectorBlock:
+    """Answers to asks: vectors of any length, encoded as rows in F32.
+
+    Attributes:
+        digests: the name of each.
+        vectors: C-contiguous float32 arrays of shape (n,).
+    """
+
+    digests: list[bytes]
+    vectors: Sequence[NDArray[np.float32]]
+
+    def header(self, index: int) -> bytes:
+        """The 16 bytes before the numbers of one vector."""
+        return _HEADER.pack(MAGIC, WIRE_VERSION, Encoding.F32, 0, len(self.vectors[index]), 0.0)
+
+    def payload(self, index: int) -> memoryview:
+        """The numbers of one vector as bytes, in place."""
+        numbers: memoryview = self.vectors[index].data
+        return numbers.cast("B")
+
+
+Block = RowBlock | VectorBlock
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Synthetic rows: cheap, reproducible from (seed, prompt) alone, and checkable to the last bit.
+"""Synthetic rows: cheap, reproducible from (seed, prompt) alone, and checkable to the last bit; and a vocabulary.
 
 A row is made of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is
 that of the base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so
@@ -15,11 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.checks import shown
+from lmpool.errors import SettingsError
 from lmpool.prompts import encode_prompt
 from lmpool.rows import narrow_to_bf16, widen_bf16
+from lmpool.vocab import MAX_TOKENS, Vocabulary
 
 _BASES = 8
 _PARTS = 4
+
+_SINGLE_BYTES_FROM = 512
+_LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
+_SHORTEST = 2
+_LONGEST = 12
+_STEMS = 64
+_MOST_ADDED = 4
+_MOST_CUT = 5
 
 
 class BaseRow(NamedTuple):
@@ -102,3 +113,55 @@ def synthetic_row(prompt: Iterable[int], *, vocab_size: int, seed: int = 0) -> N
     row = np.empty(vocab_size, np.float32)
     fill(row, base.logprobs, shifts)
     return row
+
+
+def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
+    """The vocabulary of a synthetic worker.
+
+    It looks like a real one: token 0 is empty, the 256 single bytes follow if there is room for words beside them,
+    and the rest are words of 2 to 12 bytes with shared prefixes. Half of them begin with a space, some occur twice.
+
+    Args:
+        vocab_size: V.
+        seed: the worker's `--seed`.
+
+    Raises:
+        SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocab.MAX_TOKENS`.
+    """
+    if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS:
+        raise SettingsError(f"vocab_size: {shown(vocab_size)} must be a whole number from 1 to {MAX_TOKENS}")
+    tokens = [b""]
+    if vocab_size >= _SINGLE_BYTES_FROM:
+        tokens += [bytes([value]) for value in range(256)]
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return Vocabulary(tokens + _draw_words(generator, vocab_size - len(tokens)))
+
+
+def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
+    """Words that share prefixes, because each but the first few goes on from the beginning of an earlier one."""
+    words = np.zeros((count, _LONGEST), np.uint8)
+    lengths = np.full(count, _SHORTEST, np.uint8)
+    columns = np.arange(_LONGEST)
+    done = min(count, _STEMS)
+    words[:done, :_SHORTEST] = _draw_letters(generator, done)[:, :_SHORTEST]
+    words[:done:2, 0] = ord(" ")
+    while done < count:
+        # As many as there are, so that few rounds suffice.
+        new = slice(done, min(count, 2 * done))
+        size = new.stop - done
+        earlier = generator.integers(0, done, size)
+        cut = generator.integers(0, _MOST_CUT + 1, size)
+        kept = np.maximum(_SHORTEST, lengths[earlier] - cut)
+        ends = np.minimum(_LONGEST, kept + generator.integers(1, _MOST_ADDED + 1, size))
+        drawn = np.where(columns < ends[:, None], _draw_letters(generator, size), 0)
+        words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
+        lengths[new] = ends
+        done = new.stop
+    # numpy's byte strings end before the zeros.
+    found: list[bytes] = words.view(f"S{_LONGEST}")[:, 0].tolist()
+    return found
+
+
+def _draw_letters(generator: np.random.Generator, count: int) -> NDArray[np.uint8]:
+    letters: NDArray[np.uint8] = _LETTERS[generator.integers(0, len(_LETTERS), (count, _LONGEST), np.uint8)]
+    return letters

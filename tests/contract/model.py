@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 Row = NDArray[np.float32]
 
@@ -22,6 +23,15 @@ MAX_TOKENS = 256
 RANK = 8
 ADAPTERS = ("warm", "cold")
 """Names of the adapters that `write_adapter` can make."""
+PIECES = {
+    "<s>": b"<s>",
+    "a": b"a",
+    "\u0120the": b" the",
+    "\u010a": b"\n",
+    "\u00c3\u00a9": "é".encode(),
+    "\u0120t": b" t",
+}
+"""Piece of the tokenizer -> its bytes, in the order of the ids; the model has more ids than these."""
 
 _HIDDEN, _HEAD, _HEADS, _KV_HEADS, _LAYERS = 128, 32, 4, 2, 2
 
@@ -31,6 +41,14 @@ def write_model(folder: Path) -> Path:
     if not (folder / "config.json").exists():
         _model("").save_pretrained(folder)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer whose tokens are `PIECES`."""
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(PIECES)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
 
 
 def write_adapter(folder: Path, name: str) -> Path:

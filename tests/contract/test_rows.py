@@ -6,11 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backends.canary import check_canary
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import V
-from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS
+from tests.contract.model import PIECES, V, write_tokenizer
+from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS
 
 
 def test_ragged_prompts_run_together(opened: Opened, draw: random.Random) -> None:
@@ -234,3 +236,38 @@ def test_the_card_says_what_is_served(opened: Opened) -> None:
     assert not card.lossy
     assert card.encoding == "f32"
     assert card.revision
+
+
+def test_the_device_is_one_of_torch(opened: Opened) -> None:
+    device = torch.device(opened.backend.device)
+    assert str(device) == opened.backend.device
+    assert device.type == "cpu" or device.index is not None
+    assert device.type in ("cpu", DEVICE.partition(":")[0])
+
+
+def test_a_vocabulary_has_as_many_tokens_as_a_row_has_entries(opened: Opened) -> None:
+    vocabulary = opened.backend.vocabulary()
+    assert vocabulary is None or len(vocabulary) == V
+
+
+def test_a_model_without_a_tokenizer_is_served_without_a_vocabulary(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    if opened.subject.spy is None:
+        return  # There are no files that could lack one.
+    assert opened.backend.vocabulary() is None
+    (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("lmpool.")]
+    assert "producer.trie" in line
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer_beside_the_weights(opened: Opened, model_folder: Path) -> None:
+    if opened.subject.spy is None:
+        return
+    before = set(model_folder.iterdir())
+    write_tokenizer(model_folder)
+    try:
+        found = opened.backend.vocabulary()
+    finally:
+        for path in set(model_folder.iterdir()) - before:
+            path.unlink()
+    assert found == Vocabulary([*PIECES.values(), *[b""] * (V - len(PIECES))])

@@ -2,6 +2,7 @@
 
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
-from lmpool.producer.sync import SyncProducer
+from lmpool.producer.sync import SyncProducer, SyncTrie
+from lmpool.producer.trie import PooledTrie, TrieOptions
 
-__all__ = ["Producer", "ProducerStats", "SyncProducer"]
+__all__ = ["PooledTrie", "Producer", "ProducerStats", "SyncProducer", "SyncTrie", "TrieOptions"]

@@ -5,19 +5,23 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from redis.exceptions import RedisError
+import numpy as np
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, LMPoolError
 from lmpool.keys import Keys, ModelKeys
 from lmpool.line import CommandLine
-from lmpool.producer.flights import FlightTable
+from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import RedisRows, Row
+from lmpool.rows import VectorBlock
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
 """What any use of the server may raise."""
+
+_NO_ROW = np.empty(0, np.float32)
 
 
 class Channel:
@@ -74,6 +78,7 @@ class Channel:
             ServerError: the server cannot be used.
         """
         rows = self._rows
+        digests = [digest for digest in digests if (flight := self._flights.get(digest)) and not flight.is_touch]
         if not digests or rows is None:
             return
 
@@ -82,8 +87,58 @@ class Channel:
             if self._rows is rows:
                 self._flights.deliver(digest, found)
 
-        await rows.get_many(digests, deliver)
+        await rows.get_many(digests, deliver, self._flights.lengths(digests))
         self.trouble = None
+
+    async def settle(self, digests: Sequence[bytes]) -> None:
+        """As `fetch`, for rows that the server says are there: who does not want the row itself is done.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        for digest in digests:
+            flight = self._flights.get(digest)
+            if flight is not None and flight.is_touch:
+                self._flights.land(flight, _NO_ROW)
+        await self.fetch(digests)
+
+    async def upload(self, flights: Sequence[Flight]) -> None:
+        """Store the weights of those flights that have some and are still under way.
+
+        Raises:
+            ServerError: the server cannot be used, or refuses.
+        """
+        loaded = {
+            flight.weights_name: flight.weights
+            for flight in flights
+            if flight.weights is not None and self._flights.is_open(flight)
+        }
+        if not loaded or self._rows is None:
+            return
+        refused = await self._rows.put_weights(VectorBlock(list(loaded), list(loaded.values())))
+        if refused:
+            raise self._server.explain(ResponseError(next(iter(refused.values()))))
+        for flight in flights:
+            flight.weights = None
+
+    def spent(self, flights: Sequence[Flight]) -> list[bytes]:
+        """The keys that nobody needs once these flights have ended: weights, and answers made from them; told once."""
+        keys = []
+        for flight in flights:
+            if flight.weights_name:
+                keys += [self._keys.weights() + flight.weights_name, self.row_prefix + flight.prompt.digest]
+                flight.weights_name = b""
+        return keys
+
+    async def unlink(self, keys: Sequence[bytes]) -> None:
+        """Remove weights and answers.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        if keys and self._rows is not None:
+            # On the connection that weights take: behind those that are still on their way.
+            await self._rows.line.call(b"UNLINK", *keys)
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

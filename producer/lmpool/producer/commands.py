@@ -1,13 +1,11 @@
-"""The client side of the command line: `lmpool logprobs`, `status`, `flush` and `bench`."""
+"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench` and `trie`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -18,35 +16,29 @@ from rich.table import Table
 from lmpool.checks import check_name
 from lmpool.errors import SettingsError
 from lmpool.keys import Keys
+from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, run
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.producer.trie_command import trie_app
 from lmpool.server import Server
-
-T = TypeVar("T")
 
 _GLOB = re.compile(rb"[\\*?\[\]]")
 
-ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
 FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-]
-Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
     for command in (logprobs, status, flush, bench):
         app.command()(command)
+    app.add_typer(trie_app)
 
 
 def logprobs(
     text: Annotated[str, typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids.")],
-    ids: Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")] = False,
+    ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
     model: ModelName = None,
     redis: RedisUrl = None,
@@ -62,7 +54,7 @@ def logprobs(
             tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
             return tokens, await producer.logprobs(tokens), tokenizer
 
-    tokens, row, tokenizer = _run(ask())
+    tokens, row, tokenizer = run(ask())
     best = np.argsort(row, kind="stable")[::-1][:top]
     found: list[dict[str, Any]] = [
         {
@@ -86,7 +78,7 @@ def logprobs(
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    found = _run(_survey(Server(redis), _keys(prefix)))
+    found = run(_survey(Server(redis), _keys(prefix)))
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -139,7 +131,7 @@ async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
     """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
-    typer.echo(f"dropped {_run(_flush(Server(redis), _keys(prefix), model))} rows")
+    typer.echo(f"dropped {run(_flush(Server(redis), _keys(prefix), model))} rows")
 
 
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
@@ -178,14 +170,14 @@ def bench(
 ) -> None:
     """Measure a served model: new rows, the same rows from the cache, and one request alone."""
 
-    async def run() -> Measurement:
+    async def ask() -> Measurement:
         async with Producer(model, redis=redis, prefix=prefix, timeout=timeout, cache_bytes=0) as producer:
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
             return await measure(producer, prompts, length, concurrency, seed)
 
-    found = _run(run())
+    found = run(ask())
     if as_json:
         typer.echo(json.dumps(found._asdict()))
         return
@@ -194,12 +186,3 @@ def bench(
     table.add_row("cached", f"{found.cached_per_s:.1f}", f"{found.cached_p50_ms:.2f}", f"{found.cached_p99_ms:.2f}")
     table.add_row("one new alone", "", f"{found.alone_p50_ms:.2f}", f"{found.alone_p99_ms:.2f}")
     Console().print(table)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 
 from lmpool.errors import CorruptRow
@@ -38,12 +38,29 @@ class Flight:
         damaged: the cache holds something else than a row; it must be overwritten.
         overwrites: how often a worker was asked to do that.
         origin: counter of `ProducerStats` that the first waiter's request adds to.
+        is_touch: nobody here wants the row itself, just that it be in the cache.
+        weights: what a trie job works on, until it has been sent.
+        weights_name: where they are stored, or b"".
     """
 
-    __slots__ = ("damaged", "origin", "overwrites", "prompt", "since", "stage", "waiters")
+    __slots__ = (
+        "damaged",
+        "is_touch",
+        "origin",
+        "overwrites",
+        "prompt",
+        "since",
+        "stage",
+        "waiters",
+        "weights",
+        "weights_name",
+    )
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
+        self.is_touch = False
+        self.weights: Row | None = None
+        self.weights_name = b""
         self.waiters: list[Waiter] = []
         self.stage = Stage.UNSENT
         self.since = 0.0
@@ -79,14 +96,22 @@ class FlightTable:
         """Whether a flight is still under way."""
         return self._flights.get(flight.prompt.digest) is flight
 
-    def board(self, prompt: Prompt, waiter: Waiter) -> tuple[Flight, bool]:
-        """Let a waiter wait for a prompt; returns its flight, and whether that is a new one."""
+    def board(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> tuple[Flight, bool]:
+        """Let a waiter wait for a prompt; returns its flight, and whether that is a new one.
+
+        Args:
+            prompt: what is asked.
+            waiter: who asks.
+            touch: the waiter does not want the row, just that it be in the cache.
+        """
         flight = self._flights.get(prompt.digest)
         is_new = flight is None
         if flight is None:
             flight = self._flights[prompt.digest] = Flight(prompt)
+            flight.is_touch = touch
         else:
             self._stats.joined += 1
+            flight.is_touch = flight.is_touch and touch
         flight.waiters.append(waiter)
         return flight, is_new
 
@@ -109,8 +134,14 @@ class FlightTable:
             if flight.overwrites >= _MOST_OVERWRITES:
                 self.land(flight, found)
             return
-        self._cache.put(digest, found)
+        if not flight.prompt.ask:
+            self._cache.put(digest, found)
         self.land(flight, found)
+
+    def lengths(self, digests: Iterable[bytes]) -> dict[bytes, int]:
+        """How long the answers are, of those flights among some that want something else than a row."""
+        flights = (self._flights[digest] for digest in digests)
+        return {flight.prompt.digest: flight.prompt.length for flight in flights if flight.prompt.length}
 
     def land(self, flight: Flight, answer: Answer) -> None:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""

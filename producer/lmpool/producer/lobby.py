@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.card import ModelCard
+from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
 from lmpool.keys import GROUP, Keys
 
@@ -51,6 +51,10 @@ class Lobby:
         if name in unreadable or (name is None and unreadable and not cards):
             bad = name or next(iter(unreadable))
             raise ProtocolError(f"the card of the model {bad!r} cannot be read: {unreadable[bad]}")
+        if name == TRIE_SERVICE and name not in cards:
+            raise UnknownModel("no trie worker serves: start one with `lmpool trie-worker`, or pass local=True")
+        if name != TRIE_SERVICE:
+            cards.pop(TRIE_SERVICE, None)
         served = ", ".join(cards) or "none"
         if not cards:
             wanted = f"the model {name!r} is not served" if name else "no model is served"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lmpool import scripts
 from lmpool.backoff import delays
@@ -18,6 +18,7 @@ _SENT = (Stage.SENDING, Stage.WAITING)
 _HARDLY_ANY = 0.02
 _HIT_RATE_WINDOW = 8
 _WAITING_TTL_MS = 3_600_000
+_UPLOAD_BYTES = 4 * 1024 * 1024
 
 
 class Outbox:
@@ -48,6 +49,8 @@ class Outbox:
 
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
+        if flight.weights_name:
+            self.discard([flight])
         if flight.stage in _SENT:
             self._left.add(flight.prompt.digest)
             if not self._leaving:
@@ -71,16 +74,28 @@ class Outbox:
             ServerError or an error of redis-py: the server cannot be used.
         """
         stored: list[bytes] = []
-        for at in range(0, len(flights), scripts.MOST_AT_ONCE):
-            stored += await self._submit_part(flights[at : at + scripts.MOST_AT_ONCE], again)
+        for part in _parts(flights):
+            await self._channel.upload(part)
+            stored += await self._submit_part([flight for flight in part if self._flights.is_open(flight)], again)
         self._channel.trouble = None
         if stored:
-            await self._channel.fetch(stored)
+            await self._channel.settle(stored)
             damaged = [flight for flight in flights if flight.damaged and self._flights.is_open(flight)]
             if damaged:
                 await self.submit(damaged)
         if any(flight.stage is Stage.REFUSED for flight in flights):
             self.retry_soon()
+
+    def discard(self, flights: Sequence[Flight]) -> None:
+        """Remove what nobody needs once these flights have ended: their weights, and the answers made from them."""
+        if keys := self._channel.spent(flights):
+            self._tasks.spawn(self._discard(keys))
+
+    async def _discard(self, keys: Sequence[bytes]) -> None:
+        try:
+            await self._channel.line.call(b"UNLINK", *keys)
+        except TROUBLE as error:
+            self._channel.note(error)  # They expire.
 
     async def cancel_all(self) -> None:
         """Take this client off everything that it waits for: the session ends."""
@@ -123,8 +138,8 @@ class Outbox:
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
         args: list[bytes | str | int] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
         args += [
-            Job(flight.prompt.ids, flight.prompt.adapter, channel.fingerprint, flight.damaged).pack()
-            for flight in flights
+            Job(one.prompt.ids, one.prompt.adapter, channel.fingerprint, one.damaged, one.prompt.ask).pack()
+            for one in flights
         ]
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
         stored, abandoned = [], []
@@ -178,3 +193,16 @@ class Outbox:
             part = digests[at : at + scripts.MOST_AT_ONCE]
             keys = [model.jobs, self._channel.reply, *(model.waiting + digest for digest in part)]
             await scripts.CANCEL.on(self._channel.line.call, keys, [GROUP])
+
+
+def _parts(flights: Sequence[Flight]) -> Iterator[Sequence[Flight]]:
+    """Flights in portions for one call of a script; small ones where weights go along, so that workers can begin."""
+    begin = size = 0
+    for at, flight in enumerate(flights):
+        own = 0 if flight.weights is None else flight.weights.nbytes
+        if at > begin and (size + own > _UPLOAD_BYTES or at - begin == scripts.MOST_AT_ONCE):
+            yield flights[begin:at]
+            begin, size = at, 0
+        size += own
+    if begin < len(flights):
+        yield flights[begin:]

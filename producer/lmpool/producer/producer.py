@@ -12,17 +12,22 @@ import redis as redis_sync
 import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
-from lmpool.card import ModelCard
+from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.checks import check_name
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
+from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
-from lmpool.producer.session import Session
+from lmpool.producer.session import Session, Within
+from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
-from lmpool.producer.waiters import BatchWaiter, SingleWaiter
-from lmpool.prompts import Prompt, encode_prompt
+from lmpool.producer.trie import PooledTrie, trie_of
+from lmpool.producer.trie_asker import TrieAsker
+from lmpool.producer.waiters import BatchWaiter
+from lmpool.prompts import Prompt
 from lmpool.server import Server
+from lmpool.vocab import Vocabulary
 
 RedisLike = str | redis_async.Redis | redis_sync.Redis
 
@@ -61,14 +66,18 @@ class Producer:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
         if redis is not None and not isinstance(redis, (str, redis_async.Redis, redis_sync.Redis)):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
-        self._timeout = _check_timeout(timeout)
+        self._timeout = check_timeout(timeout)
         self._model = model
-        self._redis = redis
         self._keys = Keys(prefix)
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
-        self._session: Session | None = None
-        self._opening: asyncio.Task[Session] | None = None
+        self._rows = SessionSlot(
+            lambda: Server(redis), lambda server: Session(server, self._keys, self._cache, self._stats), model
+        )
+        # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
+        self._tries = SessionSlot(
+            lambda: Server(redis), lambda server: Session(server, self._keys, RowLRU(0), ProducerStats()), TRIE_SERVICE
+        )
 
     async def logprobs(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> NDArray[np.float32]:
         """The log-probabilities of the token that follows a prompt.
@@ -89,25 +98,17 @@ class Producer:
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
-        seconds = self._timeout if timeout is None else _check_timeout(timeout)
-        session = self._session
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        session = self._rows.session
         if session is None or session.closed or session.loop is not asyncio.get_running_loop():
-            session = await self._open(seconds)
-        prompt = _encode(session.card, ids, adapter)
+            session = await self._rows.open(seconds)
+        prompt = encode(session.card, ids, adapter)
         self._stats.requests += 1
         row = self._cache.get(prompt.digest)
         if row is not None:
             self._stats.local_hits += 1
             return row
-        waiter = SingleWaiter(session.loop)
-        flight = session.ask(prompt, waiter)
-        timer = session.loop.call_later(seconds, session.expire, flight, waiter, seconds)
-        try:
-            return await waiter.future
-        finally:
-            timer.cancel()
-            if flight.waiters:
-                session.leave(flight, waiter)
+        return await session.answer(prompt, Within(seconds))
 
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
@@ -125,12 +126,12 @@ class Producer:
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        seconds = self._timeout if timeout is None else _check_timeout(timeout)
-        session = self._session
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        session = self._rows.session
         if session is None or session.closed or session.loop is not asyncio.get_running_loop():
-            session = await self._open(seconds)
+            session = await self._rows.open(seconds)
         card = session.card
-        encoded = [_encode(card, ids, adapter) for ids in _iterate(prompts)]
+        encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)
         timer = session.loop.call_later(seconds, _expire_first, session, waits, seconds)
@@ -156,6 +157,24 @@ class Producer:
                 waiter(row)
         return waits
 
+    async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
+        """The trie over a vocabulary, whose values trie workers compute.
+
+        Args:
+            vocabulary: the byte string of every token id; None for the served model's vocabulary.
+            local: compute in this process (needs `lmpool[trie]`) unless a call says otherwise.
+
+        Raises:
+            InvalidVocabulary: not byte strings, or over a limit.
+            UnknownVocabulary: the model publishes none.
+            ServerError, UnknownModel, AmbiguousModel: as `open`, when the model's vocabulary is asked for.
+        """
+        if vocabulary is None:
+            session = await self._rows.open(self._timeout)
+            vocabulary = await session.vocabulary()
+        structure = await asyncio.to_thread(trie_of, vocabulary)
+        return PooledTrie(structure, TrieAsker(structure, self._rows, self._tries), self._timeout, local=local)
+
     @property
     def model(self) -> ModelCard:
         """The card of the model.
@@ -163,9 +182,9 @@ class Producer:
         Raises:
             LMPoolError: the producer has not connected yet.
         """
-        if self._session is None:
+        if self._rows.session is None:
             raise LMPoolError("not connected yet: enter the producer (`async with`) or `await producer.open()`")
-        return self._session.card
+        return self._rows.session.card
 
     def stats(self) -> ProducerStats:
         """A snapshot of what became of this producer's requests."""
@@ -178,13 +197,12 @@ class Producer:
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
-        await self._open(self._timeout)
+        await self._rows.open(self._timeout)
 
     async def close(self) -> None:
         """End the requests that are under way and close the connections. The producer can be opened again."""
-        session, self._session = self._session, None
-        if session is not None and session.loop is asyncio.get_running_loop():
-            await session.close()
+        await self._tries.close()
+        await self._rows.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -196,47 +214,8 @@ class Producer:
         await self.close()
 
     def __repr__(self) -> str:
-        state = "open" if self._session is not None and not self._session.closed else "closed"
+        state = "open" if self._rows.is_open else "closed"
         return f"Producer(model={self._model!r}, {state})"
-
-    async def _open(self, seconds: float) -> Session:
-        """The session of the running event loop; concurrent callers share one attempt to open it."""
-        loop = asyncio.get_running_loop()
-        session = self._session
-        if session is not None and not session.closed and session.loop is loop:
-            return session
-        if self._opening is None or self._opening.get_loop() is not loop or self._opening.done():
-            self._opening = loop.create_task(self._connect(seconds))
-        # Shielded: one caller's cancellation must not take the connection from the others.
-        return await asyncio.shield(self._opening)
-
-    async def _connect(self, seconds: float) -> Session:
-        server = Server(self._redis)
-        session = Session(server, self._keys, self._cache, self._stats)
-        try:
-            async with asyncio.timeout(seconds):
-                await session.open(self._model)
-        except TimeoutError as error:
-            raise server.explain(TimeoutError(f"no answer within {seconds:g} s")) from error
-        self._session = session
-        return session
-
-
-def _encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
-    card.check_adapter(adapter)
-    return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
-
-
-def _check_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise SettingsError(f"timeout: {timeout!r} must be a number of seconds above 0")
-    return float(timeout)
-
-
-def _iterate(prompts: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
-        raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
-    return prompts
 
 
 def _expire_first(session: Session, waits: list[tuple[Flight, Waiter]], seconds: float) -> None:

@@ -6,7 +6,15 @@ import asyncio
 import logging
 
 from lmpool.card import ModelCard
-from lmpool.errors import DeadlineExceeded, LMPoolError, NoWorker, ProducerClosed, QueueFull, UnknownModel
+from lmpool.errors import (
+    DeadlineExceeded,
+    LMPoolError,
+    NoWorker,
+    ProducerClosed,
+    QueueFull,
+    UnknownModel,
+    UnknownVocabulary,
+)
 from lmpool.keys import Keys
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
@@ -15,8 +23,12 @@ from lmpool.producer.lru import RowLRU
 from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
+from lmpool.producer.waiters import SingleWaiter
 from lmpool.prompts import Prompt
+from lmpool.registry import look_up, register
+from lmpool.rowcache import Row
 from lmpool.server import Server
+from lmpool.vocab import Vocabulary
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -24,6 +36,25 @@ _COLLECTORS = 2
 _WATCH_S = 1.0
 _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
+
+
+class Within:
+    """A deadline that several requests share.
+
+    Args:
+        seconds: from now on.
+    """
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = asyncio.get_running_loop().time() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end - asyncio.get_running_loop().time())
 
 
 class Session:
@@ -40,10 +71,12 @@ class Session:
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self.closed = False
+        self._keys = keys
         self._flights = FlightTable(cache, stats)
         self._channel = Channel(server, keys, self._flights)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
+        self._registering = asyncio.Lock()
         self._is_following = False
         self._workers = 0
         self._no_worker_since: float | None = None
@@ -75,12 +108,48 @@ class Session:
         """The model's card."""
         return self._channel.card
 
-    def ask(self, prompt: Prompt, waiter: Waiter) -> Flight:
-        """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one."""
-        flight, is_new = self._flights.board(prompt, waiter)
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the card."""
+        return self._channel.fingerprint
+
+    def ask(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> Flight:
+        """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
+
+        Args:
+            prompt: what is asked.
+            waiter: who asks.
+            touch: the row itself is not wanted, just that it be in the cache; the answer is empty.
+        """
+        flight, is_new = self._flights.board(prompt, waiter, touch=touch)
         if is_new:
             self._outbox.add(flight)
         return flight
+
+    async def answer(
+        self, prompt: Prompt, within: Within, *, touch: bool = False, weights: tuple[bytes, Row] | None = None
+    ) -> Row:
+        """Ask and wait.
+
+        Args:
+            prompt: what is asked.
+            within: for how long.
+            touch: as for `ask`.
+            weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile.
+        """
+        waiter = SingleWaiter(self.loop)
+        flight = self.ask(prompt, waiter, touch=touch)
+        if weights is not None:
+            flight.weights_name, flight.weights = weights
+        timer = self.loop.call_later(within.left, self.expire, flight, waiter, within.seconds)
+        try:
+            return await waiter.future
+        finally:
+            timer.cancel()
+            if flight.waiters:
+                self.leave(flight, waiter)
+            if weights is not None:
+                self._outbox.discard([flight])
 
     def leave(self, flight: Flight, waiter: Waiter) -> None:
         """Take a waiter off its flight, if it is still on it."""
@@ -104,11 +173,42 @@ class Session:
                 "ask for less at once, add workers, or raise the workers' --queue-limit"
             )
         if self._workers == 0:
-            return NoWorker(f"{within}: no live worker serves {name!r}; start one with `lmpool worker`")
+            return NoWorker(f"{within}: no live worker serves {name!r}; start one with `{self.card.start_command}`")
         return DeadlineExceeded(
             f"{within}: {self._workers} live worker(s) serve {name!r} and have not answered yet; "
             "allow more time (timeout=), ask for less at once, or add workers"
         )
+
+    async def vocabulary(self) -> Vocabulary:
+        """What the model's tokens stand for.
+
+        Raises:
+            UnknownVocabulary: its workers publish none.
+            ServerError: the server cannot be used.
+        """
+        if not self.card.vocabulary:
+            raise UnknownVocabulary(
+                f"the model {self.card.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "
+                "the bytes of its tokens: pass the byte strings yourself"
+            )
+        try:
+            return await look_up(self._channel.redis, self._keys, self.card.vocabulary)
+        except TROUBLE as error:
+            raise self._channel.explain(error) from error
+
+    async def register(self, vocabulary: Vocabulary) -> None:
+        """Have the pool know a vocabulary.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        try:
+            # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
+            # and the first of them sends it for all.
+            async with self._registering:
+                await register(self._channel.redis, self._keys, vocabulary)
+        except TROUBLE as error:
+            raise self._channel.explain(error) from error
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""
@@ -162,7 +262,8 @@ class Session:
         late = [f for f in self._flights if f.stage is Stage.WAITING and now - f.since > _WATCH_S]
         del late[_MOST_RECHECKED:]
         await self._channel.fetch([flight.prompt.digest for flight in late])
-        silent = [f for f in late if self._flights.is_open(f) and now - f.since > lease]
+        # Whether the row of a touch is there only the script can tell.
+        silent = [f for f in late if self._flights.is_open(f) and (f.is_touch or now - f.since > lease)]
         if silent:
             await self._outbox.submit(silent, again=True)
 
@@ -176,7 +277,7 @@ class Session:
         elif now - self._no_worker_since >= self.card.lease_s:
             text = f"no live worker has served {self.card.name!r} for {now - self._no_worker_since:.0f} s"
             for flight in self._flights:
-                self._flights.land(flight, NoWorker(f"{text}: start one with `lmpool worker`"))
+                self._flights.land(flight, NoWorker(f"{text}: start one with `{self.card.start_command}`"))
                 self._outbox.take_back(flight)
 
     def _follow_model(self) -> None:

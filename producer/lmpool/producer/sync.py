@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,59 @@ from lmpool.card import ModelCard
 from lmpool.errors import ProducerClosed
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
+from lmpool.producer.trie import PooledTrie, TrieOptions, Values
+from lmpool.vocab import Vocabulary
 
 T = TypeVar("T")
+
+Wait = Callable[[Coroutine[Any, Any, Values]], Values]
+
+
+class SyncTrie:
+    """Offers the calls of `PooledTrie` to synchronous code; made by `SyncProducer.trie`.
+
+    Args:
+        trie: the trie.
+        wait: awaits in the producer's event loop.
+
+    Attributes:
+        structure: nodes, prefixes and children (`lmpool.trie.Trie`).
+    """
+
+    def __init__(self, trie: PooledTrie, wait: Wait) -> None:
+        self._trie = trie
+        self._wait = wait
+        self.structure = trie.structure
+
+    def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
+        """As `PooledTrie.weight_sum`."""
+        return self._wait(self._trie.weight_sum(ws, prompt=prompt, **options))
+
+    def weight_max(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
+        """As `PooledTrie.weight_max`."""
+        return self._wait(self._trie.weight_max(ws, prompt=prompt, **options))
+
+    def logsumexp(self, logws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
+        """As `PooledTrie.logsumexp`."""
+        return self._wait(self._trie.logsumexp(logws, prompt=prompt, **options))
+
+    def batch_weight_sum(
+        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
+    ) -> Values:
+        """As `PooledTrie.batch_weight_sum`."""
+        return self._wait(self._trie.batch_weight_sum(ws, prompts=prompts, **options))
+
+    def batch_weight_max(
+        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
+    ) -> Values:
+        """As `PooledTrie.batch_weight_max`."""
+        return self._wait(self._trie.batch_weight_max(ws, prompts=prompts, **options))
+
+    def batch_logsumexp(
+        self, logws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
+    ) -> Values:
+        """As `PooledTrie.batch_logsumexp`."""
+        return self._wait(self._trie.batch_logsumexp(logws, prompts=prompts, **options))
 
 
 class SyncProducer:
@@ -48,6 +99,10 @@ class SyncProducer:
     ) -> NDArray[np.float32]:
         """As `Producer.batch_logprobs`."""
         return self._wait_for(self._producer.batch_logprobs(prompts, adapter=adapter, timeout=timeout))
+
+    def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
+        """As `Producer.trie`; the calls of the trie return values instead of awaitables."""
+        return SyncTrie(self._wait_for(self._producer.trie(vocabulary, local=local)), self._wait_for)
 
     @property
     def model(self) -> ModelCard:

@@ -24,7 +24,7 @@ def check_answers(finished: Finished, held: Collection[bytes], card: ModelCard) 
     Raises:
         WorkerError: a row or failure of a prompt that was not asked for, two answers, or rows of another length.
     """
-    answered = [digest for block in finished.blocks for digest in block.digests] + list(finished.failures)
+    answered = finished.digests
     who = f"the backend {card.backend!r} has answered"
     if twice := [digest for digest, count in Counter(answered).items() if count > 1]:
         raise WorkerError(f"{who} {len(twice)} prompts twice in one step, such as {twice[0].hex()}")

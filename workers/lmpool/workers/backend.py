@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from lmpool.card import ModelCard
-from lmpool.rows import RowBlock
+from lmpool.rows import RowBlock, VectorBlock
+from lmpool.vocab import Vocabulary
+from lmpool.workers.tries.inputs import TrieInputs
 
 
 class BackendJob(NamedTuple):
@@ -16,11 +18,13 @@ class BackendJob(NamedTuple):
         digest: names the prompt; unique among the jobs that the backend holds.
         ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
         adapter: one of the card's adapters, or "" for none.
+        trie: what a trie job is about; None for a prompt.
     """
 
     digest: bytes
     ids: bytes
     adapter: str = ""
+    trie: TrieInputs | None = None
 
 
 class Finished(NamedTuple):
@@ -29,10 +33,18 @@ class Finished(NamedTuple):
     Attributes:
         blocks: the rows that are ready.
         failures: digest -> message of the prompts that the backend cannot answer.
+        answers: vectors that are ready, from the backend of trie workers.
     """
 
     blocks: list[RowBlock]
     failures: dict[bytes, str]
+    answers: VectorBlock | None = None
+
+    @property
+    def digests(self) -> list[bytes]:
+        """What was answered, one way or another."""
+        answered = [digest for block in self.blocks for digest in block.digests]
+        return [*answered, *(self.answers.digests if self.answers else ()), *self.failures]
 
 
 class BackendStats(NamedTuple):
@@ -79,6 +91,15 @@ class Backend(Protocol):
     @property
     def batch(self) -> int:
         """Prompts that make a full step; a worker with nothing to do takes no more than this at once."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where the rows are computed: "cpu", or a torch device such as "cuda:0"."""
+        ...
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The byte strings of the model's tokens; None where there is no tokenizer that tells them."""
         ...
 
     def capacity(self) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lmpool.card import TRIE_SERVICE
 from lmpool.checks import check_choice
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
@@ -21,6 +22,7 @@ from lmpool.workers.backend import BackendSettings
 from lmpool.workers.options import build, option_parameters
 from lmpool.workers.serving import serve
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.tries.backend import TrieSettings
 
 _OURS = ("hf", "vllm", "sglang", "synthetic")
 
@@ -38,14 +40,22 @@ MemoryMb = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
-    app.command("worker")(_with_settings(worker))
-    app.command("up")(_with_settings(up))
+    app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
+    app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
+    app.command("trie-worker")(_with_settings(trie_worker, {"every worker": WorkerSettings, "tries": TrieSettings}))
 
 
 def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
     """Serve MODEL from this process, until Ctrl-C or SIGTERM."""
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
+
+
+def trie_worker(redis: RedisUrl = None, **given: Any) -> None:
+    """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C or SIGTERM."""
+    given = _given(given)
+    common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
+    serve(Server(redis), build(TrieSettings, given, "trie workers"), build(WorkerSettings, common, "workers"))
 
 
 def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **given: Any) -> None:
@@ -79,15 +89,22 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
     """Settings of the worker and of its backend, from the options that were given."""
     check_choice("backend", backend, tuple(_backends()))
-    # By identity: a zero is a value.
-    given = {name: value for name, value in given.items() if value is not None and value is not False and value != []}
+    given = _given(given)
     common = {field for field in WorkerSettings.__slots__ if field in given}
     settings = build(WorkerSettings, {name: given.pop(name) for name in common}, "workers")
     kind = _backends()[backend]
     names = {field.name for field in fields(kind)}
     given = {"model": model, **given} if "model" in names else {"name": model, **given}
     chosen: BackendSettings = build(kind, given, f"the {backend} backend")
+    if chosen.served_as == TRIE_SERVICE:
+        raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: give the model another --name")
     return settings, chosen
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given."""
+    # By identity: a zero is a value.
+    return {name: value for name, value in options.items() if value is not None and value is not False and value != []}
 
 
 @cache
@@ -102,11 +119,11 @@ def _backends() -> dict[str, type]:
     return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace a command's `**given` by the options of all settings classes."""
+def _with_settings(command: Callable[..., None], classes: dict[str, type]) -> Callable[..., None]:
+    """Replace a command's `**given` by the options of settings classes."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = option_parameters({"every worker": WorkerSettings, **_backends()}, leave_out={"model"})
+    options = option_parameters(classes, leave_out={"model"})
     command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
     return command

@@ -8,12 +8,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
+from lmpool.asks import TrieAsk, unpack_ask
 from lmpool.card import ModelCard
 from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import Failure, Job, unpack_job
-from lmpool.prompts import check_encoded, digest_of
+from lmpool.prompts import ask_digest, check_encoded, digest_of
 from lmpool.streams import stream_entries
 from lmpool.workers.backend import BackendJob
 
@@ -25,7 +26,8 @@ class Taken(NamedTuple):
         entry: its id in the stream.
         job: what the backend is asked, or None when the entry cannot be served.
         overwrite: the stored row is damaged and must be replaced.
-        digest: the prompt, or 16 zero bytes when the entry does not even decode.
+        digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
+        ask: what is wanted instead of the row.
         failure: why it cannot be served.
         is_dead: it goes to the dead letters.
     """
@@ -36,6 +38,7 @@ class Taken(NamedTuple):
     overwrite: bool = False
     failure: Failure | None = None
     is_dead: bool = False
+    ask: TrieAsk | None = None
 
 
 class Claimed(NamedTuple):
@@ -123,17 +126,26 @@ class Intake:
             job = unpack_job(data)
         except ProtocolError as error:
             return Taken(entry, bytes(16), failure=Failure(type(error).__name__, str(error)), is_dead=True)
-        digest = digest_of(job.ids, job.adapter)
+        prompt = digest_of(job.ids, job.adapter)
+        digest = ask_digest(prompt, job.ask) if job.ask else prompt
+        try:
+            ask = unpack_ask(job.ask) if job.ask else None
+        except ProtocolError as error:
+            return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
         failure = self._refusal(job)
         if failure is not None:
             return Taken(entry, digest, failure=failure)
-        return Taken(entry, digest, BackendJob(digest, job.ids, job.adapter), job.overwrite)
+        # A trie worker computes the very thing that is asked for; others the row that it is made from.
+        wanted = digest if self._card.is_trie else prompt
+        return Taken(entry, digest, BackendJob(wanted, job.ids, job.adapter), job.overwrite, ask=ask)
 
     def _refusal(self, job: Job) -> Failure | None:
         card = self._card
         if job.fingerprint != self._fingerprint:
             text = f"the model {card.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
             return Failure(ModelMismatch.__name__, text)
+        if card.is_trie:
+            return None if job.ask else Failure(ProtocolError.__name__, "a trie worker was asked for a row")
         try:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
             card.check_adapter(job.adapter)

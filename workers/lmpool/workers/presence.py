@@ -17,6 +17,8 @@ from lmpool import scripts
 from lmpool.card import ModelCard
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.keys import GROUP, Keys
+from lmpool.registry import register
+from lmpool.vocab import Vocabulary
 
 
 def new_worker_id() -> str:
@@ -32,13 +34,17 @@ class Presence:
         keys: the deployment's key names.
         card: the model that the worker serves.
         worker_id: the worker's name.
+        vocabulary: what the model's tokens stand for, if it is known.
     """
 
-    def __init__(self, redis: Redis, keys: Keys, card: ModelCard, worker_id: str) -> None:
+    def __init__(
+        self, redis: Redis, keys: Keys, card: ModelCard, worker_id: str, vocabulary: Vocabulary | None = None
+    ) -> None:
         self._redis = redis
         self._keys = keys
         self._card = card
         self._worker_id = worker_id
+        self._vocabulary = vocabulary
         self._started = time.time()
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
@@ -54,6 +60,7 @@ class Presence:
         pipe = self._beating(counters)
         pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
         await pipe.execute()
+        await self._keep_vocabulary()
         ours, name = self._card.pack(), self._card.name
         while True:
             seen = _bytes(await self._redis.hget(self._keys.models(), name))
@@ -77,6 +84,7 @@ class Presence:
         *_, seen = await pipe.execute()
         if differences := _differences(self._card, _bytes(seen)):
             raise self._mismatch("", differences)
+        await self._keep_vocabulary()
 
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models."""
@@ -101,6 +109,11 @@ class Presence:
         # By its fingerprint: the card may be that of another worker, with another lease.
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
             await scripts.SWAP(self._redis, [self._keys.models()], [self._card.name, seen, b""])
+
+    async def _keep_vocabulary(self) -> None:
+        """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""
+        if self._vocabulary is not None:
+            await register(self._redis, self._keys, self._vocabulary)
 
     @property
     def _heartbeat(self) -> bytes:

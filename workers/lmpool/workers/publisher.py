@@ -16,7 +16,7 @@ from lmpool.errors import LMPoolError, ServerError
 from lmpool.keys import GROUP, ModelKeys
 from lmpool.messages import Failure
 from lmpool.rowcache import RowCache
-from lmpool.rows import RowBlock
+from lmpool.rows import Block
 from lmpool.server import Server
 
 T = TypeVar("T")
@@ -56,31 +56,32 @@ class Publisher:
         self._fingerprint = fingerprint
 
     async def publish(
-        self, block: RowBlock, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
+        self, block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
     ) -> None:
-        """Store a block of rows and end their jobs; tries until the server takes them.
+        """Store a block and end the jobs that asked for it; tries until the server takes them.
 
         Args:
-            block: the rows.
+            block: the rows, or the answers to asks.
             entries: digest -> the entries of the queue that asked for it.
             overwrite: digests whose stored rows must be replaced.
         """
         endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
         waits = delays()
-        while endings:
-            refused, endings = await self._insist(partial(self._attempt, block, endings, overwrite))
+        while True:
+            refused, endings = await self.insist(partial(self._attempt, block, endings, overwrite))
             if refused:
                 reason = next(iter(refused.values()))
                 _log.warning("the server refused %d rows: %s", len(refused), reason)
                 failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
                 await self.end([ending._replace(failure=failure) for ending in endings if ending.digest in refused])
                 endings = [ending for ending in endings if ending.digest not in refused]
-            if endings:
-                _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(endings))
-                await asyncio.sleep(next(waits))
+            if not endings:
+                return
+            _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(endings))
+            await asyncio.sleep(next(waits))
 
     async def _attempt(
-        self, block: RowBlock, endings: Sequence[Ending], overwrite: Collection[bytes]
+        self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
     ) -> tuple[dict[bytes, str], list[Ending]]:
         """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
         left: list[Ending] = []
@@ -94,7 +95,7 @@ class Publisher:
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
-        await self._insist(partial(self._end, endings, self._rows.line.call))
+        await self.insist(partial(self._end, endings, self._rows.line.call))
 
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
         """End jobs; returns those whose rows are not there."""
@@ -111,12 +112,12 @@ class Publisher:
             left += [part[int(number) - 1] for number in outcome.split()[1:]]
         return left
 
-    async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers. Repeating is harmless: the first stored row stays the row."""
         waits = delays()
         while True:
             try:
                 return await attempt()
             except (RedisError, OSError, LMPoolError) as error:
-                _log.warning("cannot publish, will try again: %s", self._server.explain(error))
+                _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))

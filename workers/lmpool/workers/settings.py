@@ -19,6 +19,9 @@ class WorkerSettings:
         queue_limit: prompts that may wait for the model at once.
         row_ttl_s: seconds that a row stays in the cache.
         log_every_s: seconds between two lines of counters in the log.
+        with_trie: answer trie jobs about the model's rows in the step that computes the row.
+        trie_mb: megabytes that tries may take; the least recently used are dropped.
+        trie_values_mb: megabytes that the values of recent rows may take.
 
     Raises:
         SettingsError: a value is malformed.
@@ -30,6 +33,9 @@ class WorkerSettings:
     queue_limit: int = 100_000
     row_ttl_s: float = 3600.0
     log_every_s: float = 60.0
+    with_trie: bool = False
+    trie_mb: int = 2048
+    trie_values_mb: int = 512
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
@@ -38,6 +44,8 @@ class WorkerSettings:
             check_number(self, name, least=least, most=most)
         check_number(self, "max_deliveries", least=1, most=1000)
         check_number(self, "log_every_s", least=0.1, most=10**9)
+        check_number(self, "trie_mb", least=1, most=10**9)
+        check_number(self, "trie_values_mb", least=0, most=10**9)
 
     @property
     def heartbeat_s(self) -> float:

@@ -6,12 +6,23 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from lmpool.card import ModelCard
+from lmpool.vocab import Vocabulary
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
 _Order = Sequence[BackendJob] | None
+
+
+class Opened(NamedTuple):
+    """What a backend is, read in its thread: see the properties of `Backend`."""
+
+    card: ModelCard
+    batch: int
+    device: str
+    vocabulary: Vocabulary | None
 
 
 class Stepper:
@@ -34,7 +45,7 @@ class Stepper:
         self._on_broken = on_broken
         self._orders: SimpleQueue[_Order] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[tuple[ModelCard, int]] = self._loop.create_future()
+        self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
         self._sent = 0
         self._returned = 0
@@ -45,11 +56,12 @@ class Stepper:
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
-    async def start(self) -> ModelCard:
-        """Make the backend; returns its card. Raises what making it raised."""
+    async def start(self) -> Opened:
+        """Make the backend; returns what it is. Raises what making it raised."""
         self._thread.start()
-        card, self.batch = await self._ready
-        return card
+        opened = await self._ready
+        self.batch = opened.batch
+        return opened
 
     @property
     def room(self) -> int:
@@ -83,7 +95,8 @@ class Stepper:
         try:
             backend = self._make()
             try:
-                self._post(self._set_ready, backend.card, backend.batch, backend.capacity())
+                opened = Opened(backend.card, backend.batch, backend.device, backend.vocabulary())
+                self._post(self._set_ready, opened, backend.capacity())
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
                 self._post(self._fail, error)
@@ -113,14 +126,14 @@ class Stepper:
             held.difference_update(check_answers(finished, held, card))
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 
-    def _set_ready(self, card: ModelCard, batch: int, capacity: int) -> None:
+    def _set_ready(self, opened: Opened, capacity: int) -> None:
         self._capacity = capacity
         if not self._ready.done():  # Who waited may have been cancelled.
-            self._ready.set_result((card, batch))
+            self._ready.set_result(opened)
 
     def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
-        self._returned += len(finished.failures) + sum(len(block.digests) for block in finished.blocks)
+        self._returned += len(finished.digests)
         self.stats = stats
         self._on_finished(finished)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from redis.exceptions import RedisError
 
@@ -17,17 +17,20 @@ from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine
 from lmpool.messages import Failure
 from lmpool.rowcache import RedisRows
-from lmpool.rows import RowBlock
+from lmpool.rows import Block, RowBlock, VectorBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
-from lmpool.workers.backend import BackendJob, BackendSettings, Finished
+from lmpool.workers.asked import Asked, rows_of
+from lmpool.workers.backend import BackendSettings, Finished
+from lmpool.workers.held import Holdings, Wanted
 from lmpool.workers.intake import Intake, Taken
 from lmpool.workers.loading import Loading
 from lmpool.workers.meter import Meter
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.stepper import Stepper
+from lmpool.workers.stepper import Opened, Stepper
+from lmpool.workers.tries.larder import Larder
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -35,19 +38,6 @@ _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
 _PUBLISHERS = 2
 _UNPUBLISHED_BATCHES = 4
-
-
-@dataclass(slots=True)
-class _Held:
-    """A prompt that this worker holds.
-
-    Attributes:
-        job: what the backend is asked.
-        entries: the queue entries that ask for it -> whether the stored row is damaged and must be replaced.
-    """
-
-    job: BackendJob
-    entries: dict[bytes, bool] = field(default_factory=dict)
 
 
 class Worker:
@@ -66,7 +56,7 @@ class Worker:
         self._id = new_worker_id()
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
-        self._held: dict[bytes, _Held] = {}
+        self._held = Holdings()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
         self._broken: BaseException | None = None
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
@@ -101,8 +91,8 @@ class Worker:
         self._stepper = Stepper(self._backend.open, self._on_finished, self._break)
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
-                card = await self._stepper.start()
-            await self._run(card, on_ready)
+                opened = await self._stepper.start()
+            await self._run(opened, on_ready)
         finally:
             await self._stepper.close()
 
@@ -117,11 +107,16 @@ class Worker:
         finally:
             await redis.aclose()
 
-    async def _run(self, card: ModelCard, on_ready: Callable[[ModelCard], None] | None) -> None:
+    async def _run(self, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
         """Join the model, serve it until `stop`, and leave it."""
         settings = self._settings
         self._card = card = replace(
-            card, lease_s=settings.lease_s, queue_limit=settings.queue_limit, row_ttl_s=settings.row_ttl_s
+            opened.card,
+            lease_s=settings.lease_s,
+            queue_limit=settings.queue_limit,
+            row_ttl_s=settings.row_ttl_s,
+            vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+            answers_tries=settings.with_trie,
         )
         keys = Keys(settings.prefix)
         self._keys = keys.model(card.name)
@@ -131,7 +126,9 @@ class Worker:
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
-        self._presence = Presence(self._redis, keys, card, self._id)
+        self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
+        self._larder = Larder(self._server, keys, opened.device, settings)
+        self._asked = Asked(self._larder, rows, self._publisher, card, is_able=settings.with_trie)
         try:
             await self._join()
             if on_ready is not None:
@@ -147,6 +144,7 @@ class Worker:
             raise self._server.explain(error) from error
         finally:
             rows.close()
+            self._larder.close()
             reader.close()
             await self._redis.aclose()
 
@@ -243,73 +241,95 @@ class Worker:
         return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
 
     async def _accept(self, taken: list[Taken]) -> None:
-        """Hand jobs to the backend; end those that cannot be served. A prompt is computed once at a time."""
+        """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
         if self._broken is not None:
             return  # It holds nothing any more; others take these over after a lease.
-        jobs, endings = [], []
+        fresh, endings = [], []
         for one in taken:
             if one.job is None:
                 endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
-                continue
-            held = self._held.get(one.digest)
-            if held is None:
-                held = self._held[one.digest] = _Held(one.job)
-                jobs.append(one.job)
-            held.entries[one.entry] = one.overwrite
-        if jobs:
-            self._stepper.submit(jobs)
+            elif self._held.add(one, one.job):
+                fresh.append(one.job.digest)
         if endings:
             self._failures += len(endings)
             await self._publisher.end(endings)
+        if fresh:
+            await self._hand_on(fresh)
+
+    async def _hand_on(self, digests: list[bytes]) -> None:
+        """Give the backend what it is to compute; what can be had without it is answered here."""
+        if self._card.is_trie:
+            await self._fail(await self._fill(digests))
+            digests = [digest for digest in digests if digest in self._held]
+        elif asked := [digest for digest in digests if self._held[digest].is_only_asked]:
+            answered = await self._asked.answer_cached(self._held.entries(asked))
+            self._release(answered)
+            digests = [digest for digest in digests if digest not in answered]
+        if digests and self._broken is None:
+            self._stepper.submit([self._held[digest].job for digest in digests])
+
+    async def _fill(self, digests: list[bytes]) -> dict[bytes, Failure]:
+        """Fetch what trie jobs need; returns those that cannot be answered, with the reason."""
+        wants = [(digest, wanted) for digest in digests for wanted in self._held[digest].entries.values()]
+        asks = {digest: wanted.ask for digest, wanted in wants if wanted.ask}
+        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
+        for digest, found in inputs.items():
+            if digest in self._held:  # The backend may have broken meanwhile.
+                self._held[digest].job = self._held[digest].job._replace(trie=found)
+        return failures
 
     async def _publish_all(self) -> None:
         while True:
             finished = await self._finished.get()
             for block in finished.blocks:
                 await self._publish(block)
+            if finished.answers:
+                await self._publish(finished.answers)
             if finished.failures:
-                await self._publish_failures(finished.failures)
+                self._failures += len(finished.failures)
+                await self._fail(
+                    {
+                        digest: Failure(WorkerError.__name__, f"{text} (worker {self._id})")
+                        for digest, text in finished.failures.items()
+                    }
+                )
 
-    async def _publish(self, block: RowBlock) -> None:
-        entries = self._entries(block.digests)
-        overwrite = {digest for digest, asked in entries.items() if any(asked.values())}
-        await self._publisher.publish(block, {digest: list(asked) for digest, asked in entries.items()}, overwrite)
+    async def _publish(self, block: Block) -> None:
+        """Store a block; answer from it what is asked of its rows."""
+        entries = self._held.entries(block.digests)
+        plain: dict[bytes, list[bytes]] = {}
+        asked: dict[bytes, dict[bytes, Wanted]] = {}
+        for digest, wants in entries.items():
+            for entry, wanted in wants.items():
+                if wanted.ask is None or isinstance(block, VectorBlock):
+                    plain.setdefault(digest, []).append(entry)
+                else:
+                    asked.setdefault(digest, {})[entry] = wanted
+        overwrite = {digest for digest, wants in entries.items() if any(one.overwrite for one in wants.values())}
+        await self._publisher.publish(block, plain, overwrite)
+        if asked and isinstance(block, RowBlock):
+            await self._asked.answer(asked, rows_of(block, asked))
         self._release(entries)
 
-    async def _publish_failures(self, failures: dict[bytes, str]) -> None:
-        self._failures += len(failures)
-        entries = self._entries(failures)
-        endings = [
-            Ending(entry, digest, Failure(WorkerError.__name__, f"{failures[digest]} (worker {self._id})"))
-            for digest, asked in entries.items()
-            for entry in asked
-        ]
-        await self._publisher.end(endings)
+    async def _fail(self, failures: Mapping[bytes, Failure]) -> None:
+        entries = self._held.entries(failures)
+        await self._publisher.end(
+            [
+                Ending(entry, wanted.digest, failures[digest])
+                for digest, wants in entries.items()
+                for entry, wanted in wants.items()
+            ]
+        )
         self._release(entries)
-
-    def _entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, bool]]:
-        """What asks for some prompts now: digest -> entries -> whether the row must be replaced."""
-        return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
 
     def _release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
         """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
-        again = []
-        for digest, entries in ended.items():
-            held = self._held.get(digest)
-            if held is None:
-                continue  # The backend broke meanwhile.
-            for entry in entries:
-                held.entries.pop(entry, None)
-            if held.entries:
-                again.append(held.job)
-            else:
-                del self._held[digest]
-        if again:
+        if again := self._held.release(ended):
             self._stepper.submit(again)
         self._changed.set()
 
     async def _renew(self) -> None:
-        entries = [entry for held in self._held.values() for entry in held.entries]
+        entries = [entry for held in self._held for entry in held.entries]
         for at in range(0, len(entries), scripts.MOST_AT_ONCE):
             part = entries[at : at + scripts.MOST_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._id, *part])

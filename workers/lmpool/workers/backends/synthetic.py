@@ -18,7 +18,8 @@ from lmpool.card import ModelCard
 from lmpool.checks import check_choice, check_name, check_number
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock
-from lmpool.synthetic import base_rows, draw, fill
+from lmpool.synthetic import base_rows, draw, fill, synthetic_vocabulary
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
 _CRASH_EXIT = 70
@@ -107,6 +108,15 @@ class SyntheticBackend:
     def batch(self) -> int:
         """See `Backend.batch`."""
         return self._settings.max_batch
+
+    @property
+    def device(self) -> str:
+        """See `Backend.device`."""
+        return "cpu"
+
+    def vocabulary(self) -> Vocabulary:
+        """See `Backend.vocabulary`; it is `lmpool.synthetic.synthetic_vocabulary`."""
+        return synthetic_vocabulary(self._settings.vocab_size, self._settings.seed)
 
     def capacity(self) -> int:
         """See `Backend.capacity`."""

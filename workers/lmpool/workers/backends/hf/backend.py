@@ -12,6 +12,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
@@ -21,6 +22,7 @@ from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import EncodedRows, RowEncoder
+from lmpool.workers.backends.vocabulary import read_vocabulary
 
 _logger = logging.getLogger(__name__)
 
@@ -84,6 +86,16 @@ class HfBackend:
     def batch(self) -> int:
         """Prompts that make a full step."""
         return self._settings.max_batch
+
+    @property
+    def device(self) -> str:
+        """Where the model lies."""
+        return str(self._forward.device)
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
+        settings = self._settings
+        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

@@ -10,12 +10,14 @@ import torch
 
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.sglang.settings import SglangSettings
+from lmpool.workers.backends.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.seams import EngineBatch
@@ -32,7 +34,9 @@ class SglangBackend:
     """
 
     def __init__(self, settings: SglangSettings) -> None:
+        self._settings = settings
         launched = launch(settings)
+        self._device = launched.device
         self._engine = engine = launched.engine
         facts = engine.facts
         self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
@@ -71,6 +75,16 @@ class SglangBackend:
     def batch(self) -> int:
         """Prompts that make a full step."""
         return self._engine.facts.max_batch
+
+    @property
+    def device(self) -> str:
+        """Where the model lies."""
+        return self._device
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
+        settings = self._settings
+        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
@@ -40,12 +41,14 @@ class Launched:
         max_prompt_tokens: the longest prompt to take.
         revision: digest of the checkpoint and of the options that decide rows.
         adapters: adapter -> digest of its weights.
+        device: where the model lies: "cpu", or a torch device such as "cuda:0".
     """
 
     engine: Engine
     max_prompt_tokens: int
     revision: str
     adapters: dict[str, str]
+    device: str
 
 
 def launch(settings: SglangSettings) -> Launched:
@@ -85,7 +88,7 @@ def launch(settings: SglangSettings) -> Launched:
         if (trouble := engine.wait()) is not None:
             raise _explained(trouble, f"SGLang {version} cannot serve {settings.model}") from trouble
         most = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-        return Launched(engine, most, revision, revisions)
+        return Launched(engine, most, revision, revisions, _place(options))
     except BaseException:
         engine.close()
         raise
@@ -105,6 +108,12 @@ def _prompt_limit(wanted: int | None, most: int) -> int:
             f"max_prompt_tokens: {wanted or 1} is more than the {most} tokens of a prompt that SGLang has room for"
         )
     return most if wanted is None else wanted
+
+
+def _place(options: Mapping[str, Any]) -> str:
+    """The device that SGLang is told, with its number; the CPU has none."""
+    kind = str(options["device"]).partition(":")[0]
+    return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"
 
 
 def _adapter_folder(place: str, model: Path) -> Path:

@@ -14,12 +14,14 @@ from vllm.v1.request import RequestStatus
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.prompts import decode_ids
+from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Sessions
 from lmpool.workers.backends.vllm.settings import VllmSettings
+from lmpool.workers.backends.vocabulary import read_vocabulary
 
 _MOST_IDLE_STEPS = 1000
 _SESSION_SHARE = 0.5
@@ -50,6 +52,7 @@ class VllmBackend:
     """
 
     def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
         self._engine = engine = open_engine(settings)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
@@ -91,6 +94,16 @@ class VllmBackend:
     def batch(self) -> int:
         """Prompts that make a full step."""
         return self._engine.max_batch
+
+    @property
+    def device(self) -> str:
+        """Where the model lies."""
+        return self._engine.captured.device
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
+        settings = self._settings
+        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""

@@ -36,11 +36,15 @@ class Captured:
     Args:
         vocab_size: V.
         encoder: makes blocks of logits.
+
+    Attributes:
+        device: where the last logits were.
     """
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
         self._vocab_size = vocab_size
         self._encoder = encoder
+        self.device = "cpu"
         self._places: dict[bytes, _Place] = {}
         self._failures: dict[bytes, str] = {}
 
@@ -59,6 +63,7 @@ class Captured:
                 f"vLLM has given logits of shape {tuple(logits.shape)} for {len(digests)} prompts and "
                 f"V = {self._vocab_size}"
             )
+        self.device = str(logits.device)
         encoded = self._encoder.encode(digests, logits)
         for digest in digests:
             self._failures.pop(digest, None)

@@ -1,0 +1,42 @@
+"""Checks of what callers give to a producer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lmpool.card import ModelCard
+from lmpool.errors import SettingsError
+from lmpool.prompts import Prompt, encode_prompt
+
+
+def encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
+    """A prompt for a model.
+
+    Raises:
+        InvalidPrompt, UnknownAdapter: it is none for this model.
+    """
+    card.check_adapter(adapter)
+    return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
+
+
+def iterate(prompts: Iterable[Any]) -> Iterable[Any]:
+    """Several prompts.
+
+    Raises:
+        SettingsError: text, or nothing that can be iterated over.
+    """
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+        raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
+    return prompts
+
+
+def check_timeout(timeout: float) -> float:
+    """Seconds that a request may take.
+
+    Raises:
+        SettingsError: not a number above 0.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise SettingsError(f"timeout: {timeout!r} must be a number of seconds above 0")
+    return float(timeout)

@@ -1,0 +1,30 @@
+"""What the commands of this side have in common: options, and running a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+T = TypeVar("T")
+
+ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, by uvloop where that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

@@ -1,0 +1,180 @@
+"""Asking the pool for values of tries: by weights that are sent, or by a prompt whose row is in the pool."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.asks import Selection, TrieAsk
+from lmpool.errors import InvalidWeights, SettingsError, SourceMissing, UnknownVocabulary
+from lmpool.kernels import Op
+from lmpool.producer.checks import encode
+from lmpool.producer.session import Session, Within
+from lmpool.producer.slot import SessionSlot
+from lmpool.prompts import DIGEST_SIZE, Prompt, digest_of
+from lmpool.trie import Trie
+
+Values = NDArray[np.float32]
+
+_NO_PROMPT = Prompt(b"", digest_of(b""))
+_MOST_MISSING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which nodes are wanted of a trie, and how the pool is asked for them.
+
+    Attributes:
+        trie: the trie.
+        nodes: int32 ids; None for all.
+        select: the ask's selection for those nodes.
+        sent: the ask's node ids.
+    """
+
+    trie: Trie
+    nodes: NDArray[np.int32] | None
+    select: Selection
+    sent: bytes
+
+    @classmethod
+    def read(cls, trie: Trie, nodes: Any, under: Any) -> Wanted:
+        """What the arguments `nodes` and `under` mean.
+
+        Raises:
+            UnknownNode: no such node or prefix.
+            SettingsError: both were given.
+        """
+        if nodes is not None and under is not None:
+            raise SettingsError("nodes: either nodes or under can be given, not both")
+        if nodes is not None:
+            ids = trie.check_nodes(nodes)
+            return cls(trie, ids, "nodes", ids.astype("<i4").tobytes())
+        if under is not None:
+            if not isinstance(under, bytes):
+                raise SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
+            node = trie.node(under)
+            return cls(trie, trie.children(node), "under", node.to_bytes(4, "little"))
+        return cls(trie, None, "inner", b"")
+
+    @property
+    def size(self) -> int:
+        """Number of the nodes."""
+        return self.trie.n_nodes if self.nodes is None else len(self.nodes)
+
+    def take(self, inner: Values, weights: Values) -> Values:
+        """The values of the nodes, from those of the inner nodes (..., M) and the weights (..., V)."""
+        if self.nodes is None:
+            return self.trie.expand(inner, weights)
+        return self.trie.pick(inner, weights, self.nodes)
+
+
+class TrieAsker:
+    """Asks trie workers, and model workers that answer tries themselves.
+
+    Args:
+        trie: the trie.
+        rows: the session with the model's workers.
+        tries: the session with the trie workers.
+    """
+
+    def __init__(self, trie: Trie, rows: SessionSlot, tries: SessionSlot) -> None:
+        self._trie = trie
+        self._rows = rows
+        self._tries = tries
+
+    async def of_weights(self, op: Op, weights: Values, wanted: Wanted, within: Within) -> Values:
+        """The values for weights of shape (V,), which travel to a trie worker."""
+        if wanted.size == 0:
+            return np.empty(0, np.float32)
+        length = self._trie.n_inner if wanted.nodes is None else wanted.size
+        session = await self._tries.open(within.left or within.seconds)
+
+        async def ask() -> Values:
+            name = secrets.token_bytes(DIGEST_SIZE)
+            packed = TrieAsk(op, self._trie.digest, wanted.select, wanted.sent, "", name).pack()
+            return await session.answer(_NO_PROMPT.asking(packed, length), within, weights=(name, weights))
+
+        # The server may have lost the weights: it restarted, or they waited too long.
+        found = await self._insist(session, ask)
+        return self._trie.expand(found, weights) if wanted.nodes is None else found
+
+    async def of_prompt(self, op: Op, ids: Any, adapter: str, wanted: Wanted, within: Within) -> Values:
+        """The values for a prompt's row, which stays where it is."""
+        models = await self._rows.open(within.left or within.seconds)
+        prompt = encode(models.card, ids, adapter)
+        self._check_fit(models)
+        if wanted.size == 0:
+            return np.empty(0, np.float32)
+        trie = self._trie
+        length = trie.n_inner + trie.n_tokens if wanted.nodes is None else len(wanted.nodes)
+        ask = TrieAsk(op, trie.digest, "values" if wanted.nodes is None else wanted.select, wanted.sent)
+        found = await self._of_row(models, prompt, ask, length, within)
+        if wanted.nodes is None:
+            return trie.expand(found[: trie.n_inner], found[trie.n_inner :])
+        return found
+
+    async def row(self, op: Op, ids: Any, adapter: str, within: Within) -> Values:
+        """The weights that a prompt stands for, (V,), for computing in this process."""
+        models = await self._rows.open(within.left or within.seconds)
+        prompt = encode(models.card, ids, adapter)
+        self._check_fit(models)
+        row = await models.answer(prompt, within)
+        return row if op == "logsumexp" else np.exp(row)
+
+    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieAsk, length: int, within: Within) -> Values:
+        if models.card.answers_tries:
+            try:
+                return await self._insist(models, lambda: models.answer(prompt.asking(ask.pack(), length), within), 1)
+            except SourceMissing:
+                pass  # Another worker of this model has no tries; the row is in the cache by now.
+        tries = await self._tries.open(within.left or within.seconds)
+        packed = TrieAsk(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
+
+        async def compute() -> None:
+            await models.answer(prompt, within, touch=True)
+
+        return await self._insist(tries, lambda: tries.answer(_NO_PROMPT.asking(packed, length), within), mend=compute)
+
+    async def _insist(
+        self,
+        session: Session,
+        ask: Callable[[], Awaitable[Values]],
+        missing: int = _MOST_MISSING,
+        mend: Callable[[], Awaitable[None]] | None = None,
+    ) -> Values:
+        """Ask until what the job names is there.
+
+        Args:
+            session: whom.
+            ask: asks once.
+            missing: how often the row or the weights may be missing.
+            mend: brings them; otherwise asking again does.
+        """
+        knows = True
+        while True:
+            try:
+                return await ask()
+            except UnknownVocabulary:
+                if not knows:
+                    raise
+                knows = False
+                await session.register(self._trie.vocabulary)
+            except SourceMissing:
+                missing -= 1
+                if not missing:
+                    raise
+                if mend is not None:
+                    await mend()
+
+    def _check_fit(self, models: Session) -> None:
+        card, tokens = models.card, self._trie.n_tokens
+        if tokens != card.vocab_size:
+            raise InvalidWeights(
+                f"the rows of the model {card.name!r} have {card.vocab_size} entries, but the vocabulary has {tokens} "
+                "tokens: use `await producer.trie()` for the model's own"
+            )

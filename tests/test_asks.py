@@ -1,0 +1,116 @@
+"""Asks on the wire, and the registry of vocabularies."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.asks import TrieAsk, unpack_ask
+from lmpool.errors import ProtocolError, UnknownVocabulary
+from lmpool.prompts import ask_digest, digest_of, encode_prompt
+from lmpool.registry import look_up, register
+from lmpool.server import Server
+from lmpool.vocab import Vocabulary
+from tests.pool import Pool
+
+ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        ASK,
+        TrieAsk("logsumexp", "0" * 32, "inner"),
+        TrieAsk("max", "0" * 32, "under", b"\0\0\0\0"),
+        ASK._replace(nodes=b"", select="values"),
+    ],
+)
+def test_an_ask_survives_the_wire(ask: TrieAsk) -> None:
+    assert unpack_ask(ask.pack()) == ask
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "mean"}, "'mean' of 'nodes': expected sum, max, logsumexp of inner, values, nodes, under"),
+        ({"select": "all"}, "'sum' of 'all'"),
+        ({"vocabulary": "0" * 31}, "digest of the wrong length"),
+        ({"rows": "0"}, "digest of the wrong length"),
+        ({"source": b"s" * 15}, "digest of the wrong length"),
+        ({"nodes": b"\0" * 5}, "5 bytes of node ids"),
+        ({"select": "under"}, "'under' has 8 bytes of node ids"),
+        ({"select": "under", "nodes": b""}, "'under' has 0 bytes of node ids"),
+        ({"nodes": "text"}, "not an ask"),
+        ({"nodes": b"\0" * (9 * 2**20)}, r"ask of \d+ bytes is over the limit of 8388608"),
+    ],
+)
+def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
+    packed = msgpack.packb(tuple({**ASK._asdict(), **changes}.values()))
+    with pytest.raises(ProtocolError, match=message):
+        unpack_ask(packed)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_worse_than_a_protocol_error(data: bytes) -> None:
+    try:
+        unpack_ask(data)
+    except ProtocolError:
+        pass
+
+
+@given(st.data())
+def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> None:
+    packed = bytearray(ASK.pack())
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        unpack_ask(bytes(packed))
+    except ProtocolError:
+        pass
+
+
+def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
+    prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
+    asks = [ASK, ASK._replace(op="max"), ASK._replace(nodes=b"\x01\0\0\0"), ASK._replace(source=b"t" * 16)]
+    asked = [prompt.asking(ask.pack(), 2) for ask in asks]
+    assert len({prompt.digest, *(one.digest for one in asked)}) == 5
+    assert asked[0].ids == prompt.ids
+    assert asked[0].digest == ask_digest(digest_of(prompt.ids), ASK.pack())
+    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).asking(ASK.pack(), 2)
+    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").asking(ASK.pack(), 2)
+    assert len({asked[0].digest, other.digest, adapted.digest}) == 3
+
+
+async def test_a_vocabulary_is_sent_only_when_the_pool_has_none_or_another(pool: Pool) -> None:
+    redis, vocabulary = Server(pool.url).client(), Vocabulary([b"a", b"ab", b""])
+    key = pool.keys.vocabulary(vocabulary.digest)
+    try:
+        with pytest.raises(UnknownVocabulary, match=vocabulary.digest):
+            await look_up(redis, pool.keys, vocabulary.digest)
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        assert 23 * 3600 < await redis.ttl(key) <= 24 * 3600
+        await redis.expire(key, 5)
+        calls = await _sets(pool)
+        await register(redis, pool.keys, vocabulary)
+        assert await _sets(pool) == calls
+        assert await redis.ttl(key) > 5
+        await redis.set(key, b"something else")
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        await redis.delete(key)
+        await redis.rpush(key, b"no string")
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        await redis.set(key, Vocabulary([b"c"]).pack())
+        with pytest.raises(UnknownVocabulary, match=f"{vocabulary.digest} is another: {Vocabulary([b'c']).digest}"):
+            await look_up(redis, pool.keys, vocabulary.digest)
+    finally:
+        await redis.aclose()
+
+
+async def _sets(pool: Pool) -> int:
+    stats = pool.redis.info("commandstats")
+    return int(stats.get("cmdstat_set", {"calls": 0})["calls"])

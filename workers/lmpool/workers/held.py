@@ -1,0 +1,94 @@
+"""The prompts that a worker holds, and the entries of the queue that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lmpool.asks import TrieAsk
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.intake import Taken
+
+
+class Wanted(NamedTuple):
+    """What one entry of the queue asks for.
+
+    Attributes:
+        digest: what is waited for: the prompt's digest, or that of what is asked of it.
+        overwrite: what is stored is damaged and must be replaced.
+        ask: what is wanted instead of the row, or None.
+    """
+
+    digest: bytes
+    overwrite: bool
+    ask: TrieAsk | None
+
+
+@dataclass(slots=True)
+class Held:
+    """A prompt that this worker holds.
+
+    Attributes:
+        job: what the backend is asked.
+        entries: the queue entries that ask for it.
+    """
+
+    job: BackendJob
+    entries: dict[bytes, Wanted] = field(default_factory=dict)
+
+    @property
+    def is_only_asked(self) -> bool:
+        """Whether nobody wants the row itself."""
+        return all(wanted.ask is not None for wanted in self.entries.values())
+
+
+class Holdings:
+    """All that a worker holds: a prompt is there once, however many entries ask for it."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._held.values())
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
+
+    def __getitem__(self, digest: bytes) -> Held:
+        return self._held[digest]
+
+    def add(self, taken: Taken, job: BackendJob) -> bool:
+        """Hold an entry; True when its prompt is a new one."""
+        held = self._held.get(job.digest)
+        is_new = held is None
+        if held is None:
+            held = self._held[job.digest] = Held(job)
+        held.entries[taken.entry] = Wanted(taken.digest, taken.overwrite, taken.ask)
+        return is_new
+
+    def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Wanted]]:
+        """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
+        return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
+
+    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> list[BackendJob]:
+        """Let go of entries that were ended; returns the jobs of prompts that were asked for again meanwhile."""
+        again = []
+        for digest, entries in ended.items():
+            held = self._held.get(digest)
+            if held is None:
+                continue  # The backend broke meanwhile.
+            for entry in entries:
+                held.entries.pop(entry, None)
+            if held.entries:
+                again.append(held.job)
+            else:
+                del self._held[digest]
+        return again
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self._held.clear()

@@ -1,0 +1,130 @@
+"""The backend of trie workers: answers trie jobs in batches, in the backend's thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final
+
+from lmpool.card import TRIE_SERVICE, ModelCard
+from lmpool.checks import check_number
+from lmpool.errors import SettingsError
+from lmpool.kernels import open_kernels
+from lmpool.trie import Trie
+from lmpool.vocab import Vocabulary
+from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.tries.desk import answer
+from lmpool.workers.tries.inputs import TrieInputs
+
+REVISION: Final = "1"
+"""Changes when the numbering of nodes or the meaning of an operation does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrieSettings:
+    """Settings of a trie worker.
+
+    Attributes:
+        device: where it computes: "cpu", "cuda" or "cuda:N".
+        max_batch: jobs in one step.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+
+    device: str = "cpu"
+    max_batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
+            raise SettingsError(f"device: {self.device!r} is not one of cpu, cuda, cuda:N")
+        check_number(self, "max_batch", least=1, most=4096)
+
+    @property
+    def served_as(self) -> str:
+        """The name of all trie workers."""
+        return TRIE_SERVICE
+
+    def open(self) -> Backend:
+        """Make the backend; see `TrieBackend`."""
+        return TrieBackend(self)
+
+
+class TrieBackend:
+    """Answers jobs that come with all that they need.
+
+    Args:
+        settings: see `TrieSettings`.
+
+    Raises:
+        SettingsError: what the device needs is not installed or not there.
+    """
+
+    def __init__(self, settings: TrieSettings) -> None:
+        self._settings = settings
+        self._jobs: OrderedDict[bytes, TrieInputs] = OrderedDict()
+        self._stats = BackendStats()
+        # Compiles the kernels before the first job, and says now what is missing.
+        open_kernels(Trie([b"a", b"b"]), settings.device)
+
+    @property
+    def card(self) -> ModelCard:
+        """See `Backend.card`."""
+        return ModelCard(
+            name=TRIE_SERVICE,
+            backend="trie",
+            vocab_size=1,
+            max_prompt_tokens=1,
+            revision=REVISION,
+            dtype="float32",
+            note="answers trie jobs for any vocabulary",
+        )
+
+    @property
+    def batch(self) -> int:
+        """See `Backend.batch`."""
+        return self._settings.max_batch
+
+    @property
+    def device(self) -> str:
+        """See `Backend.device`."""
+        return self._settings.device
+
+    def vocabulary(self) -> Vocabulary | None:
+        """See `Backend.vocabulary`."""
+        return None
+
+    def capacity(self) -> int:
+        """See `Backend.capacity`."""
+        return 2 * self._settings.max_batch - len(self._jobs)
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """See `Backend.submit`."""
+        for job in jobs:
+            assert job.trie is not None
+            self._jobs[job.digest] = job.trie
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        batch = dict(islice(self._jobs.items(), self._settings.max_batch))
+        answers, failures = answer(batch)
+        for digest in batch:
+            del self._jobs[digest]
+        stats = self._stats
+        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(batch) - len(failures))
+        return Finished([], failures, answers)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """See `Backend.abort`."""
+        for digest in digests:
+            self._jobs.pop(digest, None)
+
+    def stats(self) -> BackendStats:
+        """See `Backend.stats`."""
+        return self._stats
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._jobs.clear()

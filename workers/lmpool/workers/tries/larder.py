@@ -1,0 +1,152 @@
+"""Fetching what trie jobs name: vocabularies, weights, rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from lmpool.asks import TrieAsk
+from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, SourceMissing, UnknownVocabulary
+from lmpool.keys import Keys
+from lmpool.line import RowLine
+from lmpool.messages import Failure
+from lmpool.rows import decode_row
+from lmpool.server import Server
+from lmpool.vocab import Vocabulary
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.tries.inputs import TrieInputs, Values
+from lmpool.workers.tries.shelf import Shelved, TrieShelf, ValuesShelf
+
+_MAX_BULK = 64 * 1024 * 1024
+_MGET_BYTES = 8 * 1024 * 1024
+
+_Source = tuple[str, bytes]
+
+
+class Larder:
+    """Brings what trie jobs need, and keeps what other jobs may need too.
+
+    Args:
+        server: the pool's Redis.
+        keys: the deployment's key names.
+        device: where kernels run.
+        settings: say how much memory tries and computed values may take.
+    """
+
+    def __init__(self, server: Server, keys: Keys, device: str, settings: WorkerSettings) -> None:
+        self._keys = keys
+        self._device = device
+        self._tries = TrieShelf(settings.trie_mb * 2**20)
+        self._line = RowLine(server, _MAX_BULK)
+        self._values = ValuesShelf(settings.trie_values_mb * 2**20)
+
+    async def fill(
+        self, asks: Mapping[bytes, TrieAsk], rows: Mapping[bytes, Values] | None = None
+    ) -> tuple[dict[bytes, TrieInputs], dict[bytes, Failure]]:
+        """Bring what jobs need.
+
+        Args:
+            asks: name of the answer -> ask.
+            rows: digest of a prompt -> its row, of those that need not be fetched.
+
+        Returns:
+            name of the answer -> inputs, or the reason why it cannot be answered.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        failures: dict[bytes, Failure] = {}
+        tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
+        inputs: dict[bytes, TrieInputs] = {}
+        wanted: dict[_Source, int] = {}
+        for name, ask in asks.items():
+            trie = tries[ask.vocabulary]
+            if isinstance(trie, LMPoolError):
+                failures[name] = _failure(trie)
+                continue
+            values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
+            inputs[name] = TrieInputs(ask, trie, None, values)
+            if values is None and ask.source not in (rows or {}):
+                wanted[ask.rows, ask.source] = len(trie.vocabulary)
+        found = await self._find_vectors(wanted) if wanted else {}
+        for name, one in list(inputs.items()):
+            if one.values is not None:
+                continue
+            vector = (rows or {}).get(one.ask.source)
+            fetched = found.get((one.ask.rows, one.ask.source)) if vector is None else _fitting(vector, one)
+            if isinstance(fetched, np.ndarray):
+                inputs[name] = one._replace(vector=fetched)
+            else:
+                failures[name] = _failure(fetched or SourceMissing("it was not fetched"))
+                del inputs[name]
+        return inputs, failures
+
+    async def _find_tries(self, digests: Iterable[str]) -> dict[str, Shelved | LMPoolError]:
+        found: dict[str, Shelved | LMPoolError] = {}
+        for digest in digests:
+            trie = self._tries.get(digest)
+            if trie is None:
+                vocabulary = await self._fetch_vocabulary(digest)
+                if isinstance(vocabulary, LMPoolError):
+                    found[digest] = vocabulary
+                    continue
+                trie = Shelved(vocabulary, self._device, self._values)
+                self._tries.put(digest, trie)
+            found[digest] = trie
+        return found
+
+    async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
+        link = await self._line.open()
+        (data,) = await self._line.wait_for(link, link.mget([self._keys.vocabulary(digest)]))
+        if not isinstance(data, np.ndarray):
+            return UnknownVocabulary(f"the pool does not know the vocabulary {digest}: register it with producer.trie")
+        try:
+            # In a thread, for a large one takes long.
+            vocabulary = await asyncio.to_thread(Vocabulary.unpack, data.tobytes())
+        except ProtocolError as error:
+            return error
+        if vocabulary.digest != digest:
+            return UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
+        return vocabulary
+
+    async def _find_vectors(self, wanted: Mapping[_Source, int]) -> dict[_Source, Values | LMPoolError]:
+        """Weights and rows by name, or why they cannot be used."""
+        names = list(wanted)
+        found: dict[_Source, Values | LMPoolError] = {}
+        count = max(1, _MGET_BYTES // (4 * max(wanted.values())))
+        link = await self._line.open()
+        parts = [names[at : at + count] for at in range(0, len(names), count)]
+        replies = [link.mget([self._key(*name) for name in part]) for part in parts]
+        for part, reply in zip(parts, replies, strict=True):
+            values: Sequence[object] = await self._line.wait_for(link, reply)
+            for name, value in zip(part, values, strict=True):
+                found[name] = _read(value, wanted[name], name)
+        return found
+
+    def _key(self, rows: str, source: bytes) -> bytes:
+        return (self._keys.row(rows) if rows else self._keys.weights()) + source
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._line.close()
+
+
+def _read(value: object, length: int, name: _Source) -> Values | LMPoolError:
+    what = f"the row of prompt {name[1].hex()}" if name[0] else f"the weights {name[1].hex()}"
+    if not isinstance(value, np.ndarray):
+        return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
+    try:
+        return decode_row(value, length)
+    except ProtocolError as error:
+        return CorruptRow(f"{what}: {error}")
+
+
+def _fitting(row: Values, job: TrieInputs) -> Values | LMPoolError:
+    tokens = len(job.trie.vocabulary)
+    return row if len(row) == tokens else CorruptRow(f"a row of V = {len(row)} for a vocabulary of {tokens} tokens")
+
+
+def _failure(error: LMPoolError) -> Failure:
+    return Failure(type(error).__name__, str(error))
