@@ -22,7 +22,8 @@ OPS: tuple[Op, ...] = get_args(Op)
 class Kernels(Protocol):
     """Values of the nodes of one trie; safe to call from several threads.
 
-    A row's result depends on that row alone: it has the same bits in every batch and in every run. A sum over both
+    A row's result depends on that row alone: it has the same bits in every batch and in every run (with torch on a CPU
+    sums and maxima do; its vectorised and scalar exponentials differ in the last bit of a double). A sum over both
     infinities is NaN, as everywhere in floating point.
     """
 
