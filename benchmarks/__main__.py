@@ -11,10 +11,10 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
-from benchmarks import engine_measures, job_queue, latency, peers, real_model, scaling, transport
+from benchmarks import engine_measures, job_queue, latency, peers, real_model, scaling, transport, tries
 from benchmarks.pairs import Result
-from benchmarks.processes import BenchmarkError
-from benchmarks.report import Surroundings, read_notes, render
+from benchmarks.processes import BenchmarkError, LeftOut
+from benchmarks.report import Failures, Surroundings, read_notes, render
 from benchmarks.workplace import Workplace, open_workplace
 from lmpool.errors import LMPoolError
 
@@ -39,9 +39,16 @@ _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
 }
-_GROUPS = {"pool": _POOL, "engines": _ENGINES}
-_MEASURES = {**_POOL, **_ENGINES}
-_WITH_PEERS = ("arq", "hf-random", "hf-shared")
+_TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
+    "trie-kernels": tries.kernels,
+    "trie-build": tries.build,
+    "trie-worker": tries.worker,
+    "trie-ref": tries.reference,
+    "trie-cuda": tries.cuda,
+}
+_GROUPS = {"pool": _POOL, "engines": _ENGINES, "tries": _TRIES}
+_MEASURES = {**_POOL, **_ENGINES, **_TRIES}
+_WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda")
 _REPEATS, _QUICK_REPEATS = 5, 2
 
 
@@ -61,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) -> int:
     results: list[Result] = []
-    failures: dict[str, str] = {}
+    failures = Failures({}, {})
     with open_workplace(repeats, quick) as place:
         surroundings = Surroundings.of(place.url, _versions_of_peers(names))
         for name in names:
@@ -69,8 +76,12 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
             try:
                 place.refill()
                 found = _MEASURES[name](place)
+            except LeftOut as reason:
+                failures.left_out[name] = str(reason)
+                print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
+                continue
             except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
-                failures[name] = str(error)
+                failures.did_not_run[name] = str(error)
                 print(f"{name}: did not run: {error}", file=sys.stderr, flush=True)
                 continue
             results += found
@@ -79,7 +90,7 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
         print(f"{name}: {fact}")
     if write is not None:
         write.write_text(render(results, failures, surroundings, repeats, read_notes(write)))
-    return 1 if failures else 0
+    return 1 if failures.did_not_run else 0
 
 
 def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:

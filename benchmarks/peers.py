@@ -19,7 +19,7 @@ _STEPS = (
     # The transformers that the project is tested with, so that both sides run the same model code.
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "arq==0.28.0"),
 )
-_SHOWN = ("genlm-backend", "arq", "torch", "transformers", "redis", "numpy")
+_SHOWN = ("genlm-backend", "arq", "torch", "transformers", "redis", "numpy", "numba")
 _STAMP = "lmpool-requirements.json"
 
 

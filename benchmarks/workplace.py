@@ -16,6 +16,7 @@ from typing import cast
 import redis
 
 from benchmarks.processes import BenchmarkError, Child, Process
+from lmpool.card import TRIE_SERVICE
 from lmpool.embedded import EmbeddedServer
 from lmpool.keys import GROUP, Keys
 
@@ -108,12 +109,28 @@ class Workplace:
         Raises:
             BenchmarkError: one ended at once, or they are not ready within 3 minutes.
         """
-        lmpool = command or [str(Path(sys.executable).with_name("lmpool"))]
-        command = [*lmpool, "worker", model, "--name", name, "--redis", self.url]
+        lmpool = command or [_own_command()]
+        command = [*lmpool, "worker", model, "--name", name, "--redis", self.url, *options]
+        with self._serving(name, command, number, environment or {}):
+            yield
+
+    @contextmanager
+    def trie_worker(self, *options: str) -> Iterator[None]:
+        """Have one trie worker; it is ready when the block begins.
+
+        Raises:
+            BenchmarkError: as `workers`.
+        """
+        with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
+            yield
+
+    @contextmanager
+    def _serving(
+        self, name: str, command: Sequence[str], number: int, environment: Mapping[str, str]
+    ) -> Iterator[None]:
         with ExitStack() as stack, redis.Redis.from_url(self.url) as server:
             started = [
-                stack.enter_context(self.process(f"worker-{name}", *command, *options, **(environment or {})))
-                for _ in range(number)
+                stack.enter_context(self.process(f"worker-{name}", *command, **environment)) for _ in range(number)
             ]
 
             def are_ready() -> bool:
@@ -149,6 +166,10 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         if time.monotonic() > deadline:
             raise BenchmarkError(f"waited {seconds:g} s in vain for {what}")
         time.sleep(_POLL_S)
+
+
+def _own_command() -> str:
+    return str(Path(sys.executable).with_name("lmpool"))
 
 
 def _live_workers(server: redis.Redis, model: str) -> int:

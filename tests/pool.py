@@ -134,8 +134,15 @@ class Pool:
             if "--vocab-size" not in chosen:
                 chosen += ["--vocab-size", str(V)]
         arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
-        log = self.folder / f"worker-{len(self.workers)}.log"
-        worker = WorkerProcess([*command(), *arguments], log, environment)
+        return self._launch([*command(), *arguments], environment, wait=wait)
+
+    def start_trie_worker(self, *options: str | int | float, wait: bool = True) -> WorkerProcess:
+        """Start a trie worker process."""
+        arguments = ["trie-worker", "--redis", self.url, "--prefix", self.prefix, *map(str, options)]
+        return self._launch([*lmpool_command(), *arguments], None, wait=wait)
+
+    def _launch(self, command: list[str], environment: Mapping[str, str] | None, *, wait: bool) -> WorkerProcess:
+        worker = WorkerProcess(command, self.folder / f"worker-{len(self.workers)}.log", environment)
         self.workers.append(worker)
         if wait:
             worker.until_says("serving ")

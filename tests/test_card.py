@@ -29,6 +29,8 @@ OTHER: dict[str, Any] = {
     "adapters": {"lora": "0f"},
     "source": "somewhere",
     "gguf_file": "a.gguf",
+    "vocabulary": "2b" * 16,
+    "answers_tries": True,
     "note": "a note",
     "queue_limit": 5,
     "lease_s": 2.5,

@@ -19,22 +19,22 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
 
 
-def job(version: object = 1, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
-        overwrite: object = False) -> bytes:  # fmt: skip
+def job(version: object = 2, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
+        overwrite: object = False, ask: object = b"") -> bytes:  # fmt: skip
     """A job as MessagePack, with fields of one's own."""
-    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite])
+    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, ask])
     return packed
 
 
-def failure(version: object = 1, kind: object = "WorkerError", text: object = "no") -> bytes:
+def failure(version: object = 2, kind: object = "WorkerError", text: object = "no") -> bytes:
     """A failure as MessagePack, with fields of one's own."""
     packed: bytes = msgpack.packb([version, kind, text])
     return packed
 
 
-@given(st.binary(max_size=64), texts, texts, st.booleans())
-def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool) -> None:
-    sent = Job(ids, adapter, fingerprint, overwrite)
+@given(st.binary(max_size=64), texts, texts, st.booleans(), st.binary(max_size=64))
+def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool, ask: bytes) -> None:
+    sent = Job(ids, adapter, fingerprint, overwrite, ask)
     assert unpack_job(sent.pack()) == sent
 
 
@@ -45,9 +45,9 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
-    assert Job(b"\x07\0\0\0", "a", "fp", True).pack().hex() == "9501c40407000000a161a26670c3"
-    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-1] == 0xC2
-    assert Failure("E", "no").pack().hex() == "9301a145a26e6f"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9602c40407000000a161a26670c3c40109"
+    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-3:].hex() == "c2c400"
+    assert Failure("E", "no").pack().hex() == "9302a145a26e6f"
 
 
 def test_a_long_prompt_travels() -> None:
@@ -63,9 +63,9 @@ def test_a_long_error_text_is_cut_and_still_reads_back(text: str) -> None:
 WRONG_JOBS: dict[str, bytes] = {
     "empty": b"",
     "version 0": job(version=0),
-    "version 2": job(version=2),
-    "version as text": job(version="1"),
-    "version as a float": job(version=1.0),
+    "version 1": job(version=1),
+    "version as text": job(version="2"),
+    "version as a float": job(version=2.0),
     "version as a bool": job(version=True),
     "ids as text": job(ids="\x01"),
     "ids as a list": job(ids=[1, 2]),
@@ -77,8 +77,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "fingerprint as a number": job(fingerprint=1),
     "overwrite as a number": job(overwrite=1),
     "overwrite as None": job(overwrite=None),
-    "a field too few": msgpack.packb([1, b"\x01\0\0\0", "", "f"]),
-    "a field too many": msgpack.packb([1, b"\x01\0\0\0", "", "f", False, 0]),
+    "ask as text": job(ask="a"),
+    "ask as None": job(ask=None),
+    "a field too few": msgpack.packb([2, b"\x01\0\0\0", "", "f", False]),
+    "a field too many": msgpack.packb([2, b"\x01\0\0\0", "", "f", False, b"", 0]),
     "a map": msgpack.packb({"ids": b""}),
     "an empty map": msgpack.packb({}),
     "a number": msgpack.packb(1),
@@ -88,21 +90,21 @@ WRONG_JOBS: dict[str, bytes] = {
     "followed by a byte": job() + b"\0",
     "twice": job() * 2,
     "text that is not UTF-8": job(adapter="zz").replace(b"zz", b"\xff\xfe"),
-    "an extension type": msgpack.packb([1, msgpack.ExtType(5, b"abc"), "", "f", False]),
+    "an extension type": msgpack.packb([2, msgpack.ExtType(5, b"abc"), "", "f", False, b""]),
     "an empty extension type": b"\xc7\x00\x05",
     "a timestamp": msgpack.packb([msgpack.Timestamp(1, 2)]),
     "a byte that MessagePack never uses": b"\xc1",
 }
 WRONG_FAILURES: dict[str, bytes] = {
     "empty": b"",
-    "version 2": failure(version=2),
-    "version as a float": failure(version=1.0),
+    "version 1": failure(version=1),
+    "version as a float": failure(version=2.0),
     "version as a bool": failure(version=True),
     "kind as bytes": failure(kind=b"WorkerError"),
     "text as bytes": failure(text=b"no"),
     "text as None": failure(text=None),
-    "a field too few": msgpack.packb([1, "WorkerError"]),
-    "a field too many": msgpack.packb([1, "WorkerError", "no", "more"]),
+    "a field too few": msgpack.packb([2, "WorkerError"]),
+    "a field too many": msgpack.packb([2, "WorkerError", "no", "more"]),
     "a job": job(),
     "cut": failure()[:-1],
     "followed by a byte": failure() + b"\0",
@@ -138,7 +140,7 @@ def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.
         except ProtocolError:
             continue
         if isinstance(found, Job):
-            assert [type(field) for field in found] == [bytes, str, str, bool]
+            assert [type(field) for field in found] == [bytes, str, str, bool, bytes]
         else:
             assert [type(field) for field in found] == [str, str]
 
@@ -186,7 +188,7 @@ BOMBS: dict[str, bytes] = {
     "a bin that claims four gigabytes": b"\xc6\xff\xff\xff\xff",
     "a string that claims four gigabytes": b"\xdb\xff\xff\xff\xff",
     "lists within lists": b"\x91" * 100_000 + b"\x90",
-    "a list of lists for every field": b"\x95" + (b"\xdd" + (10**5).to_bytes(4, "big") + b"\xa0" * 10**5) * 5,
+    "a list of lists for every field": b"\x96" + (b"\xdd" + (10**5).to_bytes(4, "big") + b"\xa0" * 10**5) * 6,
 }
 
 

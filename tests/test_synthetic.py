@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from lmpool.errors import EmptyPrompt, InvalidPrompt, SettingsError, TokenOutOfRange
 from lmpool.prompts import encode_prompt
 from lmpool.rows import Encoding, decode_row
-from lmpool.synthetic import synthetic_row
+from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.vocab import MAX_BYTES, MAX_TOKENS
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 
@@ -272,6 +273,54 @@ def test_the_fingerprint_is_that_of_the_rows() -> None:
     other = [backend(seed=1), backend(vocab_size=51)]
     assert {served.card.fingerprint for served in same} == {plain}
     assert len({plain, *(served.card.fingerprint for served in other)}) == 3
+
+
+# Vocabularies
+
+
+@pytest.mark.parametrize("vocab_size", [*range(1, 20), 63, 64, 65, 66, 255, 256, 257, 258, 511, 512, 517, 49_152])
+def test_a_vocabulary_of_every_size_begins_with_an_empty_token(vocab_size: int) -> None:
+    tokens = synthetic_vocabulary(vocab_size).tokens
+    assert len(tokens) == vocab_size
+    assert tokens[0] == b""
+    assert all(tokens[1:])
+
+
+def test_a_vocabulary_looks_like_a_real_one() -> None:
+    tokens = synthetic_vocabulary(50_000).tokens
+    assert tokens[1:257] == [bytes([value]) for value in range(256)]
+    words = tokens[257:]
+    assert {len(word) for word in words} == set(range(2, 13))
+    assert len(set(b"".join(words))) < 32
+    assert 0.4 < sum(word.startswith(b" ") for word in words) / len(words) < 0.6
+    assert not any(b" " in word[1:] for word in words)
+    assert 0.02 < 1 - len(set(words)) / len(words) < 0.2, "some occur twice"
+    known = set(words)
+    begun = [word for word in known if any(word[:end] in known for end in range(3, len(word)))]
+    assert len(begun) > len(known) / 2, "most begin with another one"
+
+
+def test_the_largest_vocabulary_is_one_that_tries_take() -> None:
+    vocabulary = synthetic_vocabulary(MAX_TOKENS)
+    assert len(vocabulary) == MAX_TOKENS
+    assert len(vocabulary.data) <= MAX_BYTES
+
+
+@pytest.mark.parametrize("vocab_size", [0, -1, MAX_TOKENS + 1, 1.5, "64", None, True])
+def test_a_vocabulary_of_no_possible_size_is_refused(vocab_size: Any) -> None:
+    with pytest.raises(SettingsError, match=r"^vocab_size: .* from 1 to 4000000"):
+        synthetic_vocabulary(vocab_size)
+
+
+def test_vocabularies_are_pinned_across_releases() -> None:
+    assert synthetic_vocabulary(70, seed=7).tokens[-3:] == [b"fbtgsy", b"pwigb", b"ynbma"]
+    assert synthetic_vocabulary(131_072).digest == "ae37a88cb6e48583c05946304d808ef0"
+    assert synthetic_vocabulary(50) != synthetic_vocabulary(50, seed=1)
+
+
+def test_the_backend_serves_the_vocabulary_of_its_seed() -> None:
+    assert backend(seed=3).vocabulary() == synthetic_vocabulary(50, seed=3)
+    assert backend().device == "cpu"
 
 
 # Settings

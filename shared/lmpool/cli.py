@@ -69,6 +69,8 @@ def main() -> None:
 def _usage(error: typer.BadParameter) -> int:
     """A wrong command line: one line, or the help when nothing was given at all."""
     message = error.format_message()
+    if not message.strip():
+        return 2  # The help has been printed already.
     if len(message.splitlines()) > 1:
         typer.echo(message)
         return 2

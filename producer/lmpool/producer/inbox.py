@@ -66,9 +66,7 @@ class Inbox:
             digests, self._arrived = self._arrived, []
             self._has_arrived.clear()
             try:
-                spent = [flight for digest in digests if (flight := self._flights.get(digest)) and flight.weights_name]
                 await self._channel.settle(digests)
-                self._outbox.discard([flight for flight in spent if not self._flights.is_open(flight)])
                 lost = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.

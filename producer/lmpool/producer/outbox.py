@@ -36,6 +36,7 @@ class Outbox:
         self._tasks = tasks
         self._unsent: list[Flight] = []
         self._left: set[bytes] = set()
+        self._spent: list[bytes] = []
         self._leaving = False
         self._retrying = False
         self._hit_rate = 1.0
@@ -49,8 +50,7 @@ class Outbox:
 
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
-        if flight.weights_name:
-            self.discard([flight])
+        self.discard([flight])
         if flight.stage in _SENT:
             self._left.add(flight.prompt.digest)
             if not self._leaving:
@@ -89,16 +89,26 @@ class Outbox:
     def discard(self, flights: Sequence[Flight]) -> None:
         """Remove what nobody needs once these flights have ended: their weights, and the answers made from them."""
         if keys := self._channel.spent(flights):
-            self._tasks.spawn(self._discard(keys))
+            if not self._spent:
+                # For all that end in this tick.
+                self._tasks.loop.call_soon(self._flush_spent)
+            self._spent += keys
 
-    async def _discard(self, keys: Sequence[bytes]) -> None:
+    def _flush_spent(self) -> None:
+        if self._spent:
+            self._tasks.spawn(self._unlink())
+
+    async def _unlink(self) -> None:
+        keys, self._spent = self._spent, []
         try:
-            await self._channel.line.call(b"UNLINK", *keys)
+            await self._channel.unlink(keys)
         except TROUBLE as error:
             self._channel.note(error)  # They expire.
 
     async def cancel_all(self) -> None:
-        """Take this client off everything that it waits for: the session ends."""
+        """Take this client off everything that it waits for, and its weights off the server: the session ends."""
+        self.discard(list(self._flights))
+        await self._unlink()
         waiting = [flight.prompt.digest for flight in self._flights if flight.stage in _SENT]
         # On the line of the submissions, so behind any that is under way.
         await self._cancel([*waiting, *self._left])

@@ -134,7 +134,7 @@ class PooledTrie:
                 return await self._compute(op, weights, wanted)
             work = [self._asker.of_weights(op, row, wanted, within) for row in weights]
         else:
-            asked = list(iterate(prompts))
+            asked = list(iterate(() if prompts is None else prompts))
             if is_local:
                 rows = await _all([self._asker.row(op, prompt, adapter, within) for prompt in asked])
                 return await self._compute(op, np.array(rows, np.float32).reshape(-1, self.structure.n_tokens), wanted)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.asks import Selection, TrieAsk
-from lmpool.errors import InvalidWeights, SettingsError, SourceMissing, UnknownVocabulary
+from lmpool.errors import CorruptRow, InvalidWeights, RequestFailed, SettingsError, SourceMissing, UnknownVocabulary
 from lmpool.kernels import Op
 from lmpool.producer.checks import encode
 from lmpool.producer.session import Session, Within
@@ -133,19 +133,24 @@ class TrieAsker:
             except SourceMissing:
                 pass  # Another worker of this model has no tries; the row is in the cache by now.
         tries = await self._tries.open(within.left or within.seconds)
-        packed = TrieAsk(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
 
-        async def compute() -> None:
-            await models.answer(prompt, within, touch=True)
+        async def ask_once() -> Values:
+            # The model may have other weights than the last time, and its rows other names.
+            packed = TrieAsk(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
+            return await tries.answer(_NO_PROMPT.asking(packed, length), within)
 
-        return await self._insist(tries, lambda: tries.answer(_NO_PROMPT.asking(packed, length), within), mend=compute)
+        async def compute(error: RequestFailed) -> None:
+            # Fetching a damaged row has it computed anew.
+            await models.answer(prompt, within, touch=isinstance(error, SourceMissing))
+
+        return await self._insist(tries, ask_once, mend=compute)
 
     async def _insist(
         self,
         session: Session,
         ask: Callable[[], Awaitable[Values]],
         missing: int = _MOST_MISSING,
-        mend: Callable[[], Awaitable[None]] | None = None,
+        mend: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
         """Ask until what the job names is there.
 
@@ -164,12 +169,12 @@ class TrieAsker:
                     raise
                 knows = False
                 await session.register(self._trie.vocabulary)
-            except SourceMissing:
+            except (SourceMissing, CorruptRow) as error:
                 missing -= 1
                 if not missing:
                     raise
                 if mend is not None:
-                    await mend()
+                    await mend(error)
 
     def _check_fit(self, models: Session) -> None:
         card, tokens = models.card, self._trie.n_tokens

@@ -43,7 +43,7 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     _exit_on_signals(before_exit)
-    _keep_freed_memory()
+    keep_freed_memory()
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -101,7 +101,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Tell glibc to keep freed blocks of rows: mapping them afresh costs a page fault per 4 KB of every row."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -128,7 +128,7 @@ class Worker:
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
         self._larder = Larder(self._server, keys, opened.device, settings)
-        self._asked = Asked(self._larder, rows, self._publisher, card, is_able=settings.with_trie)
+        self._asked = Asked(self._larder, self._publisher, card, is_able=settings.with_trie)
         try:
             await self._join()
             if on_ready is not None:

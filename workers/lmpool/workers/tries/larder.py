@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lmpool.asks import TrieAsk
-from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, SourceMissing, UnknownVocabulary
+from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing, UnknownVocabulary
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.messages import Failure
-from lmpool.rows import decode_row
+from lmpool.rows import Encoding, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
 from lmpool.workers.settings import WorkerSettings
@@ -22,7 +22,8 @@ from lmpool.workers.tries.shelf import Shelved, TrieShelf, ValuesShelf
 _MAX_BULK = 64 * 1024 * 1024
 _MGET_BYTES = 8 * 1024 * 1024
 
-_Source = tuple[str, bytes]
+_Source = tuple[str, bytes, int]
+"""Fingerprint of the model or "", digest of the prompt or name of the weights, and how many numbers it must have."""
 
 
 class Larder:
@@ -60,7 +61,7 @@ class Larder:
         failures: dict[bytes, Failure] = {}
         tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
         inputs: dict[bytes, TrieInputs] = {}
-        wanted: dict[_Source, int] = {}
+        wanted: dict[bytes, _Source] = {}
         for name, ask in asks.items():
             trie = tries[ask.vocabulary]
             if isinstance(trie, LMPoolError):
@@ -69,17 +70,17 @@ class Larder:
             values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
             inputs[name] = TrieInputs(ask, trie, None, values)
             if values is None and ask.source not in (rows or {}):
-                wanted[ask.rows, ask.source] = len(trie.vocabulary)
-        found = await self._find_vectors(wanted) if wanted else {}
+                wanted[name] = ask.rows, ask.source, len(trie.vocabulary)
+        found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
         for name, one in list(inputs.items()):
             if one.values is not None:
                 continue
             vector = (rows or {}).get(one.ask.source)
-            fetched = found.get((one.ask.rows, one.ask.source)) if vector is None else _fitting(vector, one)
+            fetched = found[wanted[name]] if vector is None else _fitting(vector, one)
             if isinstance(fetched, np.ndarray):
                 inputs[name] = one._replace(vector=fetched)
             else:
-                failures[name] = _failure(fetched or SourceMissing("it was not fetched"))
+                failures[name] = _failure(fetched)
                 del inputs[name]
         return inputs, failures
 
@@ -99,33 +100,46 @@ class Larder:
 
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
         link = await self._line.open()
-        (data,) = await self._line.wait_for(link, link.mget([self._keys.vocabulary(digest)]))
-        if not isinstance(data, np.ndarray):
+        # Not GET: a value that is too large would end the connection.
+        ask = link.call((b"GETRANGE", self._keys.vocabulary(digest), 0, _MAX_BULK - 1))
+        (data,) = await self._line.wait_for(link, ask)
+        if not isinstance(data, np.ndarray) or not data.size:
             return UnknownVocabulary(f"the pool does not know the vocabulary {digest}: register it with producer.trie")
         try:
             # In a thread, for a large one takes long.
             vocabulary = await asyncio.to_thread(Vocabulary.unpack, data.tobytes())
         except ProtocolError as error:
-            return error
+            # Not as it is: who has the vocabulary puts it right when told that the pool has none.
+            return UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}")
         if vocabulary.digest != digest:
             return UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
         return vocabulary
 
-    async def _find_vectors(self, wanted: Mapping[_Source, int]) -> dict[_Source, Values | LMPoolError]:
+    async def _find_vectors(self, names: Sequence[_Source]) -> dict[_Source, Values | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
-        names = list(wanted)
         found: dict[_Source, Values | LMPoolError] = {}
-        count = max(1, _MGET_BYTES // (4 * max(wanted.values())))
+        count = max(1, _MGET_BYTES // (4 * max(length for _, _, length in names)))
         link = await self._line.open()
         parts = [names[at : at + count] for at in range(0, len(names), count)]
-        replies = [link.mget([self._key(*name) for name in part]) for part in parts]
+        replies = [link.mget([self._key(name) for name in part]) for part in parts]
         for part, reply in zip(parts, replies, strict=True):
-            values: Sequence[object] = await self._line.wait_for(link, reply)
+            try:
+                values: Sequence[object] = await self._line.wait_for(link, reply)
+            except (ServerError, ProtocolError):  # The latter is what a value over the limit ends the link with.
+                values = [await self._get_bounded(name) for name in part]
             for name, value in zip(part, values, strict=True):
-                found[name] = _read(value, wanted[name], name)
+                found[name] = _read(value, name)
         return found
 
-    def _key(self, rows: str, source: bytes) -> bytes:
+    async def _get_bounded(self, name: _Source) -> object:
+        """One vector by itself: a value that is too large ends the connection for the others too."""
+        size = encoded_size(name[2], Encoding.F32)
+        link = await self._line.open()
+        (value,) = await self._line.wait_for(link, link.call((b"GETRANGE", self._key(name), 0, size)))
+        return value if isinstance(value, np.ndarray) and value.size else None
+
+    def _key(self, name: _Source) -> bytes:
+        rows, source, _ = name
         return (self._keys.row(rows) if rows else self._keys.weights()) + source
 
     def close(self) -> None:
@@ -133,12 +147,12 @@ class Larder:
         self._line.close()
 
 
-def _read(value: object, length: int, name: _Source) -> Values | LMPoolError:
+def _read(value: object, name: _Source) -> Values | LMPoolError:
     what = f"the row of prompt {name[1].hex()}" if name[0] else f"the weights {name[1].hex()}"
     if not isinstance(value, np.ndarray):
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
-        return decode_row(value, length)
+        return decode_row(value, name[2])
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
 

@@ -1,0 +1,70 @@
+"""What both sides of the tries' measures work on: a real vocabulary, and weights over it.
+
+Imports nothing but the standard library and numpy: the peers' processes read it in an environment without lmpool.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+N_TOKENS = 131_072
+N_ROWS = 64
+
+_FILE = "tekken_240911.json"
+_SPREAD = 3.0
+
+
+class Inputs(NamedTuple):
+    """What is swept.
+
+    Attributes:
+        tokens: byte strings by token id, V of them.
+        weights: float32 (N_ROWS, V), each row a distribution: softmax of 3 * normal.
+    """
+
+    tokens: list[bytes]
+    weights: NDArray[np.float32]
+
+    def batches(self, size: int) -> list[NDArray[np.float32]]:
+        """The weights in batches of that many rows; over and over where there are fewer."""
+        rows = len(self.weights)
+        wanted = np.arange(max(size, rows - rows % size)).reshape(-1, size) % rows
+        return [self.weights[batch] for batch in wanted]
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write the first 131,072 entries of Mistral's tekken, and weights, for both sides to read.
+
+    Raises:
+        OSError: the package mistral-common is not installed, or has no such file.
+    """
+    spec = find_spec("mistral_common")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("the vocabulary comes from mistral-common: pip install mistral-common")
+    entries = json.loads((Path(spec.origin).parent / "data" / _FILE).read_text())["vocab"][:N_TOKENS]
+    tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries]
+    logits = _SPREAD * np.random.default_rng(0).standard_normal((N_ROWS, len(tokens)), np.float32)
+    masses = np.exp(logits)
+    path = folder / "tekken.npz"
+    np.savez(
+        path,
+        lengths=np.array([len(token) for token in tokens], np.uint32),
+        data=np.frombuffer(b"".join(tokens), np.uint8),
+        weights=masses / masses.sum(axis=1, keepdims=True),
+    )
+    return path
+
+
+def read_inputs(path: str) -> Inputs:
+    """Read what `write_inputs` wrote."""
+    with np.load(path) as found:
+        data, ends = found["data"].tobytes(), np.cumsum(found["lengths"]).tolist()
+        weights = found["weights"]
+    return Inputs([data[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)], weights)
