@@ -99,9 +99,7 @@ class Producer:
             UnknownAdapter: the model has no adapter of that name.
         """
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        session = self._rows.session
-        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
-            session = await self._rows.open(seconds)
+        session = self._rows.current() or await self._rows.open(seconds)
         prompt = encode(session.card, ids, adapter)
         self._stats.requests += 1
         row = self._cache.get(prompt.digest)
@@ -127,9 +125,7 @@ class Producer:
             As `logprobs`; the first failure ends the batch.
         """
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        session = self._rows.session
-        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
-            session = await self._rows.open(seconds)
+        session = self._rows.current() or await self._rows.open(seconds)
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)

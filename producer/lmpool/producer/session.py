@@ -43,18 +43,23 @@ class Within:
 
     Args:
         seconds: from now on.
+
+    Attributes:
+        seconds: as above.
+        end: the event loop's time when they have passed.
     """
 
-    __slots__ = ("_end", "seconds")
+    __slots__ = ("_time", "end", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._end = asyncio.get_running_loop().time() + seconds
+        self._time = asyncio.get_running_loop().time
+        self.end = self._time() + seconds
 
     @property
     def left(self) -> float:
         """Seconds that are left, at least 0."""
-        return max(0.0, self._end - asyncio.get_running_loop().time())
+        return max(0.0, self.end - self._time())
 
 
 class Session:
@@ -141,7 +146,7 @@ class Session:
         flight = self.ask(prompt, waiter, touch=touch)
         if weights is not None:
             flight.weights_name, flight.weights = weights
-        timer = self.loop.call_later(within.left, self.expire, flight, waiter, within.seconds)
+        timer = self.loop.call_at(within.end, self.expire, flight, waiter, within.seconds)
         try:
             return await waiter.future
         finally:

@@ -25,6 +25,13 @@ class SessionSlot:
         self._opening: asyncio.Task[Session] | None = None
         self.session: Session | None = None
 
+    def current(self) -> Session | None:
+        """The session of the running event loop, if it is open."""
+        session = self.session
+        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
+            return None
+        return session
+
     @property
     def is_open(self) -> bool:
         """Whether there is an open session, of whichever loop."""
@@ -37,10 +44,9 @@ class SessionSlot:
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
-        loop = asyncio.get_running_loop()
-        session = self.session
-        if session is not None and not session.closed and session.loop is loop:
+        if (session := self.current()) is not None:
             return session
+        loop = asyncio.get_running_loop()
         if self._opening is None or self._opening.get_loop() is not loop or self._opening.done():
             self._opening = loop.create_task(self._connect(seconds))
         # Shielded: one caller's cancellation must not take the connection from the others.

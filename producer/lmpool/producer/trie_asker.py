@@ -92,7 +92,7 @@ class TrieAsker:
         if wanted.size == 0:
             return np.empty(0, np.float32)
         length = self._trie.n_inner if wanted.nodes is None else wanted.size
-        session = await self._tries.open(within.left or within.seconds)
+        session = self._tries.current() or await self._tries.open(within.left)
 
         async def ask() -> Values:
             name = secrets.token_bytes(DIGEST_SIZE)
@@ -105,7 +105,7 @@ class TrieAsker:
 
     async def of_prompt(self, op: Op, ids: Any, adapter: str, wanted: Wanted, within: Within) -> Values:
         """The values for a prompt's row, which stays where it is."""
-        models = await self._rows.open(within.left or within.seconds)
+        models = self._rows.current() or await self._rows.open(within.left)
         prompt = encode(models.card, ids, adapter)
         self._check_fit(models)
         if wanted.size == 0:
@@ -120,7 +120,7 @@ class TrieAsker:
 
     async def row(self, op: Op, ids: Any, adapter: str, within: Within) -> Values:
         """The weights that a prompt stands for, (V,), for computing in this process."""
-        models = await self._rows.open(within.left or within.seconds)
+        models = self._rows.current() or await self._rows.open(within.left)
         prompt = encode(models.card, ids, adapter)
         self._check_fit(models)
         row = await models.answer(prompt, within)
@@ -132,7 +132,7 @@ class TrieAsker:
                 return await self._insist(models, lambda: models.answer(prompt.asking(ask.pack(), length), within), 1)
             except SourceMissing:
                 pass  # Another worker of this model has no tries; the row is in the cache by now.
-        tries = await self._tries.open(within.left or within.seconds)
+        tries = self._tries.current() or await self._tries.open(within.left)
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.

@@ -21,7 +21,7 @@ from lmpool.rows import Block, RowBlock, VectorBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 from lmpool.workers.asked import Asked, rows_of
-from lmpool.workers.backend import BackendSettings, Finished
+from lmpool.workers.backend import BackendJob, BackendSettings, Finished
 from lmpool.workers.held import Holdings, Wanted
 from lmpool.workers.intake import Intake, Taken
 from lmpool.workers.loading import Loading
@@ -275,7 +275,8 @@ class Worker:
         inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
         for digest, found in inputs.items():
             if digest in self._held:  # The backend may have broken meanwhile.
-                self._held[digest].job = self._held[digest].job._replace(trie=found)
+                held = self._held[digest]
+                held.job = BackendJob(digest, held.job.ids, held.job.adapter, found)
         return failures
 
     async def _publish_all(self) -> None:
