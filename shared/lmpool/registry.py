@@ -9,11 +9,23 @@ from lmpool.keys import Keys
 from lmpool.vocab import Vocabulary
 
 _TTL_MS = 24 * 3_600_000
+_MAX_BULK = 64 * 1024 * 1024
+"""More than any packed vocabulary takes."""
 
 
-async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary) -> None:
-    """Have the pool know a vocabulary for another day; it travels only when the pool has forgotten it."""
+async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
+    """Have the pool know a vocabulary for another day.
+
+    Args:
+        redis: a client of the pool's server.
+        keys: the deployment's key names.
+        vocabulary: travels only when what the pool has is of another size, or nothing.
+        anew: send it whatever the pool has, for one that was told that what is there is another.
+    """
     key = keys.vocabulary(vocabulary.digest)
+    if anew:
+        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
+        return
     pipe = redis.pipeline(transaction=False)
     pipe.pexpire(key, _TTL_MS)
     pipe.strlen(key)
@@ -30,8 +42,9 @@ async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
         UnknownVocabulary: the pool does not know it.
         ProtocolError: what is there is no vocabulary.
     """
-    data = await redis.get(keys.vocabulary(digest))
-    if not isinstance(data, bytes):
+    # Not GET: what is there may be of any size.
+    data = await redis.getrange(keys.vocabulary(digest), 0, _MAX_BULK - 1)
+    if not isinstance(data, bytes) or not data:
         raise UnknownVocabulary(f"the pool does not know the vocabulary {digest}, or no longer: ask again in a moment")
     vocabulary = Vocabulary.unpack(data)
     if vocabulary.digest != digest:

@@ -114,9 +114,10 @@ class RowLink(Link, asyncio.BufferedProtocol):
         ttl = b"%d" % ttl_ms
         expiry = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
         chunks: list[bytes | memoryview] = []
-        tail = b""
+        tail, largest = b"", 0
         for write in writes:
             size = len(write.header) + write.numbers.nbytes
+            largest = max(largest, size)
             head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
                 5 if write.overwrite else 6,
                 len(write.key),
@@ -127,8 +128,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
             chunks += (tail + head, write.numbers)
             tail = expiry if write.overwrite else expiry + b"$2\r\nNX\r\n"
         chunks.append(tail)
-        small = writes[0].numbers.nbytes < _LARGE_BULK
-        if small:
+        if largest < _LARGE_BULK:
             self._transport.write(b"".join(chunks))
         else:
             self._transport.writelines(chunks)

@@ -192,6 +192,8 @@ def test_dropped_prompts_give_their_room_back(opened: Opened, draw: random.Rando
     opened.step()
     backend.abort(digests)
     assert backend.capacity() == free
+    # An engine may be computing one of them still: it ends before what comes after it.
+    opened.ask([prompt(draw, 3)])
 
 
 def test_the_counters_grow_with_what_is_computed(opened: Opened, draw: random.Random) -> None:

@@ -49,8 +49,9 @@ class Inbox:
             except TROUBLE as error:
                 channel.note(error)
                 await asyncio.sleep(next(waits))
-                # What was announced meanwhile may be lost with the connection: look for everything.
-                self._announce([flight.prompt.digest for flight in self._flights])
+                # What was announced meanwhile may be lost with the connection: look for every row. Looking does not
+                # tell of touches, which are submitted again after a while.
+                self._announce([flight.prompt.digest for flight in self._flights if not flight.is_touch])
                 continue
             waits = delays()
             for entry, fields in stream_entries(reply):

@@ -24,6 +24,7 @@ from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.waiters import SingleWaiter
+from lmpool.producer.within import Within
 from lmpool.prompts import Prompt
 from lmpool.registry import look_up, register
 from lmpool.rowcache import Row
@@ -36,30 +37,6 @@ _COLLECTORS = 2
 _WATCH_S = 1.0
 _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
-
-
-class Within:
-    """A deadline that several requests share.
-
-    Args:
-        seconds: from now on.
-
-    Attributes:
-        seconds: as above.
-        end: the event loop's time when they have passed.
-    """
-
-    __slots__ = ("_time", "end", "seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._time = asyncio.get_running_loop().time
-        self.end = self._time() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left, at least 0."""
-        return max(0.0, self.end - self._time())
 
 
 class Session:
@@ -77,11 +54,14 @@ class Session:
         self.loop = self._tasks.loop
         self.closed = False
         self._keys = keys
+        self._cache = cache
+        self._stats = stats
         self._flights = FlightTable(cache, stats)
         self._channel = Channel(server, keys, self._flights)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._registering = asyncio.Lock()
+        self._registered: dict[str, float] = {}
         self._is_following = False
         self._workers = 0
         self._no_worker_since: float | None = None
@@ -118,6 +98,14 @@ class Session:
         """The fingerprint of the card."""
         return self._channel.fingerprint
 
+    def kept(self, prompt: Prompt) -> Row | None:
+        """A prompt's row, if the producer has it itself: a request that ends here."""
+        row = self._cache.get(prompt.digest)
+        if row is not None:
+            self._stats.requests += 1
+            self._stats.local_hits += 1
+        return row
+
     def ask(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
 
@@ -126,6 +114,7 @@ class Session:
             waiter: who asks.
             touch: the row itself is not wanted, just that it be in the cache; the answer is empty.
         """
+        self._stats.requests += 1
         flight, is_new = self._flights.board(prompt, waiter, touch=touch)
         if is_new:
             self._outbox.add(flight)
@@ -184,12 +173,12 @@ class Session:
             "allow more time (timeout=), ask for less at once, or add workers"
         )
 
-    async def vocabulary(self) -> Vocabulary:
+    async def vocabulary(self, within: Within) -> Vocabulary:
         """What the model's tokens stand for.
 
         Raises:
             UnknownVocabulary: its workers publish none.
-            ServerError: the server cannot be used.
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
         if not self.card.vocabulary:
             raise UnknownVocabulary(
@@ -197,21 +186,26 @@ class Session:
                 "the bytes of its tokens: pass the byte strings yourself"
             )
         try:
-            return await look_up(self._channel.redis, self._keys, self.card.vocabulary)
+            async with within.limit():
+                return await look_up(self._channel.redis, self._keys, self.card.vocabulary)
         except TROUBLE as error:
             raise self._channel.explain(error) from error
 
-    async def register(self, vocabulary: Vocabulary) -> None:
-        """Have the pool know a vocabulary.
+    async def register(self, vocabulary: Vocabulary, within: Within) -> None:
+        """Have the pool know a vocabulary that a worker has just said it does not know.
 
         Raises:
-            ServerError: the server cannot be used.
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
+        since = self.loop.time()
         try:
             # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
             # and the first of them sends it for all.
-            async with self._registering:
-                await register(self._channel.redis, self._keys, vocabulary)
+            async with within.limit(), self._registering:
+                if self._registered.get(vocabulary.digest, since) <= since:
+                    # Whatever the pool has under its name, the worker could not read it.
+                    await register(self._channel.redis, self._keys, vocabulary, anew=True)
+                    self._registered[vocabulary.digest] = self.loop.time()
         except TROUBLE as error:
             raise self._channel.explain(error) from error
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class ProducerStats:
-    """What became of a producer's requests.
+    """What became of a producer's requests to the model's workers.
+
+    A request is for a row; a trie's calls make requests too: for a prompt's row where they need one, and for values where
+    the model's workers have tries. What trie workers are asked is not counted.
 
     Attributes:
-        requests: rows that were asked for.
+        requests: all of them.
         local_hits: answered from the producer's own memory.
         cache_hits: answered from the cache in Redis.
         joined: joined a request for the same prompt that was under way here or in another process.

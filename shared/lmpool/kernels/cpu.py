@@ -16,7 +16,7 @@ is installed.
 
 from __future__ import annotations
 
-import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from lmpool.kernels import Op, check_op, check_out
 from lmpool.kernels.cpu_loops import LEAST, MOST, WIDTHS, block_loops, exps, far_sweep, logs
+from lmpool.kernels.footprint import count_cores
 from lmpool.kernels.plan import Compressed, Plan, make_plan
 from lmpool.weights import check_layout, nan_found
 
@@ -105,10 +106,9 @@ class CpuKernels:
             threads: how many threads share a batch; as many as there are cores to run on by default.
         """
         self._plan = make_plan(trie)
-        self._threads = threads or (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-        self._scratch: list[_Scratch] = []
+        self._threads = threads or count_cores()
+        # One a thread; calls that meet may need more, which are not kept.
+        self._scratch: deque[_Scratch] = deque(maxlen=self._threads)
         for width in WIDTHS:
             block_loops(width)
 

@@ -14,7 +14,9 @@ import numba
 import numpy as np
 from numba import types
 
-WIDTHS = (1, 4, 8)
+from lmpool.kernels.footprint import WIDEST
+
+WIDTHS = (1, 4, WIDEST)
 # The sum of 4 million exponentials below this stays finite, and a lone one above stays a normal number.
 LEAST, MOST = -700.0, 600.0
 

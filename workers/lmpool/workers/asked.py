@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from lmpool.errors import CorruptRow, SourceMissing, WorkerError
 from lmpool.messages import Failure
 from lmpool.rowcache import Row
 from lmpool.rows import RowBlock, decode_row
-from lmpool.workers.held import Wanted
+from lmpool.workers.held import Holdings, Wanted
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.tries.desk import answer
 from lmpool.workers.tries.inputs import TrieInputs
 from lmpool.workers.tries.larder import Larder
 
+_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
 
 Asks = Mapping[bytes, Mapping[bytes, Wanted]]
@@ -39,29 +41,45 @@ class Asked:
         self._larder = larder
         self._publisher = publisher
         self._fingerprint = card.fingerprint
+        self._vocab_size = card.vocab_size
         self._is_able = is_able
 
-    async def answer_cached(self, asks: Asks) -> dict[bytes, list[bytes]]:
-        """Answer what is asked of rows that are in the cache; returns the entries that were answered, by prompt."""
-        if not self._is_able:
-            return {}
+    async def answer_cached(self, asks: Asks, held: Holdings) -> dict[bytes, list[bytes]]:
+        """Answer what is asked of rows that are in the cache, without the backend.
+
+        Args:
+            asks: what is asked.
+            held: is told which rows in the cache are damaged.
+
+        Returns:
+            the entries that were ended, by prompt; the rows of the other prompts are to be computed.
+        """
         named = self._named(asks)
-        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(named))
-        # A row that is not there, or that cannot be read, the backend computes.
-        absent = {named[name].source for name, failure in failures.items() if failure.kind in _ABSENT}
+        if not self._is_able:
+            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
+            return {prompt: list(wants) for prompt, wants in asks.items()}
+        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(named, vocab_size=self._vocab_size))
+        absent = set()
+        for name, failure in failures.items():
+            prompt = named[name].source
+            if failure.kind in _ABSENT:
+                absent.add(prompt)
+            if failure.kind == CorruptRow.__name__ and prompt in held:
+                held[prompt].is_damaged = True
         known = {prompt: wants for prompt, wants in asks.items() if prompt not in absent}
         inputs = {name: one for name, one in inputs.items() if one.ask.source in known}
         await self._finish(known, inputs, {name: one for name, one in failures.items() if named[name].source in known})
         return {prompt: list(wants) for prompt, wants in known.items()}
 
-    async def answer(self, asks: Asks, rows: Mapping[bytes, Row]) -> None:
-        """Answer what is asked of some rows, and end the jobs."""
+    async def answer(self, asks: Asks, block: RowBlock) -> None:
+        """Answer what is asked of the rows of a block, and end the jobs."""
         named = self._named(asks)
-        if self._is_able:
-            await self._finish(asks, *await self._publisher.insist(lambda: self._larder.fill(named, rows)))
-        else:
-            failure = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
-            await self._finish(asks, {}, dict.fromkeys(named, failure))
+        if not self._is_able:
+            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
+            return
+        rows = await asyncio.to_thread(_rows_of, block, asks)
+        fill = partial(self._larder.fill, named, rows, vocab_size=self._vocab_size)
+        await self._finish(asks, *await self._publisher.insist(fill))
 
     def _named(self, asks: Asks) -> dict[bytes, TrieAsk]:
         """The asks by the names of their answers, each with the name of its row."""
@@ -81,7 +99,7 @@ class Asked:
                 entries.setdefault(wanted.digest, []).append(entry)
                 if wanted.overwrite:
                     overwrite.add(wanted.digest)
-        answers, failed = await asyncio.to_thread(answer, inputs)
+        answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
         if answers is not None:
             await self._publisher.publish(answers, entries, overwrite)
         failures |= {name: Failure(WorkerError.__name__, text) for name, text in failed.items()}
@@ -90,7 +108,7 @@ class Asked:
             await self._publisher.end(endings)
 
 
-def rows_of(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
+def _rows_of(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
     """Some rows of a block, as clients read them."""
     size = block.numbers.shape[1]
     return {

@@ -32,10 +32,12 @@ class Held:
     Attributes:
         job: what the backend is asked.
         entries: the queue entries that ask for it.
+        is_damaged: what the cache has as its row cannot be read.
     """
 
     job: BackendJob
     entries: dict[bytes, Wanted] = field(default_factory=dict)
+    is_damaged: bool = False
 
     @property
     def is_only_asked(self) -> bool:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from redis.exceptions import RedisError
 
 from lmpool import scripts
 from lmpool.backoff import delays
-from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError, ModelMismatch, ServerError, WorkerError
+from lmpool.card import TRIE_SERVICE, ModelCard
+from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine
-from lmpool.messages import Failure
 from lmpool.rowcache import RedisRows
-from lmpool.rows import Block, RowBlock, VectorBlock
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
-from lmpool.workers.asked import Asked, rows_of
-from lmpool.workers.backend import BackendJob, BackendSettings, Finished
-from lmpool.workers.held import Holdings, Wanted
+from lmpool.workers.asked import Asked
+from lmpool.workers.backend import BackendSettings, Finished
+from lmpool.workers.delivery import Delivery
+from lmpool.workers.held import Holdings
 from lmpool.workers.intake import Intake, Taken
 from lmpool.workers.loading import Loading
 from lmpool.workers.meter import Meter
 from lmpool.workers.presence import Presence, new_worker_id
-from lmpool.workers.publisher import Ending, Publisher
+from lmpool.workers.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Opened, Stepper
+from lmpool.workers.tries.backend import warm_up
 from lmpool.workers.tries.larder import Larder
 
 _log = logging.getLogger("lmpool.worker")
@@ -61,7 +61,6 @@ class Worker:
         self._broken: BaseException | None = None
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
-        self._failures = 0
         self._meter = Meter()
 
     @property
@@ -110,6 +109,10 @@ class Worker:
     async def _run(self, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
         """Join the model, serve it until `stop`, and leave it."""
         settings = self._settings
+        if opened.card.is_trie != (opened.card.backend == "trie"):
+            raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: serve the model under another name")
+        if settings.with_trie:
+            await asyncio.to_thread(warm_up, opened.device)
         self._card = card = replace(
             opened.card,
             lease_s=settings.lease_s,
@@ -128,7 +131,8 @@ class Worker:
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
         self._larder = Larder(self._server, keys, opened.device, settings)
-        self._asked = Asked(self._larder, self._publisher, card, is_able=settings.with_trie)
+        asked = Asked(self._larder, self._publisher, card, is_able=settings.with_trie)
+        self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card)
         try:
             await self._join()
             if on_ready is not None:
@@ -167,6 +171,7 @@ class Worker:
             asyncio.create_task(part, name=name)
             for name, part in [
                 *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
+                ("supply", self._delivery.supply(self._changed.set)),
                 ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
                 ("farewell", self._say_draining()),
                 ("leases", self._every(self._settings.lease_s / 3, self._renew)),
@@ -241,93 +246,14 @@ class Worker:
         return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
 
     async def _accept(self, taken: list[Taken]) -> None:
-        """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
-        if self._broken is not None:
-            return  # It holds nothing any more; others take these over after a lease.
-        fresh, endings = [], []
-        for one in taken:
-            if one.job is None:
-                endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
-            elif self._held.add(one, one.job):
-                fresh.append(one.job.digest)
-        if endings:
-            self._failures += len(endings)
-            await self._publisher.end(endings)
-        if fresh:
-            await self._hand_on(fresh)
-
-    async def _hand_on(self, digests: list[bytes]) -> None:
-        """Give the backend what it is to compute; what can be had without it is answered here."""
-        if self._card.is_trie:
-            await self._fail(await self._fill(digests))
-            digests = [digest for digest in digests if digest in self._held]
-        elif asked := [digest for digest in digests if self._held[digest].is_only_asked]:
-            answered = await self._asked.answer_cached(self._held.entries(asked))
-            self._release(answered)
-            digests = [digest for digest in digests if digest not in answered]
-        if digests and self._broken is None:
-            self._stepper.submit([self._held[digest].job for digest in digests])
-
-    async def _fill(self, digests: list[bytes]) -> dict[bytes, Failure]:
-        """Fetch what trie jobs need; returns those that cannot be answered, with the reason."""
-        wants = [(digest, wanted) for digest in digests for wanted in self._held[digest].entries.values()]
-        asks = {digest: wanted.ask for digest, wanted in wants if wanted.ask}
-        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
-        for digest, found in inputs.items():
-            if digest in self._held:  # The backend may have broken meanwhile.
-                held = self._held[digest]
-                held.job = BackendJob(digest, held.job.ids, held.job.adapter, found)
-        return failures
+        # A broken backend holds nothing any more; others take these over after a lease.
+        if self._broken is None:
+            await self._delivery.accept(taken)
 
     async def _publish_all(self) -> None:
         while True:
-            finished = await self._finished.get()
-            for block in finished.blocks:
-                await self._publish(block)
-            if finished.answers:
-                await self._publish(finished.answers)
-            if finished.failures:
-                self._failures += len(finished.failures)
-                await self._fail(
-                    {
-                        digest: Failure(WorkerError.__name__, f"{text} (worker {self._id})")
-                        for digest, text in finished.failures.items()
-                    }
-                )
-
-    async def _publish(self, block: Block) -> None:
-        """Store a block; answer from it what is asked of its rows."""
-        entries = self._held.entries(block.digests)
-        plain: dict[bytes, list[bytes]] = {}
-        asked: dict[bytes, dict[bytes, Wanted]] = {}
-        for digest, wants in entries.items():
-            for entry, wanted in wants.items():
-                if wanted.ask is None or isinstance(block, VectorBlock):
-                    plain.setdefault(digest, []).append(entry)
-                else:
-                    asked.setdefault(digest, {})[entry] = wanted
-        overwrite = {digest for digest, wants in entries.items() if any(one.overwrite for one in wants.values())}
-        await self._publisher.publish(block, plain, overwrite)
-        if asked and isinstance(block, RowBlock):
-            await self._asked.answer(asked, rows_of(block, asked))
-        self._release(entries)
-
-    async def _fail(self, failures: Mapping[bytes, Failure]) -> None:
-        entries = self._held.entries(failures)
-        await self._publisher.end(
-            [
-                Ending(entry, wanted.digest, failures[digest])
-                for digest, wants in entries.items()
-                for entry, wanted in wants.items()
-            ]
-        )
-        self._release(entries)
-
-    def _release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
-        """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
-        if again := self._held.release(ended):
-            self._stepper.submit(again)
-        self._changed.set()
+            await self._delivery.publish(await self._finished.get(), self._id)
+            self._changed.set()
 
     async def _renew(self) -> None:
         entries = [entry for held in self._held for entry in held.entries]
@@ -370,14 +296,14 @@ class Worker:
         return {
             "state": "draining" if self._stopping.is_set() else "ready",
             "held": len(self._held),
-            "failures": self._failures,
+            "failures": self._delivery.failures,
             "rows_per_s": round(self._meter.rate(stats.rows), 1),
             **stats._asdict(),
         }
 
     async def _log_counters(self) -> None:
         line = self._meter.describe(self._stepper.stats)
-        _log.info("%s, %d held, %d failures", line, len(self._held), self._failures)
+        _log.info("%s, %d held, %d failures", line, len(self._held), self._delivery.failures)
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)

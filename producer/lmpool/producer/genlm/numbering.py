@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from lmpool.producer.genlm.spelling import BASE
 from lmpool.trie import Trie
 
-np.int32 = np.int32
-
 
 class Spans(NamedTuple):
     """The items below every node of a trie, as ranges of one list.

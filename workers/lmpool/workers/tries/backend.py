@@ -22,6 +22,15 @@ REVISION: Final = "1"
 """Changes when the numbering of nodes or the meaning of an operation does."""
 
 
+def warm_up(device: str) -> None:
+    """Compile the kernels before the first job needs them.
+
+    Raises:
+        SettingsError: what the device needs is not installed or not there.
+    """
+    open_kernels(Trie([b"a", b"b"]), device)
+
+
 @dataclass(frozen=True, slots=True)
 class TrieSettings:
     """Settings of a trie worker.
@@ -66,8 +75,7 @@ class TrieBackend:
         self._settings = settings
         self._jobs: OrderedDict[bytes, TrieInputs] = OrderedDict()
         self._stats = BackendStats()
-        # Compiles the kernels before the first job, and says now what is missing.
-        open_kernels(Trie([b"a", b"b"]), settings.device)
+        warm_up(settings.device)
 
     @property
     def card(self) -> ModelCard:

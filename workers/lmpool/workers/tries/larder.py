@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lmpool.asks import TrieAsk
-from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing, UnknownVocabulary
+from lmpool.errors import (
+    CorruptRow,
+    InvalidWeights,
+    LMPoolError,
+    ProtocolError,
+    ServerError,
+    SourceMissing,
+    UnknownVocabulary,
+)
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.messages import Failure
@@ -44,13 +52,14 @@ class Larder:
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
-        self, asks: Mapping[bytes, TrieAsk], rows: Mapping[bytes, Values] | None = None
+        self, asks: Mapping[bytes, TrieAsk], rows: Mapping[bytes, Values] | None = None, vocab_size: int | None = None
     ) -> tuple[dict[bytes, TrieInputs], dict[bytes, Failure]]:
         """Bring what jobs need.
 
         Args:
             asks: name of the answer -> ask.
             rows: digest of a prompt -> its row, of those that need not be fetched.
+            vocab_size: V of the rows, when the asks are about rows of one model.
 
         Returns:
             name of the answer -> inputs, or the reason why it cannot be answered.
@@ -58,30 +67,32 @@ class Larder:
         Raises:
             ServerError: the server cannot be used.
         """
+        known = rows or {}
         failures: dict[bytes, Failure] = {}
-        tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
         inputs: dict[bytes, TrieInputs] = {}
         wanted: dict[bytes, _Source] = {}
+        tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
         for name, ask in asks.items():
             trie = tries[ask.vocabulary]
-            if isinstance(trie, LMPoolError):
+            if isinstance(trie, Shelved) and vocab_size not in (None, len(trie.vocabulary)):
+                text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
+                failures[name] = _failure(InvalidWeights(text))
+            elif isinstance(trie, LMPoolError):
                 failures[name] = _failure(trie)
-                continue
-            values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
-            inputs[name] = TrieInputs(ask, trie, None, values)
-            if values is None and ask.source not in (rows or {}):
-                wanted[name] = ask.rows, ask.source, len(trie.vocabulary)
-        found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
-        for name, one in list(inputs.items()):
-            if one.values is not None:
-                continue
-            vector = (rows or {}).get(one.ask.source)
-            fetched = found[wanted[name]] if vector is None else _fitting(vector, one)
-            if isinstance(fetched, np.ndarray):
-                inputs[name] = one._replace(vector=fetched)
             else:
-                failures[name] = _failure(fetched)
+                values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
+                inputs[name] = TrieInputs(ask, trie, known.get(ask.source), values)
+                if values is None and ask.source not in known:
+                    wanted[name] = ask.rows, ask.source, len(trie.vocabulary)
+        found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
+        for name, source in wanted.items():
+            vector = found[source]
+            if isinstance(vector, LMPoolError):
+                failures[name] = _failure(vector)
                 del inputs[name]
+            else:
+                one = inputs[name]
+                inputs[name] = TrieInputs(one.ask, one.trie, vector)
         return inputs, failures
 
     async def _find_tries(self, digests: Iterable[str]) -> dict[str, Shelved | LMPoolError]:
@@ -93,7 +104,8 @@ class Larder:
                 if isinstance(vocabulary, LMPoolError):
                     found[digest] = vocabulary
                     continue
-                trie = Shelved(vocabulary, self._device, self._values)
+                # Another fill may have brought it meanwhile.
+                trie = self._tries.get(digest) or Shelved(vocabulary, self._device, self._values)
                 self._tries.put(digest, trie)
             found[digest] = trie
         return found
@@ -155,11 +167,6 @@ def _read(value: object, name: _Source) -> Values | LMPoolError:
         return decode_row(value, name[2])
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
-
-
-def _fitting(row: Values, job: TrieInputs) -> Values | LMPoolError:
-    tokens = len(job.trie.vocabulary)
-    return row if len(row) == tokens else CorruptRow(f"a row of V = {len(row)} for a vocabulary of {tokens} tokens")
 
 
 def _failure(error: LMPoolError) -> Failure:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.kernels import Kernels, open_kernels
+from lmpool.kernels.footprint import most_bytes
 from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
 
@@ -73,11 +74,19 @@ class Shelved:
         vocabulary: the byte strings.
         device: where its kernels run.
         values: where computed values of rows are kept.
+
+    Attributes:
+        nbytes: what it takes at most once the trie is built and its kernels have run: a node for every byte.
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesShelf) -> None:
         self.vocabulary = vocabulary
         self.values = values
+        self.nbytes = (
+            vocabulary.nbytes * (1 + _BYTES_A_NODE)
+            + len(vocabulary) * _BYTES_A_TOKEN
+            + most_bytes(vocabulary, device)
+        )
         self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
         self._lock = threading.Lock()
@@ -89,11 +98,6 @@ class Shelved:
                 trie = Trie(self.vocabulary)
                 self._opened = trie, open_kernels(trie, self._device)
             return self._opened
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes at most once the trie is built: a node for every byte."""
-        return self.vocabulary.nbytes * (1 + _BYTES_A_NODE) + len(self.vocabulary) * _BYTES_A_TOKEN
 
 
 TrieShelf = Shelf[str, Shelved]

@@ -1,0 +1,47 @@
+"""A deadline that several steps of a request share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lmpool.errors import DeadlineExceeded
+
+
+class Within:
+    """A deadline.
+
+    Args:
+        seconds: from now on.
+
+    Attributes:
+        seconds: as above.
+        end: the event loop's time when they have passed.
+    """
+
+    __slots__ = ("_time", "end", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._time = asyncio.get_running_loop().time
+        self.end = self._time() + seconds
+
+    @asynccontextmanager
+    async def limit(self) -> AsyncIterator[None]:
+        """End what is awaited inside when the deadline passes.
+
+        Raises:
+            DeadlineExceeded: it has passed already.
+            TimeoutError: it passed inside.
+        """
+        late = f"no answer within {self.seconds:g} s"
+        if self._time() >= self.end:
+            raise DeadlineExceeded(f"{late}: allow more time (timeout=)")
+        timer = asyncio.timeout_at(self.end)
+        try:
+            async with timer:
+                yield
+        except TimeoutError as error:
+            # A connection may time out too, for reasons of its own.
+            raise TimeoutError(late) if timer.expired() else error from error

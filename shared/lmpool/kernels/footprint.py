@@ -1,0 +1,34 @@
+"""How much memory the kernels of a trie take at most, told from its vocabulary: before the trie is built."""
+
+from __future__ import annotations
+
+import os
+
+from lmpool.vocab import Vocabulary
+
+WIDEST = 8
+"""Rows that go through the loops of the CPU kernels side by side, at most."""
+
+
+def count_cores() -> int:
+    """Cores that this process may run on: as many threads share a batch."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def most_bytes(vocabulary: Vocabulary, device: str) -> int:
+    """What `Kernels.nbytes` grows to at most.
+
+    Args:
+        vocabulary: of the trie.
+        device: as `lmpool.kernels.open_kernels` takes it.
+    """
+    tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
+    # There are no more inner nodes than tokens: each but the root divides tokens, or has one of its own or a second one.
+    inner = tokens
+    if device != "cpu":
+        blocks = 2 * tokens.bit_length() * inner
+        return 8 * (tokens + inner + 1 + nodes) + 16 * blocks
+    plan = 4 * (2 * tokens + 3 * inner + 1 + nodes)
+    places = min(int(vocabulary.lengths.max()), inner) + 2
+    a_lane = 4 * tokens + (4 + 8) * (inner + tokens) + 8 * places
+    return plan + count_cores() * WIDEST * a_lane

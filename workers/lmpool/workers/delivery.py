@@ -1,0 +1,144 @@
+"""What becomes of the prompts that a worker holds: supplied, computed, published, and let go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from lmpool.card import ModelCard
+from lmpool.errors import WorkerError
+from lmpool.messages import Failure
+from lmpool.rows import RowBlock
+from lmpool.workers.asked import Asked
+from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.held import Holdings, Wanted
+from lmpool.workers.intake import Taken
+from lmpool.workers.publisher import Ending, Publisher
+from lmpool.workers.stepper import Stepper
+from lmpool.workers.tries.larder import Larder
+
+
+class Delivery:
+    """Takes jobs from the queue to the backend, and what comes of them to the clients.
+
+    Args:
+        held: what the worker holds.
+        stepper: the backend.
+        publisher: stores rows and ends jobs.
+        larder: brings what trie jobs need.
+        asked: answers what is asked of rows.
+        card: what the worker serves.
+
+    Attributes:
+        failures: jobs that ended without a row or an answer.
+    """
+
+    def __init__(
+        self, held: Holdings, stepper: Stepper, publisher: Publisher, larder: Larder, asked: Asked, card: ModelCard
+    ) -> None:
+        self._held = held
+        self._stepper = stepper
+        self._publisher = publisher
+        self._larder = larder
+        self._asked = asked
+        self._card = card
+        self._to_supply: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self.failures = 0
+
+    async def accept(self, taken: list[Taken]) -> None:
+        """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
+        fresh, endings = [], []
+        for one in taken:
+            if one.job is None:
+                endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
+            elif self._held.add(one, one.job):
+                fresh.append(one.job.digest)
+        later = {digest for digest in fresh if self._card.is_trie or self._held[digest].is_only_asked}
+        self._submit(digest for digest in fresh if digest not in later)
+        if later:
+            # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
+            self._to_supply.put_nowait(list(later))
+        if endings:
+            await self._end(endings)
+
+    async def supply(self, on_change: Callable[[], None]) -> None:
+        """Fetch what jobs need before the backend can have them, or answer them without it; never returns.
+
+        Args:
+            on_change: called when there is room again.
+        """
+        while True:
+            digests = await self._to_supply.get()
+            if self._card.is_trie:
+                await self._fill(digests)
+            else:
+                asks = self._held.entries(digests)
+                answered = await self._asked.answer_cached(asks, self._held)
+                self.release(answered)
+                digests = [digest for digest in digests if digest not in answered]
+            self._submit(digests)
+            on_change()
+
+    async def _fill(self, digests: list[bytes]) -> None:
+        wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
+        asks = {digest: wanted.ask for digest, wanted in wants if wanted.ask}
+        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
+        for digest, found in inputs.items():
+            if digest in self._held:  # The backend may have broken meanwhile.
+                job = self._held[digest].job
+                self._held[digest].job = BackendJob(digest, job.ids, job.adapter, found)
+        await self._fail(failures)
+
+    def _submit(self, digests: Iterable[bytes]) -> None:
+        """Hand jobs to the backend, those that are still held."""
+        if jobs := [self._held[digest].job for digest in digests if digest in self._held]:
+            self._stepper.submit(jobs)
+
+    async def publish(self, finished: Finished, worker_id: str) -> None:
+        """Publish what a step brought."""
+        for block in finished.blocks:
+            await self._publish_rows(block)
+        if finished.answers is not None:
+            entries = self._held.entries(finished.answers.digests)
+            overwrite = {name for name, wants in entries.items() if any(one.overwrite for one in wants.values())}
+            await self._publisher.publish(
+                finished.answers, {name: list(wants) for name, wants in entries.items()}, overwrite
+            )
+            self.release(entries)
+        texts = {digest: f"{text} (worker {worker_id})" for digest, text in finished.failures.items()}
+        await self._fail({digest: Failure(WorkerError.__name__, text) for digest, text in texts.items()})
+
+    async def _publish_rows(self, block: RowBlock) -> None:
+        """Store rows; answer from them what is asked of them."""
+        entries = self._held.entries(block.digests)
+        plain: dict[bytes, list[bytes]] = {}
+        asked: dict[bytes, dict[bytes, Wanted]] = {}
+        overwrite = {digest for digest in entries if self._held[digest].is_damaged}
+        for digest, wants in entries.items():
+            for entry, wanted in wants.items():
+                if wanted.ask is not None:
+                    asked.setdefault(digest, {})[entry] = wanted
+                    continue
+                plain.setdefault(digest, []).append(entry)
+                if wanted.overwrite:
+                    overwrite.add(digest)
+        await self._publisher.publish(block, plain, overwrite)
+        if asked:
+            await self._asked.answer(asked, block)
+        self.release(entries)
+
+    async def _fail(self, failures: Mapping[bytes, Failure]) -> None:
+        if failures:
+            entries = self._held.entries(failures)
+            wants = [(digest, entry, wanted) for digest, ours in entries.items() for entry, wanted in ours.items()]
+            await self._end([Ending(entry, wanted.digest, failures[digest]) for digest, entry, wanted in wants])
+            self.release(entries)
+
+    async def _end(self, endings: list[Ending]) -> None:
+        self.failures += len(endings)
+        await self._publisher.end(endings)
+
+    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
+        """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
+        if again := self._held.release(ended):
+            self._stepper.submit(again)
