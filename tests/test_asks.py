@@ -107,6 +107,12 @@ async def test_a_vocabulary_is_sent_only_when_the_pool_has_none_or_another(pool:
         await redis.set(key, Vocabulary([b"c"]).pack())
         with pytest.raises(UnknownVocabulary, match=f"{vocabulary.digest} is another: {Vocabulary([b'c']).digest}"):
             await look_up(redis, pool.keys, vocabulary.digest)
+        # Of the same size: only who was told that it is unknown knows that it is wrong.
+        wrong = bytearray(vocabulary.pack())
+        wrong[-1] ^= 1
+        await redis.set(key, bytes(wrong))
+        await register(redis, pool.keys, vocabulary, anew=True)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
     finally:
         await redis.aclose()
 

@@ -45,8 +45,16 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == f"lmpool {version('lmpool')}\n"
     ended = run("--help")
     assert ended.returncode == 0
-    for command in ("up", "worker", "logprobs", "status", "flush", "bench"):
+    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench"):
         assert re.search(rf"\b{command}\b", ended.stdout)
+
+
+@pytest.mark.parametrize("command", [[], ["trie"]])
+def test_a_command_without_arguments_prints_its_help_and_no_error(command: list[str]) -> None:
+    ended = run(*command)
+    assert ended.returncode == 2
+    assert "Usage:" in ended.stdout + ended.stderr
+    assert "lmpool:" not in ended.stderr
 
 
 def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
 
-from lmpool.errors import CorruptRow, DeadlineExceeded, WorkerError
+from lmpool.errors import CorruptRow, DeadlineExceeded, ServerUnreachable, WorkerError
 from lmpool.producer.flights import Answer, FlightTable, Stage
+from lmpool.producer.inbox import Inbox
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.waiters import BatchWaiter, SingleWaiter
@@ -317,3 +319,46 @@ def test_a_snapshot_of_the_counters_stays_as_it_is() -> None:
     stats.add("computed", 3)
     assert before == ProducerStats(requests=1)
     assert stats == ProducerStats(requests=2, computed=3)
+
+
+# Lost connections
+
+
+class Interrupted:
+    """A channel whose reader loses its connection once; it tells what was looked for."""
+
+    fingerprint, reply = "f", b"reply"
+
+    def __init__(self, flights: FlightTable) -> None:
+        self.reader = self
+        self.looked_for: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        self._flights = flights
+        self._calls = 0
+
+    async def call(self, *_: Any) -> Any:
+        self._calls += 1
+        if self._calls == 1:
+            raise ServerUnreachable("gone")
+        await asyncio.Event().wait()
+
+    async def settle(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._flights.deliver(digest, row())
+        self.looked_for.set_result(digests)
+
+    def note(self, error: BaseException) -> None:
+        assert isinstance(error, ServerUnreachable)
+
+
+async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) -> None:
+    touched, _ = desk.flights.board(prompt(1), Ear(), touch=True)
+    desk.flights.board(prompt(2), Ear())
+    channel: Any = Interrupted(desk.flights)
+    outbox: Any = None
+    inbox = Inbox(channel, desk.flights, outbox, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        parts = [group.create_task(part) for part in (inbox.read(), inbox.collect())]
+        assert await asyncio.wait_for(channel.looked_for, 5) == [prompt(2).digest]
+        for part in parts:
+            part.cancel()
+    assert list(desk.flights) == [touched]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,23 @@ def test_buffers_are_kept_and_counted() -> None:
     for _ in range(5):
         kernels.values("sum", some_weights(1, 1000))
     assert kernels.nbytes == used
+
+
+def test_no_more_buffers_are_kept_than_threads() -> None:
+    trie = Trie(tekken()[:1000])
+    kernels = CpuKernels(trie, threads=1)
+    empty = kernels.nbytes
+    kernels.inner("sum", some_weights(1, 1000))
+    one = kernels.nbytes - empty
+    together = Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: _borrow_together(kernels, together), range(4)))
+    assert kernels.nbytes - empty == one
+
+
+def _borrow_together(kernels: CpuKernels, together: Barrier) -> None:
+    with kernels._borrowed():
+        together.wait(60)
 
 
 # Refusals

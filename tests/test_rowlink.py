@@ -49,6 +49,7 @@ class Transport:
         self.written += bytes(data)
 
     def writelines(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self.calls.append("writelines")
         for chunk in chunks:
             self.write(bytes(chunk))
 
@@ -621,9 +622,10 @@ async def test_set_on_the_wire(size: int) -> None:
 
 
 async def test_rows_of_several_sizes_in_one_call_are_sent_whole() -> None:
-    for sizes in ((1, LARGE, 5), (LARGE, 0, 1)):
+    for sizes in ((1, LARGE, 5), (LARGE, 0, 1), (0, 5, LARGE)):
         line = Line()
         line.link.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
+        assert "writelines" in line.transport.calls, "the large one was copied"
         assert line.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
 
 

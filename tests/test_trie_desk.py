@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lmpool.asks import Selection, TrieAsk
-from lmpool.kernels import OPS, Op
+from lmpool.kernels import OPS, Kernels, Op
+from lmpool.kernels.footprint import count_cores
 from lmpool.rows import VectorBlock, decode_row
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob
@@ -108,9 +111,9 @@ def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
     )
     assert_right(vectors(block)[b"fine"], [1.0])
     assert set(failures) == {b"nan", b"range", b"under", b"max"}
-    assert "weight 7" in failures[b"nan"]
+    assert failures[b"nan"].startswith("InvalidWeights: weight 7")
     assert "NaN" in failures[b"max"]
-    assert failures[b"range"] == f"node {count} is out of range: nodes go from 0 to {count - 1}"
+    assert failures[b"range"] == f"UnknownNode: node {count} is out of range: nodes go from 0 to {count - 1}"
     assert "node -1" in failures[b"under"]
 
 
@@ -118,6 +121,83 @@ def test_a_batch_in_which_all_fails_has_no_answers() -> None:
     block, failures = answer({b"a": job(shelved(), np.full(V, np.nan, np.float32))})
     assert block is None
     assert set(failures) == {b"a"}
+
+
+def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
+    fine, ws = shelved(), draw_weights(2, V)
+    lost = Shelved(Vocabulary(words(41, V)), "nowhere", ValuesShelf(0))
+    jobs = {b"fine": job(fine, ws), b"one": job(lost, ws), b"two": job(lost, 2 * ws)}
+    block, failures = answer(jobs)
+    assert set(vectors(block)) == {b"fine"}
+    assert set(failures) == {b"one", b"two"}
+    for text in failures.values():
+        assert text.startswith("SettingsError: device: torch cannot use 'nowhere'")
+
+
+class Small:
+    """Kernels of a device with room for so many rows."""
+
+    def __init__(self, kernels: Kernels, room: int, error: type[RuntimeError]) -> None:
+        self.kernels, self.room, self.error = kernels, room, error
+        self.tried: list[int] = []
+
+    def inner(self, op: Op, weights: Values) -> Values:
+        self.tried.append(len(weights))
+        if len(weights) > self.room:
+            raise self.error("no room")
+        return self.kernels.inner(op, weights)
+
+
+def on_small_device(
+    monkeypatch: pytest.MonkeyPatch, room: int, error: type[RuntimeError] = torch.OutOfMemoryError
+) -> tuple[Shelved, Small]:
+    trie = shelved()
+    small = Small(trie.open()[1], room, error)
+    monkeypatch.setattr(trie, "_opened", (trie.open()[0], small))
+    return trie, small
+
+
+def test_a_batch_that_does_not_fit_the_device_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, small = on_small_device(monkeypatch, 2)
+    wanted = {bytes([n]) * 16: job(trie, n * draw_weights(n, V), select="nodes", nodes=[0]) for n in range(1, 6)}
+    block, failures = answer(wanted)
+    assert not failures
+    assert small.tried == [5, 3, 2, 1, 2]
+    for name, got in vectors(block).items():
+        assert_right(got, [name[0]])
+
+
+def test_a_row_that_does_not_fit_the_device_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, _ = on_small_device(monkeypatch, 0)
+    block, failures = answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert block is None
+    assert set(failures) == {b"a", b"b"}
+    assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, a single row of 200 weights")
+
+
+def test_a_trie_that_does_not_fit_the_device_fails_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    trie = shelved()
+    monkeypatch.setattr(trie, "open", full)
+    _, failures = answer({b"a": job(trie, draw_weights(1, V))})
+    assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, the trie does not fit")
+
+
+def test_an_error_that_is_not_about_memory_is_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, small = on_small_device(monkeypatch, 0, RuntimeError)
+    with pytest.raises(RuntimeError, match="no room"):
+        answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert small.tried == [2]
+
+
+def test_values_that_are_kept_do_not_keep_their_batch() -> None:
+    trie = shelved()
+    answer({bytes([n]) * 16: job(trie, draw_weights(n, V), "max", "values", (), FP, bytes([n]) * 16) for n in range(2)})
+    kept = trie.values.get(("max", FP, b"\x01" * 16, trie.vocabulary.digest))
+    assert kept is not None
+    assert kept.base is None
 
 
 def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +289,21 @@ def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
     assert shelf.get("b") is None
 
 
-def test_a_trie_takes_no_more_than_its_shelf_is_told() -> None:
-    for seed, size in ((42, 50), (43, 5000)):
-        one = Shelved(Vocabulary(words(seed, size)), "cpu", ValuesShelf(0))
-        trie, _ = one.open()
-        assert trie.nbytes + one.vocabulary.nbytes <= one.nbytes + 4096
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize(
+    "tokens",
+    [words(42, 50), words(43, 5000), [b"a"], [b"ab", b"ab"], [b"a" * n for n in range(300)]],
+    ids=["few", "many", "one", "twins", "nested"],
+)
+def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequence[bytes], device: str) -> None:
+    one = Shelved(Vocabulary(tokens), device, ValuesShelf(0))
+    trie, kernels = one.open()
+    assert trie.n_inner <= trie.n_tokens
+    weights = np.zeros((32 * count_cores(), trie.n_tokens), np.float32)
+    if device == "cpu":
+        for _ in range(3):
+            kernels.inner("logsumexp", weights)
+    assert trie.nbytes + one.vocabulary.nbytes + kernels.nbytes <= one.nbytes + 4096
 
 
 def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:

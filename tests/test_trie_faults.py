@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import NoWorker, UnknownModel
+from lmpool.errors import DeadlineExceeded, NoWorker, ServerUnreachable, UnknownModel
+from lmpool.producer import Producer, vocabularies
 from lmpool.producer.trie import PooledTrie
+from lmpool.producer.within import Within
 from lmpool.prompts import encode_prompt
+from lmpool.registry import register
 from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, WorkerProcess, until_async
 from tests.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
@@ -255,3 +258,83 @@ async def ask_some(trie: PooledTrie, prompt: list[int], nodes: list[int]) -> Non
     """Ask for what one prompt says of some nodes, and check the values."""
     exact = answers_of(trie.structure).of("sum", row_weights(prompt, V, "sum"))[nodes]
     assert_right(await trie.weight_sum(prompt=prompt, nodes=nodes, timeout=15), exact)
+
+
+# Deadlines
+
+
+async def never(*_: Any, **__: Any) -> None:
+    """Stands for a server that does not answer."""
+    await asyncio.Event().wait()
+
+
+async def test_no_step_of_a_request_outlives_its_deadline(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = [pool.start(*LEASE, "--vocab-size", V, wait=False), pool.start_trie_worker(*LEASE, wait=False)]
+    for worker in started:
+        worker.until_says("serving ")
+    monkeypatch.setattr(vocabularies, "register", never)
+    monkeypatch.setattr(vocabularies, "look_up", never)
+    async with pool.producer(timeout=1) as producer:
+        with pytest.raises(ServerUnreachable, match="no answer within 1 s"):
+            await producer.trie()
+        trie = await producer.trie(words(26, 300))
+        asked = [trie.weight_sum(draw_weights(seed, 300), timeout=0.5) for seed in range(3)]
+        for error in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10):
+            assert isinstance(error, (ServerUnreachable, DeadlineExceeded))
+            assert "within 0.5 s" in str(error)
+
+
+async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = 0
+
+    async def counted(*args: Any, **options: Any) -> None:
+        nonlocal sent
+        sent += 1
+        await register(*args, **options)
+
+    monkeypatch.setattr(vocabularies, "register", counted)
+    pool.start_trie_worker(*LEASE)
+    producer = pool.producer()
+    trie = await producer.trie(words(27, 300))
+    tries = (await producer._tries.open(Within(10))).vocabularies
+    await asyncio.gather(*(tries.register(trie.structure.vocabulary, Within(10)) for _ in range(20)))
+    assert sent == 1
+    pool.redis.set(pool.keys.vocabulary(trie.structure.digest), bytes(trie.structure.vocabulary.nbytes))
+    await sums(trie, range(3))
+    assert sent == 2
+    await producer.close()
+
+
+async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants() -> None:
+    accepted = asyncio.Semaphore(0)
+    held: list[Any] = []
+
+    def accept(*streams: Any) -> None:
+        held.extend(streams)
+        accepted.release()
+
+    silent = await asyncio.start_server(accept, "127.0.0.1", 0)
+    producer = Producer(redis=f"redis://127.0.0.1:{silent.sockets[0].getsockname()[1]}?socket_connect_timeout=60")
+    patient = asyncio.ensure_future(producer.logprobs([1], timeout=60))
+    await accepted.acquire()
+    with pytest.raises(ServerUnreachable, match=r"no answer within 0\.2 s"):
+        await asyncio.wait_for(producer.logprobs([1], timeout=0.2), 10)
+    assert not patient.done()
+    assert accepted.locked(), "both wait for one connection"
+    patient.cancel()
+    await asyncio.gather(patient, return_exceptions=True)
+    await asyncio.wait_for(held[0].read(), 10)  # Ends with the connection, which nobody waits for any more.
+    again = asyncio.ensure_future(producer.logprobs([1], timeout=60))
+    await asyncio.wait_for(accepted.acquire(), 10)
+    again.cancel()
+    await asyncio.gather(again, return_exceptions=True)
+    silent.close()
+    for stream in held[1::2]:
+        stream.close()
+
+
+async def test_a_deadline_that_has_passed_is_told_before_anything_is_tried() -> None:
+    within = Within(0.0)
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0 s: allow more time \(timeout=\)"):
+        async with within.limit():
+            raise AssertionError("nothing is tried")

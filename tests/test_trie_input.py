@@ -155,6 +155,21 @@ async def test_bad_prompts_and_adapters_are_refused_as_ever(producer: Producer, 
         await trie.weight_sum(prompt=[1], adapter="x", **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"local": True}])
+async def test_all_prompts_of_a_batch_are_checked_before_the_first_is_sent(
+    producer: Producer, options: dict[str, Any]
+) -> None:
+    trie = await producer.trie()
+    with pytest.raises(errors.TokenOutOfRange):
+        await trie.batch_weight_sum(prompts=[[40, 1], [40, 2], [V]], **options)
+    assert producer.stats().requests == 0
+
+
+async def test_the_name_of_trie_workers_is_reserved() -> None:
+    with pytest.raises(errors.SettingsError, match=r"model: 'trie' is the name of trie workers.*producer\.trie\(\)"):
+        Producer("trie")
+
+
 @pytest.mark.parametrize("options", [{}, {"nodes": []}, {"local": True}])
 async def test_a_vocabulary_of_another_size_than_the_model_s_takes_no_prompts(
     producer: Producer, options: dict[str, Any]

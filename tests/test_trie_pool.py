@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from lmpool.card import ModelCard
-from lmpool.errors import DeadlineExceeded, ProducerClosed, UnknownModel
-from lmpool.kernels import OPS, Op
+from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError, UnknownModel
+from lmpool.kernels import OPS, Kernels, Op, open_kernels
 from lmpool.link import CommandLink
 from lmpool.producer import Producer
+from lmpool.producer import trie as trie_module
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.trie import PooledTrie
 from lmpool.rowlink import RowLink
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.trie import Trie
 from lmpool.workers import worker as worker_module
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.backend import TrieSettings
@@ -475,6 +477,36 @@ async def test_without_a_server_a_local_trie_works(monkeypatch: pytest.MonkeyPat
     ws = draw_weights(1, 100)
     assert_right(await trie.weight_sum(ws), answers_of(trie.structure).of("sum", ws))
     await producer.close()
+
+
+async def test_a_local_trie_takes_rows_that_the_producer_has(shared: Pool) -> None:
+    async with shared.producer() as producer:
+        trie = await producer.trie(local=True)
+        await producer.logprobs([1040])
+        exact = answers_of(trie.structure).of("sum", row_weights([1040], V, "sum"))
+        assert_right(await trie.weight_sum(prompt=[1040]), exact)
+        stats = producer.stats()
+        assert (stats.requests, stats.local_hits) == (2, 1)
+
+
+async def test_concurrent_first_calls_make_the_kernels_once_and_a_failure_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Trie] = []
+
+    def make(structure: Trie) -> Kernels:
+        made.append(structure)
+        if len(made) == 1:
+            raise SettingsError("not this time")
+        return open_kernels(structure)
+
+    monkeypatch.setattr(trie_module, "open_kernels", make)
+    trie = await Producer(redis="redis://localhost:1").trie(words(14, 100), local=True)
+    ws = draw_weights(1, 100)
+    for attempt, kind in enumerate((SettingsError, np.ndarray, np.ndarray)):
+        found = await asyncio.gather(*(trie.weight_sum(ws) for _ in range(10)), return_exceptions=True)
+        assert {type(one) for one in found} == {kind}
+        assert len(made) == min(attempt + 1, 2)
 
 
 # Model workers with tries of their own

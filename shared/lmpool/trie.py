@@ -177,7 +177,7 @@ class Trie:
         """Not through numpy, which makes integers of bools."""
         if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
             raise UnknownNode(f"the nodes are {shown(nodes, _MOST_SHOWN)}: they must be a sequence of integers")
-        # One look at all the types is an eighth of the work of checking node by node.
+        # Checking node by node takes several times as long.
         if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
             return np.array(nodes, np.int32)
         return np.array([self.check_node(node) for node in nodes], np.int32)

@@ -19,12 +19,13 @@ from lmpool.keys import Keys
 from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
-from lmpool.producer.session import Session, Within
+from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.producer.trie_asker import TrieAsker
 from lmpool.producer.waiters import BatchWaiter
+from lmpool.producer.within import Within
 from lmpool.prompts import Prompt
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
@@ -39,7 +40,8 @@ class Producer:
     number of concurrent awaits, and survives several `asyncio.run` calls in a row.
 
     Args:
-        model: name of a served model; None means the only one that is served.
+        model: name of a served model; None means the only one that is served. Trie workers have the name `trie`
+            to themselves.
         redis: URL, or a redis-py client whose address and credentials are taken over; None means the
             environment's `LMPOOL_REDIS_URL`, then this user's embedded server.
         timeout: seconds that a request may take, unless the call says otherwise.
@@ -61,6 +63,11 @@ class Producer:
     ) -> None:
         if model is not None:
             check_name("model", model)
+        if model == TRIE_SERVICE:
+            raise SettingsError(
+                f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
+                "the only one, and ask for tries by `await producer.trie()`"
+            )
         check_name("prefix", prefix)
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
@@ -98,15 +105,11 @@ class Producer:
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
-        session = self._rows.current() or await self._rows.open(seconds)
+        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        session = self._rows.current() or await self._rows.open(within)
         prompt = encode(session.card, ids, adapter)
-        self._stats.requests += 1
-        row = self._cache.get(prompt.digest)
-        if row is not None:
-            self._stats.local_hits += 1
-            return row
-        return await session.answer(prompt, Within(seconds))
+        row = session.kept(prompt)
+        return row if row is not None else await session.answer(prompt, within)
 
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
@@ -124,13 +127,13 @@ class Producer:
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
-        session = self._rows.current() or await self._rows.open(seconds)
+        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        session = self._rows.current() or await self._rows.open(within)
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)
-        timer = session.loop.call_later(seconds, _expire_first, session, waits, seconds)
+        timer = session.loop.call_at(within.end, _expire_first, session, waits, within.seconds)
         try:
             await batch.future
         finally:
@@ -142,14 +145,12 @@ class Producer:
 
     def _ask_all(self, session: Session, prompts: list[Prompt], batch: BatchWaiter) -> list[tuple[Flight, Waiter]]:
         waits: list[tuple[Flight, Waiter]] = []
-        self._stats.requests += len(prompts)
         for index, prompt in enumerate(prompts):
             waiter = batch.at(index)
-            row = self._cache.get(prompt.digest)
+            row = session.kept(prompt)
             if row is None:
                 waits.append((session.ask(prompt, waiter), waiter))
             else:
-                self._stats.local_hits += 1
                 waiter(row)
         return waits
 
@@ -163,11 +164,13 @@ class Producer:
         Raises:
             InvalidVocabulary: not byte strings, or over a limit.
             UnknownVocabulary: the model publishes none.
-            ServerError, UnknownModel, AmbiguousModel: as `open`, when the model's vocabulary is asked for.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, when the model's vocabulary is
+                asked for.
         """
         if vocabulary is None:
-            session = await self._rows.open(self._timeout)
-            vocabulary = await session.vocabulary()
+            within = Within(self._timeout)
+            session = await self._rows.open(within)
+            vocabulary = await session.vocabularies.of_model(within)
         structure = await asyncio.to_thread(trie_of, vocabulary)
         return PooledTrie(structure, TrieAsker(structure, self._rows, self._tries), self._timeout, local=local)
 
@@ -190,10 +193,10 @@ class Producer:
         """Connect now instead of with the first request.
 
         Raises:
-            ServerError: the server cannot be used.
+            ServerError: the server cannot be used, or does not answer in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
-        await self._rows.open(self._timeout)
+        await self._rows.open(Within(self._timeout))
 
     async def close(self) -> None:
         """End the requests that are under way and close the connections. The producer can be opened again."""

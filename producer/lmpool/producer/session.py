@@ -13,7 +13,6 @@ from lmpool.errors import (
     ProducerClosed,
     QueueFull,
     UnknownModel,
-    UnknownVocabulary,
 )
 from lmpool.keys import Keys
 from lmpool.producer.channel import TROUBLE, Channel
@@ -23,13 +22,12 @@ from lmpool.producer.lru import RowLRU
 from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
+from lmpool.producer.vocabularies import Vocabularies
 from lmpool.producer.waiters import SingleWaiter
 from lmpool.producer.within import Within
 from lmpool.prompts import Prompt
-from lmpool.registry import look_up, register
 from lmpool.rowcache import Row
 from lmpool.server import Server
-from lmpool.vocab import Vocabulary
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -47,21 +45,24 @@ class Session:
         keys: the deployment's key names.
         cache: the producer's own rows.
         stats: the producer's counters.
+
+    Attributes:
+        loop: the event loop.
+        closed: whether it has ended.
+        vocabularies: what the tokens of models and tries stand for.
     """
 
     def __init__(self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats) -> None:
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self.closed = False
-        self._keys = keys
         self._cache = cache
         self._stats = stats
         self._flights = FlightTable(cache, stats)
         self._channel = Channel(server, keys, self._flights)
+        self.vocabularies = Vocabularies(self._channel, keys)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
-        self._registering = asyncio.Lock()
-        self._registered: dict[str, float] = {}
         self._is_following = False
         self._workers = 0
         self._no_worker_since: float | None = None
@@ -172,42 +173,6 @@ class Session:
             f"{within}: {self._workers} live worker(s) serve {name!r} and have not answered yet; "
             "allow more time (timeout=), ask for less at once, or add workers"
         )
-
-    async def vocabulary(self, within: Within) -> Vocabulary:
-        """What the model's tokens stand for.
-
-        Raises:
-            UnknownVocabulary: its workers publish none.
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
-        if not self.card.vocabulary:
-            raise UnknownVocabulary(
-                f"the model {self.card.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "
-                "the bytes of its tokens: pass the byte strings yourself"
-            )
-        try:
-            async with within.limit():
-                return await look_up(self._channel.redis, self._keys, self.card.vocabulary)
-        except TROUBLE as error:
-            raise self._channel.explain(error) from error
-
-    async def register(self, vocabulary: Vocabulary, within: Within) -> None:
-        """Have the pool know a vocabulary that a worker has just said it does not know.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
-        """
-        since = self.loop.time()
-        try:
-            # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
-            # and the first of them sends it for all.
-            async with within.limit(), self._registering:
-                if self._registered.get(vocabulary.digest, since) <= since:
-                    # Whatever the pool has under its name, the worker could not read it.
-                    await register(self._channel.redis, self._keys, vocabulary, anew=True)
-                    self._registered[vocabulary.digest] = self.loop.time()
-        except TROUBLE as error:
-            raise self._channel.explain(error) from error
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from lmpool.errors import DeadlineExceeded
 from lmpool.producer.session import Session
+from lmpool.producer.within import Within
 from lmpool.server import Server
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt to open a session, and how many wait for it."""
+
+    server: Server
+    task: asyncio.Task[Session]
+    waiting: int = 0
 
 
 class SessionSlot:
@@ -22,7 +34,7 @@ class SessionSlot:
         self._server = server
         self._make = make
         self._model = model
-        self._opening: asyncio.Task[Session] | None = None
+        self._opening: _Attempt | None = None
         self.session: Session | None = None
 
     def current(self) -> Session | None:
@@ -37,29 +49,42 @@ class SessionSlot:
         """Whether there is an open session, of whichever loop."""
         return self.session is not None and not self.session.closed
 
-    async def open(self, seconds: float) -> Session:
+    async def open(self, within: Within) -> Session:
         """The session of the running event loop; concurrent callers share one attempt to open it.
 
         Raises:
-            ServerError: the server cannot be used.
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
         if (session := self.current()) is not None:
             return session
-        loop = asyncio.get_running_loop()
-        if self._opening is None or self._opening.get_loop() is not loop or self._opening.done():
-            self._opening = loop.create_task(self._connect(seconds))
-        # Shielded: one caller's cancellation must not take the connection from the others.
-        return await asyncio.shield(self._opening)
-
-    async def _connect(self, seconds: float) -> Session:
-        server = self._server()
-        session = self._make(server)
+        attempt = self._attempt()
+        attempt.waiting += 1
         try:
-            async with asyncio.timeout(seconds):
-                await session.open(self._model)
+            async with within.limit():
+                # Shielded: one caller's deadline or cancellation must not take the connection from the others.
+                return await asyncio.shield(attempt.task)
+        except DeadlineExceeded:
+            raise
         except TimeoutError as error:
-            raise server.explain(TimeoutError(f"no answer within {seconds:g} s")) from error
+            raise attempt.server.explain(error) from error
+        finally:
+            attempt.waiting -= 1
+            if not attempt.waiting:
+                # Whoever comes next had better connect anew than wait for a server that does not answer.
+                attempt.task.cancel()
+
+    def _attempt(self) -> _Attempt:
+        """The attempt that is under way in the running event loop, or a new one."""
+        loop, attempt = asyncio.get_running_loop(), self._opening
+        if attempt is None or attempt.task.get_loop() is not loop or attempt.task.done() or not attempt.waiting:
+            server = self._server()
+            attempt = self._opening = _Attempt(server, loop.create_task(self._connect(server)))
+        return attempt
+
+    async def _connect(self, server: Server) -> Session:
+        session = self._make(server)
+        await session.open(self._model)
         self.session = session
         return session
 

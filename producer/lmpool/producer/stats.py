@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 class ProducerStats:
     """What became of a producer's requests to the model's workers.
 
-    A request is for a row; a trie's calls make requests too: for a prompt's row where they need one, and for values where
-    the model's workers have tries. What trie workers are asked is not counted.
+    A request is for a row. A trie's calls make requests too: for a prompt's row where they need one, and for values
+    where the model's workers have tries. What trie workers are asked is not counted.
 
     Attributes:
         requests: all of them.

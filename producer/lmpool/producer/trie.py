@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from lmpool.errors import SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
 from lmpool.producer.checks import check_timeout, iterate
-from lmpool.producer.session import Within
-from lmpool.producer.trie_asker import TrieAsker, Wanted
+from lmpool.producer.trie_asker import Choice, TrieAsker
+from lmpool.producer.within import Within
 from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
 from lmpool.weights import check_weights
@@ -50,8 +50,9 @@ class PooledTrie:
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
     Every node stands for a prefix of some tokens; its value is the sum or the maximum of the weights of the
-    tokens that begin with it. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), or a prompt,
-    from whose row they are made where the row is: its probabilities, for `logsumexp` its log-probabilities.
+    tokens that begin with it. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not
+    copied and must not change until the call returns; or a prompt, from whose row they are made where the row is: its
+    probabilities, for `logsumexp` its log-probabilities.
 
     All calls return float32 of shape (n_nodes,), or with `nodes` or `under` of the nodes that are wanted, in that
     order; batches one more axis in front. They raise
@@ -59,6 +60,7 @@ class PooledTrie:
         InvalidWeights: wrong length or dtype, or NaN.
         UnknownNode: no such node or prefix.
         SettingsError: weights and prompt, or nodes and prefix, together; or no weights at all.
+        UnknownVocabulary: the pool does not keep the vocabulary, though it was just sent there.
         InvalidPrompt, UnknownModel, AmbiguousModel, UnknownAdapter: as `Producer.logprobs`, for a prompt.
         DeadlineExceeded, NoWorker, QueueFull, WorkerError, ServerError: as `Producer.logprobs`.
 
@@ -78,8 +80,9 @@ class PooledTrie:
         self._timeout = timeout
         self._local = local
         self._kernels: Kernels | None = None
+        self._opening: asyncio.Task[Kernels] | None = None
         # Particles ask about the same few prefixes again and again.
-        self._under: dict[bytes, Wanted] = {}
+        self._under: dict[bytes, Choice] = {}
 
     async def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """The sum of the weights below each node; see the class and `TrieOptions`."""
@@ -114,59 +117,69 @@ class PooledTrie:
     async def _one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
         _check_source(ws, prompt, "prompt")
         weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=False)
-        wanted, within, is_local = self._read(options)
-        adapter = options.get("adapter", "")
+        choice, within, is_local = self._read(options)
+        if weights is None:
+            models, (encoded,) = await self._asker.encode([prompt], options.get("adapter", ""), within)
+            if not is_local:
+                return await self._asker.of_prompt(op, models, encoded, choice, within)
+            weights = await self._asker.row(op, models, encoded, within)
         if is_local:
-            rows = weights if weights is not None else await self._asker.row(op, prompt, adapter, within)
-            values: Values = (await self._compute(op, rows[None], wanted))[0]
+            values: Values = (await self._compute(op, weights[None], choice))[0]
             return values
-        if weights is not None:
-            return await self._asker.of_weights(op, weights, wanted, within)
-        return await self._asker.of_prompt(op, prompt, adapter, wanted, within)
+        return await self._asker.of_weights(op, weights, choice, within)
 
     async def _many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
         _check_source(ws, prompts, "prompts")
-        wanted, within, is_local = self._read(options)
-        adapter = options.get("adapter", "")
-        if ws is not None:
-            weights = check_weights(ws, self.structure.n_tokens, batch=True)
-            if is_local:
-                return await self._compute(op, weights, wanted)
-            work = [self._asker.of_weights(op, row, wanted, within) for row in weights]
-        else:
-            asked = list(iterate(() if prompts is None else prompts))
-            if is_local:
-                rows = await _all([self._asker.row(op, prompt, adapter, within) for prompt in asked])
-                return await self._compute(op, np.array(rows, np.float32).reshape(-1, self.structure.n_tokens), wanted)
-            work = [self._asker.of_prompt(op, prompt, adapter, wanted, within) for prompt in asked]
-        found = await _all(work)
-        return np.array(found, np.float32).reshape(len(found), wanted.size)
+        weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=True)
+        choice, within, is_local = self._read(options)
+        asker = self._asker
+        if weights is None:
+            asked = iterate(() if prompts is None else prompts)
+            models, encoded = await asker.encode(asked, options.get("adapter", ""), within)
+            if not is_local:
+                out = np.empty((len(encoded), choice.size), np.float32)
+                pairs = zip(encoded, out, strict=True)
+                await _all([asker.of_prompt(op, models, prompt, choice, within, row) for prompt, row in pairs])
+                return out
+            rows = await _all([asker.row(op, models, one, within) for one in encoded])
+            weights = np.array(rows, np.float32).reshape(-1, self.structure.n_tokens)
+        if is_local:
+            return await self._compute(op, weights, choice)
+        out = np.empty((len(weights), choice.size), np.float32)
+        await _all([asker.of_weights(op, one, choice, within, row) for one, row in zip(weights, out, strict=True)])
+        return out
 
-    def _read(self, options: TrieOptions) -> tuple[Wanted, Within, bool]:
+    def _read(self, options: TrieOptions) -> tuple[Choice, Within, bool]:
         if not options.keys() <= _OPTIONS:
             raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
         timeout, local = options.get("timeout"), options.get("local")
         within = Within(self._timeout if timeout is None else check_timeout(timeout))
-        wanted = self._wanted(options.get("nodes"), options.get("under"))
-        return wanted, within, self._local if local is None else local
+        choice = self._choose(options.get("nodes"), options.get("under"))
+        return choice, within, self._local if local is None else local
 
-    def _wanted(self, nodes: Any, under: Any) -> Wanted:
+    def _choose(self, nodes: Any, under: Any) -> Choice:
         if nodes is not None or type(under) is not bytes:
-            return Wanted.read(self.structure, nodes, under)
-        wanted = self._under.get(under)
-        if wanted is None:
+            return Choice.read(self.structure, nodes, under)
+        choice = self._under.get(under)
+        if choice is None:
             if len(self._under) >= _MOST_REMEMBERED:
                 self._under.clear()
-            wanted = self._under[under] = Wanted.read(self.structure, None, under)
-        return wanted
+            choice = self._under[under] = Choice.read(self.structure, None, under)
+        return choice
 
-    async def _compute(self, op: Op, weights: Values, wanted: Wanted) -> Values:
+    async def _compute(self, op: Op, weights: Values, choice: Choice) -> Values:
         """The values in this process, in a thread: (n, V) -> (n, number of nodes that are wanted)."""
-        if self._kernels is None:
-            self._kernels = await asyncio.to_thread(open_kernels, self.structure)
-        kernels = self._kernels
-        inner = await asyncio.to_thread(kernels.inner, op, weights)
-        return wanted.take(inner, weights)
+        kernels = self._kernels or await self._open()
+        return await asyncio.to_thread(choice.compute, kernels, op, weights)
+
+    async def _open(self) -> Kernels:
+        """The kernels; concurrent callers share one attempt to make them, and who comes after a failure tries again."""
+        loop, opening = asyncio.get_running_loop(), self._opening
+        if opening is None or opening.done() or opening.get_loop() is not loop:
+            opening = self._opening = loop.create_task(asyncio.to_thread(open_kernels, self.structure))
+        # Shielded: one caller's cancellation must not end the attempt of the others.
+        self._kernels = await asyncio.shield(opening)
+        return self._kernels
 
     def __repr__(self) -> str:
         return f"PooledTrie({self.structure!r})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from lmpool.asks import Selection, TrieAsk
 from lmpool.errors import CorruptRow, InvalidWeights, RequestFailed, SettingsError, SourceMissing, UnknownVocabulary
-from lmpool.kernels import Op
+from lmpool.kernels import Kernels, Op
 from lmpool.producer.checks import encode
-from lmpool.producer.session import Session, Within
+from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
+from lmpool.producer.within import Within
 from lmpool.prompts import DIGEST_SIZE, Prompt, digest_of
 from lmpool.trie import Trie
 
@@ -26,7 +27,7 @@ _MOST_MISSING = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Choice:
     """Which nodes are wanted of a trie, and how the pool is asked for them.
 
     Attributes:
@@ -42,7 +43,7 @@ class Wanted:
     sent: bytes
 
     @classmethod
-    def read(cls, trie: Trie, nodes: Any, under: Any) -> Wanted:
+    def read(cls, trie: Trie, nodes: Any, under: Any) -> Choice:
         """What the arguments `nodes` and `under` mean.
 
         Raises:
@@ -66,11 +67,11 @@ class Wanted:
         """Number of the nodes."""
         return self.trie.n_nodes if self.nodes is None else len(self.nodes)
 
-    def take(self, inner: Values, weights: Values) -> Values:
-        """The values of the nodes, from those of the inner nodes (..., M) and the weights (..., V)."""
+    def compute(self, kernels: Kernels, op: Op, weights: Values) -> Values:
+        """The values of the nodes in this process: (B, V) -> (B, size)."""
         if self.nodes is None:
-            return self.trie.expand(inner, weights)
-        return self.trie.pick(inner, weights, self.nodes)
+            return kernels.values(op, weights)
+        return self.trie.pick(kernels.inner(op, weights), weights, self.nodes)
 
 
 class TrieAsker:
@@ -87,52 +88,70 @@ class TrieAsker:
         self._rows = rows
         self._tries = tries
 
-    async def of_weights(self, op: Op, weights: Values, wanted: Wanted, within: Within) -> Values:
-        """The values for weights of shape (V,), which travel to a trie worker."""
-        if wanted.size == 0:
-            return np.empty(0, np.float32)
-        length = self._trie.n_inner if wanted.nodes is None else wanted.size
-        session = self._tries.current() or await self._tries.open(within.left)
+    async def of_weights(
+        self, op: Op, weights: Values, choice: Choice, within: Within, out: Values | None = None
+    ) -> Values:
+        """The values for weights of shape (V,), which travel to a trie worker.
+
+        Args:
+            op: what to take over the weights.
+            weights: float32 (V,), which must not change meanwhile.
+            choice: of which nodes.
+            within: for how long.
+            out: where to put the values, if not in an array of their own.
+        """
+        if choice.size == 0:
+            return _put(np.empty(0, np.float32), out)
+        length = self._trie.n_inner if choice.nodes is None else choice.size
+        session = self._tries.current() or await self._tries.open(within)
 
         async def ask() -> Values:
             name = secrets.token_bytes(DIGEST_SIZE)
-            packed = TrieAsk(op, self._trie.digest, wanted.select, wanted.sent, "", name).pack()
+            packed = TrieAsk(op, self._trie.digest, choice.select, choice.sent, "", name).pack()
             return await session.answer(_NO_PROMPT.asking(packed, length), within, weights=(name, weights))
 
         # The server may have lost the weights: it restarted, or they waited too long.
-        found = await self._insist(session, ask)
-        return self._trie.expand(found, weights) if wanted.nodes is None else found
+        found = await self._insist(session, ask, within)
+        return self._trie.expand(found, weights, out) if choice.nodes is None else _put(found, out)
 
-    async def of_prompt(self, op: Op, ids: Any, adapter: str, wanted: Wanted, within: Within) -> Values:
-        """The values for a prompt's row, which stays where it is."""
-        models = self._rows.current() or await self._rows.open(within.left)
-        prompt = encode(models.card, ids, adapter)
+    async def encode(self, prompts: Iterable[Any], adapter: str, within: Within) -> tuple[Session, list[Prompt]]:
+        """Prompts of the model, all checked before any is sent, and the session with the model's workers."""
+        models = self._rows.current() or await self._rows.open(within)
+        encoded = [encode(models.card, ids, adapter) for ids in prompts]
         self._check_fit(models)
-        if wanted.size == 0:
-            return np.empty(0, np.float32)
+        return models, encoded
+
+    async def of_prompt(
+        self, op: Op, models: Session, prompt: Prompt, choice: Choice, within: Within, out: Values | None = None
+    ) -> Values:
+        """The values for a prompt's row, which stays where it is; see `of_weights`."""
+        if choice.size == 0:
+            return _put(np.empty(0, np.float32), out)
         trie = self._trie
-        length = trie.n_inner + trie.n_tokens if wanted.nodes is None else len(wanted.nodes)
-        ask = TrieAsk(op, trie.digest, "values" if wanted.nodes is None else wanted.select, wanted.sent)
+        length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
+        ask = TrieAsk(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
         found = await self._of_row(models, prompt, ask, length, within)
-        if wanted.nodes is None:
-            return trie.expand(found[: trie.n_inner], found[trie.n_inner :])
-        return found
+        if choice.nodes is None:
+            return trie.expand(found[: trie.n_inner], found[trie.n_inner :], out)
+        return _put(found, out)
 
-    async def row(self, op: Op, ids: Any, adapter: str, within: Within) -> Values:
+    async def row(self, op: Op, models: Session, prompt: Prompt, within: Within) -> Values:
         """The weights that a prompt stands for, (V,), for computing in this process."""
-        models = self._rows.current() or await self._rows.open(within.left)
-        prompt = encode(models.card, ids, adapter)
-        self._check_fit(models)
-        row = await models.answer(prompt, within)
+        row = models.kept(prompt)
+        if row is None:
+            row = await models.answer(prompt, within)
         return row if op == "logsumexp" else np.exp(row)
 
     async def _of_row(self, models: Session, prompt: Prompt, ask: TrieAsk, length: int, within: Within) -> Values:
+        async def ask_models() -> Values:
+            return await models.answer(prompt.asking(ask.pack(), length), within)
+
         if models.card.answers_tries:
             try:
-                return await self._insist(models, lambda: models.answer(prompt.asking(ask.pack(), length), within), 1)
+                return await self._insist(models, ask_models, within, 1)
             except SourceMissing:
                 pass  # Another worker of this model has no tries; the row is in the cache by now.
-        tries = self._tries.current() or await self._tries.open(within.left)
+        tries = self._tries.current() or await self._tries.open(within)
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.
@@ -143,12 +162,13 @@ class TrieAsker:
             # Fetching a damaged row has it computed anew.
             await models.answer(prompt, within, touch=isinstance(error, SourceMissing))
 
-        return await self._insist(tries, ask_once, mend=compute)
+        return await self._insist(tries, ask_once, within, mend=compute)
 
     async def _insist(
         self,
         session: Session,
         ask: Callable[[], Awaitable[Values]],
+        within: Within,
         missing: int = _MOST_MISSING,
         mend: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
@@ -157,8 +177,14 @@ class TrieAsker:
         Args:
             session: whom.
             ask: asks once.
+            within: for how long.
             missing: how often the row or the weights may be missing.
             mend: brings them; otherwise asking again does.
+
+        Raises:
+            UnknownVocabulary: the pool does not know the vocabulary even though it was sent there.
+            SourceMissing, CorruptRow: what the job names was missing or damaged as often as it may be.
+            LMPoolError: whatever else `ask`, `mend` or registering the vocabulary end in.
         """
         knows = True
         while True:
@@ -168,7 +194,7 @@ class TrieAsker:
                 if not knows:
                     raise
                 knows = False
-                await session.register(self._trie.vocabulary)
+                await session.vocabularies.register(self._trie.vocabulary, within)
             except (SourceMissing, CorruptRow) as error:
                 missing -= 1
                 if not missing:
@@ -183,3 +209,11 @@ class TrieAsker:
                 f"the rows of the model {card.name!r} have {card.vocab_size} entries, but the vocabulary has {tokens} "
                 "tokens: use `await producer.trie()` for the model's own"
             )
+
+
+def _put(values: Values, out: Values | None) -> Values:
+    """The values, in `out` when there is one."""
+    if out is None:
+        return values
+    out[:] = values
+    return out

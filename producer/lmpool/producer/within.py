@@ -43,5 +43,6 @@ class Within:
             async with timer:
                 yield
         except TimeoutError as error:
-            # A connection may time out too, for reasons of its own.
-            raise TimeoutError(late) if timer.expired() else error from error
+            if not timer.expired():
+                raise  # A connection that timed out by itself.
+            raise TimeoutError(late) from error

@@ -23,7 +23,7 @@ def most_bytes(vocabulary: Vocabulary, device: str) -> int:
         device: as `lmpool.kernels.open_kernels` takes it.
     """
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
-    # There are no more inner nodes than tokens: each but the root divides tokens, or has one of its own or a second one.
+    # Each inner node parts tokens from one another or from itself: there are no more of them than tokens.
     inner = tokens
     if device != "cpu":
         blocks = 2 * tokens.bit_length() * inner

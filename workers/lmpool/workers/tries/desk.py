@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError
-from lmpool.kernels import Op
+from lmpool.kernels import Kernels, Op
 from lmpool.rows import VectorBlock
 from lmpool.trie import Trie
 from lmpool.workers.tries.inputs import TrieInputs, Values
@@ -24,7 +25,7 @@ def answer(jobs: Mapping[bytes, TrieInputs]) -> tuple[VectorBlock | None, dict[b
         jobs: name of the answer -> job.
 
     Returns:
-        the answers, and name -> reason of the jobs that have none.
+        the answers, and name -> reason of the jobs that have none: the kind of the error and its text.
     """
     batches: dict[tuple[str, Op, bool], _Batch] = defaultdict(dict)
     for digest, job in jobs.items():
@@ -38,49 +39,83 @@ def answer(jobs: Mapping[bytes, TrieInputs]) -> tuple[VectorBlock | None, dict[b
 
 def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[bytes, str]) -> None:
     first = next(iter(batch.values()))
-    trie, _ = first.trie.open()
+    try:
+        trie, kernels = first.trie.open()
+    except (LMPoolError, RuntimeError) as error:
+        failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
+        return
     swept: Mapping[bytes, Values]
     if first.values is None:
-        swept = _sweep(batch, failures)
+        swept = _sweep(trie, kernels, batch, failures)
     else:
         swept = {digest: job.values for digest, job in batch.items() if job.values is not None}
     for digest, values in swept.items():
         try:
             answers[digest] = _select(trie, batch[digest], values)
         except LMPoolError as error:
-            failures[digest] = str(error)
+            failures[digest] = _reason(error)
 
 
-def _sweep(batch: _Batch, failures: dict[bytes, str]) -> dict[bytes, Values]:
+def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, str]) -> dict[bytes, Values]:
     """The values of jobs of one vocabulary and operation: [M inner values | V weights], or just the inner ones."""
-    first = next(iter(batch.values()))
-    trie, kernels = first.trie.open()
     # A row that several jobs are about is swept once.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():
         sources[(job.ask.rows, job.ask.source) if job.ask.rows else ("", digest)].append(digest)
-    weights = np.empty((len(sources), trie.n_tokens), np.float32)
-    for out, digests in zip(weights, sources.values(), strict=True):
-        _weigh(batch[digests[0]], out)
+    groups = list(sources.values())
     try:
-        inner = kernels.inner(first.ask.op, weights)
+        return _compute(trie, kernels, batch, groups)
     except LMPoolError as error:
-        if len(sources) == 1:
-            failures |= dict.fromkeys(batch, str(error))
-            return {}
         # One at a time: what one client sent must not fail the others.
-        parts = [_sweep({digest: batch[digest] for digest in ours}, failures) for ours in sources.values()]
-        return {digest: values for part in parts for digest, values in part.items()}
+        reason, size = _reason(error), 1
+    except RuntimeError as error:
+        reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
+        size = (len(groups) + 1) // 2
+    # Not inside of the handlers: an exception keeps what its frames hold on the device.
+    if len(groups) == 1:
+        failures |= dict.fromkeys(batch, reason)
+        return {}
     found: dict[bytes, Values] = {}
-    for own, row, ((rows, source), digests) in zip(inner, weights, sources.items(), strict=True):
+    for at in range(0, len(groups), size):
+        part = {digest: batch[digest] for digest in chain.from_iterable(groups[at : at + size])}
+        found |= _sweep(trie, kernels, part, failures)
+    return found
+
+
+def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[bytes]]) -> dict[bytes, Values]:
+    """The values of jobs by groups that have the same weights."""
+    weights = np.empty((len(groups), trie.n_tokens), np.float32)
+    for out, digests in zip(weights, groups, strict=True):
+        _weigh(batch[digests[0]], out)
+    inner = kernels.inner(batch[groups[0][0]].ask.op, weights)
+    found: dict[bytes, Values] = {}
+    for own, row, digests in zip(inner, weights, groups, strict=True):
         if all(batch[digest].ask.select == "inner" for digest in digests):
             found |= dict.fromkeys(digests, own)
             continue
+        # An array of its own: one that is kept must not keep the whole batch in memory.
         values = np.concatenate((own, row))
-        if rows:
-            first.trie.values.put((first.ask.op, rows, source, first.ask.vocabulary), values)
+        job = batch[digests[0]]
+        if job.ask.rows:
+            job.trie.values.put((job.ask.op, job.ask.rows, job.ask.source, job.ask.vocabulary), values)
         found |= dict.fromkeys(digests, values)
     return found
+
+
+def _reason(error: Exception, too_large: str = "") -> str:
+    """Why a job has no answer, beginning with the kind of the error.
+
+    Args:
+        error: of this package, or what torch raises when a device runs out of memory; any other is raised again.
+        too_large: what does not fit when memory runs out.
+    """
+    kind = type(error).__name__
+    if isinstance(error, LMPoolError):
+        return f"{kind}: {error}"
+    # By name: the worker may be one without torch.
+    if kind != "OutOfMemoryError":
+        raise error
+    return f"{kind}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
 
 
 def _weigh(job: TrieInputs, out: NDArray[np.float32]) -> None:

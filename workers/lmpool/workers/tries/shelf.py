@@ -83,9 +83,7 @@ class Shelved:
         self.vocabulary = vocabulary
         self.values = values
         self.nbytes = (
-            vocabulary.nbytes * (1 + _BYTES_A_NODE)
-            + len(vocabulary) * _BYTES_A_TOKEN
-            + most_bytes(vocabulary, device)
+            vocabulary.nbytes * (1 + _BYTES_A_NODE) + len(vocabulary) * _BYTES_A_TOKEN + most_bytes(vocabulary, device)
         )
         self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
