@@ -44,7 +44,7 @@ class TrieSettings:
     """
 
     device: str = "cpu"
-    max_batch: int = 32
+    max_batch: int = 128
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
