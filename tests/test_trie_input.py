@@ -137,11 +137,11 @@ async def test_bad_options_are_named(
 
 async def test_exactly_one_source_is_needed(producer: Producer) -> None:
     trie = await producer.trie()
-    with pytest.raises(errors.SettingsError, match="both of weights and prompt"):
+    with pytest.raises(errors.SettingsError, match="both weights and prompt "):
         await trie.weight_sum(GOOD, prompt=[1])
-    with pytest.raises(errors.SettingsError, match="neither of weights and prompt"):
+    with pytest.raises(errors.SettingsError, match="neither weights nor prompt "):
         await trie.weight_sum()
-    with pytest.raises(errors.SettingsError, match="both of weights and prompts"):
+    with pytest.raises(errors.SettingsError, match="both weights and prompts "):
         await trie.batch_weight_sum(GOOD[None], prompts=[[1]])
 
 

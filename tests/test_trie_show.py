@@ -171,7 +171,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
 
 def test_every_mistake_says_what_is_wrong(served: Pool, tmp_path: Path) -> None:
     cases = [
-        (["1,2", "--ids", "--text", "qqqq"], UnknownNode, "no token begins with b'qqqq': the longest prefix of it"),
+        (["1,2", "--ids", "--text", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
         (["1,2", "--ids", "--text", r"\q"], SettingsError, r"text: '\\q' has a backslash before 'q'"),
         (["1,2", "--ids", "--svg", str(tmp_path / "no/x.svg")], SettingsError, "No such file or directory"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),

@@ -45,9 +45,9 @@ def _root(
 
 def main() -> None:
     """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
-    for part in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
-        part.load()(app)
     try:
+        for part in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
+            part.load()(app)
         code = app(standalone_mode=False)
     except _UsageError as error:
         code = _usage(cast(typer.BadParameter, error))

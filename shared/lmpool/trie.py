@@ -113,8 +113,8 @@ class Trie:
             found = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
             if found == high or self._labels[self._children[found]] != byte:
                 raise UnknownNode(
-                    f"no token begins with {shown(bytes(prefix), _MOST_SHOWN)}: the longest prefix of it that "
-                    f"one begins with is {shown(bytes(prefix[:at]), _MOST_SHOWN)}, node {node}"
+                    f"no token begins with {shown(bytes(prefix), _MOST_SHOWN)}; the most of it that one begins with "
+                    f"is {shown(bytes(prefix[:at]), _MOST_SHOWN)}, node {node}"
                 )
             node = self._children[found]
         return node

@@ -52,7 +52,10 @@ class Lobby:
             bad = name or next(iter(unreadable))
             raise ProtocolError(f"the card of the model {bad!r} cannot be read: {unreadable[bad]}")
         if name == TRIE_SERVICE and name not in cards:
-            raise UnknownModel("no trie worker serves: start one with `lmpool trie-worker`, or pass local=True")
+            raise UnknownModel(
+                "no trie worker serves: start one with `lmpool trie-worker`, or pass local=True "
+                "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
+            )
         if name != TRIE_SERVICE:
             cards.pop(TRIE_SERVICE, None)
         served = ", ".join(cards) or "none"

@@ -39,6 +39,9 @@ class SyncTrie:
         self._wait = wait
         self.structure = trie.structure
 
+    def __repr__(self) -> str:
+        return f"SyncTrie({self.structure!r})"
+
     def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `PooledTrie.weight_sum`."""
         return self._wait(self._trie.weight_sum(ws, prompt=prompt, **options))

@@ -200,8 +200,8 @@ def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
 
 def _check_source(ws: Any, prompt: Any, name: str) -> None:
     if (ws is None) == (prompt is None):
-        given = "neither" if ws is None else "both"
-        raise SettingsError(f"{name}: {given} of weights and {name} were given; exactly one of them is needed")
+        given = "neither weights nor" if ws is None else "both weights and"
+        raise SettingsError(f"{name}: {given} {name} were given; exactly one of them is needed")
 
 
 async def _all(work: Sequence[Any]) -> list[Values]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -42,7 +42,8 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
     app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
     app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
-    app.command("trie-worker")(_with_settings(trie_worker, {"every worker": WorkerSettings, "tries": TrieSettings}))
+    tries = {"every worker": WorkerSettings, "tries": TrieSettings}
+    app.command("trie-worker")(_with_settings(trie_worker, tries, leave_out={"with_trie", "row_ttl_s"}))
 
 
 def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
@@ -119,11 +120,13 @@ def _backends() -> dict[str, type]:
     return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
 
 
-def _with_settings(command: Callable[..., None], classes: dict[str, type]) -> Callable[..., None]:
+def _with_settings(
+    command: Callable[..., None], classes: dict[str, type], leave_out: Collection[str] = ()
+) -> Callable[..., None]:
     """Replace a command's `**given` by the options of settings classes."""
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = option_parameters(classes, leave_out={"model"})
+    options = option_parameters(classes, leave_out={"model", *leave_out})
     command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
     return command

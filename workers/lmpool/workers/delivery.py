@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 from lmpool.card import ModelCard
-from lmpool.errors import WorkerError
+from lmpool.errors import SourceMissing, UnknownVocabulary, WorkerError
 from lmpool.messages import Failure
 from lmpool.rows import RowBlock
 from lmpool.workers.asked import Asked
@@ -16,6 +16,8 @@ from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.tries.larder import Larder
+
+_SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__)
 
 
 class Delivery:
@@ -30,7 +32,7 @@ class Delivery:
         card: what the worker serves.
 
     Attributes:
-        failures: jobs that ended without a row or an answer.
+        failures: jobs that ended without a row or an answer, not counting those that clients send again.
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class Delivery:
             self.release(entries)
 
     async def _end(self, endings: list[Ending]) -> None:
-        self.failures += len(endings)
+        # What a client sends again at once is no failure.
+        self.failures += sum(one.failure is not None and one.failure.kind not in _SENT_AGAIN for one in endings)
         await self._publisher.end(endings)
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:

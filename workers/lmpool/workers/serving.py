@@ -59,10 +59,13 @@ async def _serve(
     def on_ready(card: ModelCard) -> None:
         nonlocal is_ready
         is_ready = True
+        if card.is_trie:
+            _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
+            return
         _log.info(
-            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s) on %s as worker %s",
-            card.name, card.backend, card.dtype, card.vocab_size, card.max_prompt_tokens, card.encoding, server,
-            worker.worker_id,
+            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
+            card.name, card.backend, card.dtype, card.vocab_size, card.max_prompt_tokens, card.encoding,
+            ", with tries" if card.answers_tries else "", server, worker.worker_id,
         )  # fmt: skip
 
     def on_signal() -> None:
