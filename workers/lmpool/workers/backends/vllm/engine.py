@@ -115,7 +115,18 @@ def open_engine(settings: VllmSettings) -> Engine:
     )
 
 
+def _allow_tiles() -> None:
+    """Ask the system for the processor's matrix tiles (Intel AMX).
+
+    vLLM's attention in bfloat16 on a CPU uses them where the processor has them and leaves asking to whoever came
+    before; without permission the first use ends the process with an illegal instruction.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
+    _allow_tiles()
     try:
         core = InprocClient(config, Executor.get_class(config), log_stats=False)
     except START_ERRORS as error:
