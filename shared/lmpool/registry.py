@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from lmpool.errors import UnknownVocabulary
+from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.keys import Keys
 from lmpool.vocab import Vocabulary
 
 _TTL_MS = 24 * 3_600_000
-_MAX_BULK = 64 * 1024 * 1024
+MOST_BYTES = 64 * 1024 * 1024
 """More than any packed vocabulary takes."""
 
 
@@ -39,14 +39,29 @@ async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
     """Read a vocabulary.
 
     Raises:
-        UnknownVocabulary: the pool does not know it.
-        ProtocolError: what is there is no vocabulary.
+        UnknownVocabulary: the pool does not know it, or has something else in its place.
     """
     # Not GET: what is there may be of any size.
-    data = await redis.getrange(keys.vocabulary(digest), 0, _MAX_BULK - 1)
-    if not isinstance(data, bytes) or not data:
-        raise UnknownVocabulary(f"the pool does not know the vocabulary {digest}, or no longer: ask again in a moment")
-    vocabulary = Vocabulary.unpack(data)
+    data = await redis.getrange(keys.vocabulary(digest), 0, MOST_BYTES - 1)
+    return unpack_known(data if isinstance(data, bytes) else b"", digest)
+
+
+def unpack_known(data: bytes, digest: str) -> Vocabulary:
+    """Read what the pool has as a vocabulary; b"" for nothing.
+
+    Raises:
+        UnknownVocabulary: it is nothing, no vocabulary, or another.
+    """
+    if not data:
+        raise UnknownVocabulary(
+            f"the pool does not know the vocabulary {digest}, or no longer: register it with producer.trie, or ask "
+            "again in a moment"
+        )
+    try:
+        vocabulary = Vocabulary.unpack(data)
+    except ProtocolError as error:
+        # Not as it is: who has the vocabulary puts it right when told that the pool has none.
+        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}") from error
     if vocabulary.digest != digest:
         raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
     return vocabulary

@@ -150,7 +150,7 @@ class TrieAsker:
             try:
                 return await self._insist(models, ask_models, within, 1)
             except SourceMissing:
-                pass  # Another worker of this model has no tries; the row is in the cache by now.
+                pass  # Another worker of this model has no tries.
         tries = self._tries.current() or await self._tries.open(within)
 
         async def ask_once() -> Values:

@@ -1,4 +1,4 @@
-"""The serving side of the command line: `lmpool up` and `lmpool worker`."""
+"""The serving side of the command line: `lmpool up`, `lmpool worker` and `lmpool trie-worker`."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **
 
 def trie_worker(redis: RedisUrl = None, **given: Any) -> None:
     """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C or SIGTERM."""
-    given = _given(given)
-    common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
-    serve(Server(redis), build(TrieSettings, given, "trie workers"), build(WorkerSettings, common, "workers"))
+    settings, given = _split(given)
+    serve(Server(redis), build(TrieSettings, given, "trie workers"), settings)
 
 
 def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **given: Any) -> None:
@@ -90,9 +89,7 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
     """Settings of the worker and of its backend, from the options that were given."""
     check_choice("backend", backend, tuple(_backends()))
-    given = _given(given)
-    common = {field for field in WorkerSettings.__slots__ if field in given}
-    settings = build(WorkerSettings, {name: given.pop(name) for name in common}, "workers")
+    settings, given = _split(given)
     kind = _backends()[backend]
     names = {field.name for field in fields(kind)}
     given = {"model": model, **given} if "model" in names else {"name": model, **given}
@@ -102,10 +99,12 @@ def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerS
     return settings, chosen
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given."""
+def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
+    """The settings that every worker has, and the other options that were given."""
     # By identity: a zero is a value.
-    return {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
+    return build(WorkerSettings, common, "workers"), given
 
 
 @cache

@@ -74,8 +74,9 @@ class Delivery:
             if self._card.is_trie:
                 await self._fill(digests)
             else:
-                asks = self._held.entries(digests)
-                answered = await self._asked.answer_cached(asks, self._held)
+                # Who wants the row itself may have joined since: then it is computed, and all are served from it.
+                asked = [one for one in digests if one in self._held and self._held[one].is_only_asked]
+                answered = await self._asked.answer_cached(self._held.entries(asked), self._held)
                 self.release(answered)
                 digests = [digest for digest in digests if digest not in answered]
             self._submit(digests)

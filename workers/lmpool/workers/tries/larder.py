@@ -20,6 +20,7 @@ from lmpool.errors import (
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.messages import Failure
+from lmpool.registry import MOST_BYTES, unpack_known
 from lmpool.rows import Encoding, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
@@ -27,7 +28,6 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.inputs import TrieInputs, Values
 from lmpool.workers.tries.shelf import Shelved, TrieShelf, ValuesShelf
 
-_MAX_BULK = 64 * 1024 * 1024
 _MGET_BYTES = 8 * 1024 * 1024
 
 _Source = tuple[str, bytes, int]
@@ -48,7 +48,7 @@ class Larder:
         self._keys = keys
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
-        self._line = RowLine(server, _MAX_BULK)
+        self._line = RowLine(server, MOST_BYTES)
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -113,19 +113,14 @@ class Larder:
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
         link = await self._line.open()
         # Not GET: a value that is too large would end the connection.
-        ask = link.call((b"GETRANGE", self._keys.vocabulary(digest), 0, _MAX_BULK - 1))
+        ask = link.call((b"GETRANGE", self._keys.vocabulary(digest), 0, MOST_BYTES - 1))
         (data,) = await self._line.wait_for(link, ask)
-        if not isinstance(data, np.ndarray) or not data.size:
-            return UnknownVocabulary(f"the pool does not know the vocabulary {digest}: register it with producer.trie")
+        packed = data.tobytes() if isinstance(data, np.ndarray) else b""
         try:
             # In a thread, for a large one takes long.
-            vocabulary = await asyncio.to_thread(Vocabulary.unpack, data.tobytes())
-        except ProtocolError as error:
-            # Not as it is: who has the vocabulary puts it right when told that the pool has none.
-            return UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}")
-        if vocabulary.digest != digest:
-            return UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
-        return vocabulary
+            return await asyncio.to_thread(unpack_known, packed, digest)
+        except UnknownVocabulary as error:
+            return error
 
     async def _find_vectors(self, names: Sequence[_Source]) -> dict[_Source, Values | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
