@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.asks import TrieAsk, unpack_ask
+from lmpool.asks import Ask, DrawAsk, FreshAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.errors import ProtocolError, UnknownVocabulary
+from lmpool.picks import Draw
 from lmpool.prompts import ask_digest, digest_of, encode_prompt
 from lmpool.registry import look_up, register
 from lmpool.server import Server
@@ -25,9 +26,15 @@ ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" 
         TrieAsk("logsumexp", "0" * 32, "inner"),
         TrieAsk("max", "0" * 32, "under", b"\0\0\0\0"),
         ASK._replace(nodes=b"", select="values"),
+        TopAsk(1),
+        TopAsk(2**31),
+        DrawAsk(Draw(0.0, 1.0, 0)),
+        DrawAsk(Draw(0.7, 0.9, 2**64 - 1)),
+        ScoreAsk(1),
+        FreshAsk(b"n" * 16),
     ],
 )
-def test_an_ask_survives_the_wire(ask: TrieAsk) -> None:
+def test_an_ask_survives_the_wire(ask: Ask) -> None:
     assert unpack_ask(ask.pack()) == ask
 
 
@@ -50,6 +57,32 @@ def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object
     packed = msgpack.packb(tuple({**ASK._asdict(), **changes}.values()))
     with pytest.raises(ProtocolError, match=message):
         unpack_ask(packed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["top", 0],
+        ["top", -1],
+        ["top", 1.5],
+        ["top"],
+        ["score", 0],
+        ["score", b"1"],
+        ["fresh", b"n" * 15],
+        ["draw", -0.1, 1.0, 1],
+        ["draw", float("nan"), 1.0, 1],
+        ["draw", float("inf"), 1.0, 1],
+        ["draw", 1.0, 0.0, 1],
+        ["draw", 1.0, 1.5, 1],
+        ["draw", 1.0, float("nan"), 1],
+        ["draw", 1.0, 1.0, -1],
+        ["draw", 1, 1.0, 1],
+        ["unknown", 1],
+    ],
+)
+def test_a_malformed_pick_is_refused(fields: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_ask(msgpack.packb(fields))
 
 
 @given(st.binary(max_size=200))

@@ -96,7 +96,7 @@ def test_the_prompts_are_ones_that_the_model_takes(vocab_size: int) -> None:
 
     class Watched(SyntheticBackend):
         def step(self) -> Finished:
-            asked.extend(map(decode_ids, self._jobs.values()))
+            asked.extend(decode_ids(job.ids) for job in self._jobs.values())
             return super().step()
 
     check_canary(Watched(SyntheticSettings(vocab_size=vocab_size, max_prompt_tokens=3)))
@@ -292,7 +292,7 @@ def test_a_prompt_that_grows_is_tried_too() -> None:
         last = b"?"
 
         def step(self) -> Finished:
-            first = next(iter(self._jobs.values()))
+            first = next(iter(self._jobs.values())).ids
             continues = len(self._jobs) == 1 and first[:-4] == self.last
             self.last = first
             finished = super().step()

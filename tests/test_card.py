@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "gguf_file": "a.gguf",
     "vocabulary": "2b" * 16,
     "answers_tries": True,
+    "scores": True,
     "note": "a note",
     "queue_limit": 5,
     "lease_s": 2.5,

@@ -36,7 +36,7 @@ class Ends:
 
 async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
     ends, held = Ends(), Holdings()
-    asked = Asked(cast(Any, None), cast(Any, ends), CARD, is_able=False)
+    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
     delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD)
     job = BackendJob(PROMPT, bytes(4))
     await delivery.accept([Taken(b"1-0", ASKED, job, ask=TrieAsk("sum", "0" * 32, "inner"))])
@@ -52,7 +52,7 @@ async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped
 
 async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
     ends, held = Ends(), Holdings()
-    asked = Asked(cast(Any, None), cast(Any, ends), CARD, is_able=False)
+    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
     delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD)
     await delivery.accept([Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), ask=TrieAsk("sum", "0" * 32, "inner"))])
     supplied = asyncio.Event()

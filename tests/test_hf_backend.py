@@ -470,7 +470,7 @@ def candidates(*news: int, held: int = 0) -> list[Candidate]:
     ]
 
 
-RULES = BatchRules(tokens=1000, kv_tokens=10_000, pads=True, horizon=5000, shares=True)
+RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, shares=True)
 
 
 def lacks(batch: list[Candidate]) -> list[int]:

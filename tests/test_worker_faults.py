@@ -234,7 +234,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
 
     class Watched(SyntheticBackend):
         def step(self) -> Finished:
-            steps.append(set(self._jobs.values()))
+            steps.append({job.ids for job in self._jobs.values()})
             return super().step()
 
     backend = Watched(SyntheticSettings(name="syn", vocab_size=64, step_ms=100))

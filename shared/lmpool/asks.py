@@ -1,4 +1,4 @@
-"""Asks: what a job wants instead of a row, computed from the row or from weights where these are."""
+"""Asks: what a job wants instead of a prompt's row."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgpack
 from lmpool.errors import ProtocolError
 from lmpool.kernels import OPS, Op
 from lmpool.messages import unpack_flat
+from lmpool.picks import MOST_SEED, Draw
 from lmpool.prompts import DIGEST_SIZE
 
 Selection = Literal["inner", "values", "nodes", "under"]
@@ -16,10 +17,11 @@ Selection = Literal["inner", "values", "nodes", "under"]
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
+_MOST_TEMPERATURE = 1e6
 
 
 class TrieAsk(NamedTuple):
-    """Values of trie nodes.
+    """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
         op: "sum" and "max" of weights, "logsumexp" of their logarithms. For a row: of its probabilities, or of
@@ -42,25 +44,103 @@ class TrieAsk(NamedTuple):
 
     def pack(self) -> bytes:
         """The ask as MessagePack."""
-        packed: bytes = msgpack.packb(tuple(self))
-        return packed
+        return _pack(*self)
 
 
-def unpack_ask(data: bytes) -> TrieAsk:
+class TopAsk(NamedTuple):
+    """The `k` largest entries of the row, as `lmpool.picks.pack_top` packs them."""
+
+    k: int
+
+    def pack(self) -> bytes:
+        """The ask as MessagePack."""
+        return _pack("top", self.k)
+
+
+class DrawAsk(NamedTuple):
+    """One token drawn from the row, as `lmpool.picks.pack_token` packs it."""
+
+    how: Draw
+
+    def pack(self) -> bytes:
+        """The ask as MessagePack."""
+        return _pack("draw", *self.how)
+
+
+class ScoreAsk(NamedTuple):
+    """The log-probabilities of the prompt's own tokens from position `start` on, each after those before it.
+
+    A forward of its own answers it, not the row: float32 of shape (length of the prompt - start,).
+    """
+
+    start: int
+
+    def pack(self) -> bytes:
+        """The ask as MessagePack."""
+        return _pack("score", self.start)
+
+
+class FreshAsk(NamedTuple):
+    """The row, computed by a forward of its own from nothing that is kept.
+
+    Attributes:
+        nonce: 16 bytes that tell this request from any other.
+    """
+
+    nonce: bytes
+
+    def pack(self) -> bytes:
+        """The ask as MessagePack."""
+        return _pack("fresh", self.nonce)
+
+
+PickAsk = TopAsk | DrawAsk
+"""What is picked from a row."""
+
+Ask = TrieAsk | TopAsk | DrawAsk | ScoreAsk | FreshAsk
+
+
+def _pack(*fields: object) -> bytes:
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def unpack_ask(data: bytes) -> Ask:
     """Read an ask.
 
     Raises:
         ProtocolError: too large, not MessagePack, or not an ask.
     """
     match unpack_flat(data, _MOST_BYTES, "ask"):
+        case ["top", int(k)] if k > 0:
+            return TopAsk(k)
+        case ["draw", float(temperature), float(top_p), int(seed)]:
+            return DrawAsk(_checked_draw(Draw(temperature, top_p, seed)))
+        case ["score", int(start)] if start > 0:
+            return ScoreAsk(start)
+        case ["fresh", bytes(nonce)] if len(nonce) == DIGEST_SIZE:
+            return FreshAsk(nonce)
         case [str(op), str(vocabulary), str(select), bytes(nodes), str(rows), bytes(source)]:
-            ask = TrieAsk(cast(Op, op), vocabulary, cast(Selection, select), nodes, rows, source)
+            return _checked_trie(TrieAsk(cast(Op, op), vocabulary, cast(Selection, select), nodes, rows, source))
         case other:
             raise ProtocolError(f"not an ask: {str(other)[:80]}")
-    if op not in OPS or select not in _SELECTIONS:
-        raise ProtocolError(f"an ask for {op!r} of {select!r}: expected {', '.join(OPS)} of {', '.join(_SELECTIONS)}")
-    if len(vocabulary) != _DIGEST_DIGITS or len(rows) not in (0, _DIGEST_DIGITS) or len(source) not in (0, DIGEST_SIZE):
+
+
+def _checked_draw(how: Draw) -> Draw:
+    # In this form it refuses NaN too.
+    if not (0 <= how.temperature <= _MOST_TEMPERATURE and 0 < how.top_p <= 1 and 0 <= how.seed <= MOST_SEED):
+        raise ProtocolError(f"an ask for a draw with {how}")
+    return how
+
+
+def _checked_trie(ask: TrieAsk) -> TrieAsk:
+    if ask.op not in OPS or ask.select not in _SELECTIONS:
+        raise ProtocolError(
+            f"an ask for {ask.op!r} of {ask.select!r}: expected {', '.join(OPS)} of {', '.join(_SELECTIONS)}"
+        )
+    lengths = len(ask.vocabulary), len(ask.rows), len(ask.source)
+    if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
         raise ProtocolError("an ask has a digest of the wrong length")
-    if len(nodes) % 4 or (select == "under" and len(nodes) != 4):
-        raise ProtocolError(f"an ask for {select!r} has {len(nodes)} bytes of node ids")
+    if len(ask.nodes) % 4 or (ask.select == "under" and len(ask.nodes) != 4):
+        raise ProtocolError(f"an ask for {ask.select!r} has {len(ask.nodes)} bytes of node ids")
     return ask

@@ -47,6 +47,7 @@ class ModelCard:
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         vocabulary: digest of the byte strings of its tokens (`lmpool.vocab`), which the pool has; or "".
         answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
+        scores: its workers answer what a continuation's tokens score from one forward.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -66,6 +67,7 @@ class ModelCard:
     gguf_file: str = ""
     vocabulary: str = ""
     answers_tries: bool = False
+    scores: bool = False
     note: str = ""
     queue_limit: int = 100_000
     lease_s: float = 15.0

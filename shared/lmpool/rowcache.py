@@ -20,7 +20,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
-from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, decode_row, encoded_size
+from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_logprobs, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
 
@@ -165,13 +165,16 @@ class RedisRows:
             link = await self.line.open()
             values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
         for digest, value in zip(digests, values, strict=True):
-            deliver(digest, self._decode(digest, value, lengths.get(digest, self._vocab_size)))
+            length = lengths.get(digest, self._vocab_size)
+            deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
 
-    def _decode(self, digest: bytes, value: object, length: int) -> Row | CorruptRow | None:
+    def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
         if not isinstance(value, np.ndarray):
             return None
         try:
             row = decode_row(value, length)
+            if not is_answer:
+                check_logprobs(row)
             if value.flags.writeable and len(self._spare) < _MOST_SPARE:
                 # The row does not live in it. Memory that the processor has in its cache is worth keeping.
                 self._spare.append(value)

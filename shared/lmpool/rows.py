@@ -18,6 +18,7 @@ The numbers have a fixed width, so an entry can be read in place with GETRANGE.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ WIRE_VERSION = 1
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
+_MOST_LOGPROB = 1.0
 
 
 class Encoding(IntEnum):
@@ -143,27 +145,77 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
     Raises:
         ProtocolError: the bytes are not a row of that size in this wire version.
     """
-    if data.size < HEADER_SIZE:
-        raise ProtocolError(f"a row of {data.size} bytes is shorter than its {HEADER_SIZE}-byte header")
-    magic, version, code, _, size, log_z = _HEADER.unpack_from(data.data)
+    encoding, log_z = _read_header(data.data, vocab_size)
+    if data.size != encoded_size(vocab_size, encoding):
+        raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
+    numbers = data[HEADER_SIZE:].view(encoding.dtype)
+    if encoding is Encoding.F32:
+        return _frozen(data, numbers)
+    row = _widened(numbers, encoding, log_z)
+    return _frozen(row if row.base is None else row.base, row)
+
+
+def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float32]:
+    """Read a few entries of a row.
+
+    Args:
+        data: the row's header, and right behind it the stored numbers of those entries.
+        vocab_size: the V that the model card promises.
+        count: how many entries.
+
+    Returns:
+        float32 log-probabilities of shape (count,).
+
+    Raises:
+        ProtocolError: the bytes are not so many entries of a row of that size, or one is no log-probability.
+    """
+    encoding, log_z = _read_header(memoryview(data), vocab_size)
+    if len(data) != encoded_size(count, encoding):
+        raise ProtocolError(f"{len(data)} bytes are not {count} entries of a row in encoding {encoding}")
+    numbers = np.frombuffer(data, encoding.dtype, offset=HEADER_SIZE)
+    entries = numbers.copy() if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
+    return check_logprobs(entries)
+
+
+def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Refuse what cannot be log-probabilities; returns the row.
+
+    Raises:
+        ProtocolError: an entry is NaN, or far above 0.
+    """
+    # The largest is NaN when any is: one pass over the row, in the processor's cache.
+    if not (most := row.max()) <= _MOST_LOGPROB:
+        raise ProtocolError(f"the row's largest entry is {most}: these are no log-probabilities")
+    return row
+
+
+def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
+    """The encoding and logZ of a row.
+
+    Raises:
+        ProtocolError: what begins there is not a row of that size in this wire version.
+    """
+    if len(data) < HEADER_SIZE:
+        raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
+    magic, version, code, _, size, log_z = _HEADER.unpack_from(data)
     if magic != MAGIC or version != WIRE_VERSION:
         raise ProtocolError(f"not a row of wire version {WIRE_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:
         raise ProtocolError(f"the row has V = {size}, the model's card says {vocab_size}")
     try:
-        dtype = Encoding(code).dtype
+        encoding = Encoding(code)
     except ValueError:
         raise ProtocolError(f"the row has the unknown encoding {code}") from None
-    if data.size != HEADER_SIZE + size * dtype.itemsize:
-        raise ProtocolError(f"a row of V = {size} in encoding {code} cannot have {data.size} bytes")
-    if not np.isfinite(log_z):
+    if not math.isfinite(log_z):
         raise ProtocolError(f"the row's logZ is {log_z}")
-    numbers = data[HEADER_SIZE:].view(dtype)
-    if code == Encoding.F32:
-        return _frozen(data, numbers)
-    row = widen_bf16(numbers) if code == Encoding.BF16 else numbers.astype(np.float32)
+    return encoding, log_z
+
+
+def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float) -> NDArray[np.float32]:
+    """The log-probabilities of numbers in 16 bits; new memory."""
+    row = widen_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(np.float32)
     np.subtract(row, np.float32(log_z), out=row)
-    return _frozen(row if row.base is None else row.base, row)
+    return row
 
 
 def _frozen(owner: NDArray[Any], row: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -1,8 +1,19 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
+from lmpool.picks import TopK
+from lmpool.producer.picking import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
 
-__all__ = ["PooledTrie", "Producer", "ProducerStats", "SyncProducer", "SyncTrie", "TrieOptions"]
+__all__ = [
+    "PooledTrie",
+    "Producer",
+    "ProducerStats",
+    "SampleOptions",
+    "SyncProducer",
+    "SyncTrie",
+    "TopK",
+    "TrieOptions",
+]

@@ -122,16 +122,19 @@ class Channel:
             flight.weights = None
 
     def spent(self, flights: Sequence[Flight]) -> list[bytes]:
-        """The keys that nobody needs once these flights have ended: weights, and answers made from them; told once."""
+        """The keys that nobody needs once these flights have ended: private answers, and weights; told once."""
         keys = []
         for flight in flights:
+            if flight.is_private:
+                keys.append(self.row_prefix + flight.prompt.digest)
+                flight.is_private = False
             if flight.weights_name:
-                keys += [self._keys.weights() + flight.weights_name, self.row_prefix + flight.prompt.digest]
+                keys.append(self._keys.weights() + flight.weights_name)
                 flight.weights_name = b""
         return keys
 
     async def unlink(self, keys: Sequence[bytes]) -> None:
-        """Remove weights and answers.
+        """Remove answers and weights.
 
         Raises:
             ServerError: the server cannot be used.

@@ -39,12 +39,14 @@ class Flight:
         overwrites: how often a worker was asked to do that.
         origin: counter of `ProducerStats` that the first waiter's request adds to.
         is_touch: nobody here wants the row itself, just that it be in the cache.
+        is_private: nobody else can ask for this, so nobody needs the answer once it has been read.
         weights: what a trie job works on, until it has been sent.
         weights_name: where they are stored, or b"".
     """
 
     __slots__ = (
         "damaged",
+        "is_private",
         "is_touch",
         "origin",
         "overwrites",
@@ -59,6 +61,7 @@ class Flight:
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.is_touch = False
+        self.is_private = False
         self.weights: Row | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []

@@ -87,7 +87,7 @@ class Outbox:
             self.retry_soon()
 
     def discard(self, flights: Sequence[Flight]) -> None:
-        """Remove what nobody needs once these flights have ended: their weights, and the answers made from them."""
+        """Remove what nobody needs once these flights have ended: private answers, and the weights of trie jobs."""
         if keys := self._channel.spent(flights):
             if not self._spent:
                 # For all that end in this tick.

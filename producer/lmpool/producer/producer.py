@@ -19,6 +19,8 @@ from lmpool.keys import Keys
 from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
+from lmpool.producer.picking import Picking
+from lmpool.producer.row_asker import Targets, ask_entries, ask_entries_of_all, ask_fresh
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
@@ -33,8 +35,8 @@ from lmpool.vocab import Vocabulary
 RedisLike = str | redis_async.Redis | redis_sync.Redis
 
 
-class Producer:
-    """Asks a pool for rows.
+class Producer(Picking):
+    """Asks a pool for rows, and for less than a row (see `Picking`).
 
     Use it as an async context manager, or as it is: the first request connects. One producer serves any
     number of concurrent awaits, and survives several `asyncio.run` calls in a row.
@@ -86,51 +88,71 @@ class Producer:
             lambda: Server(redis), lambda server: Session(server, self._keys, RowLRU(0), ProducerStats()), TRIE_SERVICE
         )
 
-    async def logprobs(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> NDArray[np.float32]:
+    async def logprobs(
+        self,
+        ids: Any,
+        *,
+        targets: Any = None,
+        fresh: bool = False,
+        adapter: str = "",
+        timeout: float | None = None,
+    ) -> NDArray[np.float32]:
         """The log-probabilities of the token that follows a prompt.
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
+            targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
+                travel.
+            fresh: have the row computed now, whatever caches hold; it is not cached.
             adapter: one of the model's adapters (`model.adapters`); "" for none.
             timeout: seconds; None for the producer's.
 
         Returns:
-            read-only float32 array of shape (V,).
+            read-only float32 array of shape (V,); with `targets` one of shape (k,), in their order.
 
         Raises:
-            InvalidPrompt: `ids` is not a prompt for this model.
+            InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of it.
             DeadlineExceeded, NoWorker, QueueFull: no row came in time.
             WorkerError: the backend failed on this prompt.
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
-        session = self._rows.current() or await self._rows.open(within)
-        prompt = encode(session.card, ids, adapter)
-        row = session.kept(prompt)
-        return row if row is not None else await session.answer(prompt, within)
+        session, within = await self._begin(timeout)
+        card = session.card
+        prompt = encode(card, ids, adapter)
+        wanted = None if targets is None else Targets.read(targets, card.vocab_size)
+        if fresh:
+            row = await ask_fresh(session, prompt, within)
+            return row if wanted is None else row[wanted.ids]
+        if wanted is not None:
+            return await ask_entries(session, prompt, wanted, within)
+        kept = session.kept(prompt)
+        return kept if kept is not None else await session.answer(prompt, within)
 
     async def batch_logprobs(
-        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+        self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
         """The rows of several prompts; all prompts are checked before the first is sent.
 
         Args:
             prompts: prompts, each as `logprobs` takes it (or a 2-D integer array).
+            targets: token ids, if only their entries are wanted: k for all prompts, or (n, k) for each its own.
             adapter: as `logprobs`, for all of them.
             timeout: seconds for all of them together; None for the producer's.
 
         Returns:
-            float32 array of shape (n, V), the caller's own.
+            float32 array of shape (n, V), or (n, k) with `targets`; the caller's own.
 
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
-        session = self._rows.current() or await self._rows.open(within)
+        session, within = await self._begin(timeout)
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
+        if targets is not None:
+            wanted = Targets.read_batch(targets, len(encoded), card.vocab_size)
+            return await ask_entries_of_all(session, encoded, wanted, within)
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)
         timer = session.loop.call_at(within.end, _expire_first, session, waits, within.seconds)
@@ -188,6 +210,10 @@ class Producer:
     def stats(self) -> ProducerStats:
         """A snapshot of what became of this producer's requests."""
         return self._stats.copy()
+
+    def clear_cache(self) -> None:
+        """Forget the rows in this producer's own memory; the pool's cache is everyone's and stays."""
+        self._cache.clear()
 
     async def open(self) -> None:
         """Connect now instead of with the first request.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
+    CorruptRow,
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
@@ -16,6 +18,7 @@ from lmpool.errors import (
 )
 from lmpool.keys import Keys
 from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.entries import EntryReader, Found, Wanted
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
 from lmpool.producer.inbox import Inbox
 from lmpool.producer.lru import RowLRU
@@ -35,6 +38,7 @@ _COLLECTORS = 2
 _WATCH_S = 1.0
 _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
+_CLOSED = "the producer was closed while the request was under way"
 
 
 class Session:
@@ -61,6 +65,7 @@ class Session:
         self._flights = FlightTable(cache, stats)
         self._channel = Channel(server, keys, self._flights)
         self.vocabularies = Vocabularies(self._channel, keys)
+        self._entries = EntryReader(self._channel, self._tasks)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
@@ -107,6 +112,31 @@ class Session:
             self._stats.local_hits += 1
         return row
 
+    async def read_entries(self, wanted: Wanted, within: Within) -> Found:
+        """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
+        try:
+            async with within.limit():
+                found = await self._entries.read(wanted)
+        except TimeoutError:
+            return None  # Whoever asks for the row now is told what the matter is.
+        self._count_hits([found])
+        return found
+
+    async def read_all_entries(self, wanted: Sequence[Wanted], within: Within) -> list[Found]:
+        """As `read_entries`, for several rows."""
+        try:
+            async with within.limit():
+                found = await self._entries.read_all(wanted)
+        except TimeoutError:
+            return [None] * len(wanted)
+        self._count_hits(found)
+        return found
+
+    def _count_hits(self, found: Sequence[Found]) -> None:
+        hits = sum(entries is not None and not isinstance(entries, CorruptRow) for entries in found)
+        self._stats.requests += hits
+        self._stats.cache_hits += hits
+
     def ask(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
 
@@ -122,7 +152,13 @@ class Session:
         return flight
 
     async def answer(
-        self, prompt: Prompt, within: Within, *, touch: bool = False, weights: tuple[bytes, Row] | None = None
+        self,
+        prompt: Prompt,
+        within: Within,
+        *,
+        touch: bool = False,
+        private: bool = False,
+        weights: tuple[bytes, Row] | None = None,
     ) -> Row:
         """Ask and wait.
 
@@ -130,12 +166,17 @@ class Session:
             prompt: what is asked.
             within: for how long.
             touch: as for `ask`.
-            weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile.
+            private: nobody else can ask for this: the answer is removed from the cache when it has been read.
+            weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile. Such an
+                answer is private too.
         """
+        if self.closed:
+            raise ProducerClosed(_CLOSED)
         waiter = SingleWaiter(self.loop)
         flight = self.ask(prompt, waiter, touch=touch)
         if weights is not None:
             flight.weights_name, flight.weights = weights
+        flight.is_private = private or weights is not None
         timer = self.loop.call_at(within.end, self.expire, flight, waiter, within.seconds)
         try:
             return await waiter.future
@@ -143,7 +184,7 @@ class Session:
             timer.cancel()
             if flight.waiters:
                 self.leave(flight, waiter)
-            if weights is not None:
+            if flight.is_private:
                 self._outbox.discard([flight])
 
     def leave(self, flight: Flight, waiter: Waiter) -> None:
@@ -205,7 +246,7 @@ class Session:
         except (*TROUBLE, TimeoutError):
             pass  # The server is away; what stays there expires.
         for flight in self._flights:
-            self._flights.land(flight, ProducerClosed("the producer was closed while the request was under way"))
+            self._flights.land(flight, ProducerClosed(_CLOSED))
         await self._channel.close()
 
     async def _watch(self) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
 from lmpool.errors import ProducerClosed
+from lmpool.picks import TopK
+from lmpool.producer.picking import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
@@ -93,15 +95,62 @@ class SyncProducer:
             self._stop()
             raise
 
-    def logprobs(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> NDArray[np.float32]:
+    def logprobs(
+        self,
+        ids: Any,
+        *,
+        targets: Any = None,
+        fresh: bool = False,
+        adapter: str = "",
+        timeout: float | None = None,
+    ) -> NDArray[np.float32]:
         """As `Producer.logprobs`."""
-        return self._wait_for(self._producer.logprobs(ids, adapter=adapter, timeout=timeout))
+        work = self._producer.logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
 
     def batch_logprobs(
-        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+        self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
         """As `Producer.batch_logprobs`."""
-        return self._wait_for(self._producer.batch_logprobs(prompts, adapter=adapter, timeout=timeout))
+        return self._wait_for(self._producer.batch_logprobs(prompts, targets=targets, adapter=adapter, timeout=timeout))
+
+    def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+        """As `Producer.topk`."""
+        return self._wait_for(self._producer.topk(ids, k, adapter=adapter, timeout=timeout))
+
+    def batch_topk(self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+        """As `Producer.batch_topk`."""
+        return self._wait_for(self._producer.batch_topk(prompts, k, adapter=adapter, timeout=timeout))
+
+    def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
+        """As `Producer.sample`."""
+        return self._wait_for(self._producer.sample(ids, **options))
+
+    def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
+        """As `Producer.batch_sample`."""
+        return self._wait_for(self._producer.batch_sample(prompts, **options))
+
+    def score(
+        self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `Producer.score`."""
+        return self._wait_for(self._producer.score(prompt, continuation, adapter=adapter, timeout=timeout))
+
+    def batch_score(
+        self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """As `Producer.batch_score`."""
+        work = self._producer.batch_score(prompts, continuations, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
+
+    def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
+        """As `Producer.warm`."""
+        self._wait_for(self._producer.warm(ids, adapter=adapter, timeout=timeout))
+
+    def clear_cache(self) -> None:
+        """As `Producer.clear_cache`."""
+        # In the thread that uses the cache.
+        self._loop.call_soon_threadsafe(self._producer.clear_cache)
 
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
         """As `Producer.trie`; the calls of the trie return values instead of awaitables."""

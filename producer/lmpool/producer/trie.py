@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from lmpool.errors import SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
 from lmpool.producer.checks import check_timeout, iterate
+from lmpool.producer.together import all_of
 from lmpool.producer.trie_asker import Choice, TrieAsker
 from lmpool.producer.within import Within
 from lmpool.trie import Trie
@@ -139,14 +140,14 @@ class PooledTrie:
             if not is_local:
                 out = np.empty((len(encoded), choice.size), np.float32)
                 pairs = zip(encoded, out, strict=True)
-                await _all([asker.of_prompt(op, models, prompt, choice, within, row) for prompt, row in pairs])
+                await all_of([asker.of_prompt(op, models, prompt, choice, within, row) for prompt, row in pairs])
                 return out
-            rows = await _all([asker.row(op, models, one, within) for one in encoded])
+            rows = await all_of([asker.row(op, models, one, within) for one in encoded])
             weights = np.array(rows, np.float32).reshape(-1, self.structure.n_tokens)
         if is_local:
             return await self._compute(op, weights, choice)
         out = np.empty((len(weights), choice.size), np.float32)
-        await _all([asker.of_weights(op, one, choice, within, row) for one, row in zip(weights, out, strict=True)])
+        await all_of([asker.of_weights(op, one, choice, within, row) for one, row in zip(weights, out, strict=True)])
         return out
 
     def _read(self, options: TrieOptions) -> tuple[Choice, Within, bool]:
@@ -202,13 +203,3 @@ def _check_source(ws: Any, prompt: Any, name: str) -> None:
     if (ws is None) == (prompt is None):
         given = "neither weights nor" if ws is None else "both weights and"
         raise SettingsError(f"{name}: {given} {name} were given; exactly one of them is needed")
-
-
-async def _all(work: Sequence[Any]) -> list[Values]:
-    """Await all; the first failure ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

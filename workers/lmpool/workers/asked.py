@@ -1,48 +1,37 @@
-"""What is asked of a model's rows instead of the rows: answered where the row is computed."""
+"""What is asked of a model's rows instead of the rows: tries' values, and what is picked from them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Collection
 
 import numpy as np
 
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
-from lmpool.errors import CorruptRow, SourceMissing, WorkerError
-from lmpool.messages import Failure
 from lmpool.rowcache import Row
 from lmpool.rows import RowBlock, decode_row
-from lmpool.workers.held import Holdings, Wanted
-from lmpool.workers.publisher import Ending, Publisher
-from lmpool.workers.tries.desk import answer
-from lmpool.workers.tries.inputs import TrieInputs
+from lmpool.workers.asked_tries import AskedTries
+from lmpool.workers.held import Asks, Holdings, Wanted
+from lmpool.workers.picked import Picked
+from lmpool.workers.publisher import Publisher
 from lmpool.workers.tries.larder import Larder
 
-_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
-_ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
-
-Asks = Mapping[bytes, Mapping[bytes, Wanted]]
-"""Digest of a prompt -> entry of the queue -> what it wants."""
+_Kind = dict[bytes, dict[bytes, Wanted]]
 
 
 class Asked:
     """Answers what is asked of one model's rows.
 
     Args:
-        larder: brings tries.
+        larder: brings rows and tries.
         publisher: takes the answers.
-        card: the model's card.
-        is_able: this worker answers; otherwise it tells clients that trie workers do.
+        card: the model's card; says whether its workers have tries.
     """
 
-    def __init__(self, larder: Larder, publisher: Publisher, card: ModelCard, *, is_able: bool) -> None:
-        self._larder = larder
-        self._publisher = publisher
-        self._fingerprint = card.fingerprint
-        self._vocab_size = card.vocab_size
-        self._is_able = is_able
+    def __init__(self, larder: Larder, publisher: Publisher, card: ModelCard) -> None:
+        self._tries = AskedTries(larder, publisher, card, is_able=card.answers_tries)
+        self._picked = Picked(larder, publisher, card)
 
     async def answer_cached(self, asks: Asks, held: Holdings) -> dict[bytes, list[bytes]]:
         """Answer what is asked of rows that are in the cache, without the backend.
@@ -52,60 +41,32 @@ class Asked:
             held: is told which rows in the cache are damaged.
 
         Returns:
-            the entries that were ended, by prompt; the rows of the other prompts are to be computed.
+            the entries that were ended, by prompt; where entries are left, the row is to be computed.
         """
-        named = self._named(asks)
-        if not self._is_able:
-            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
-            return {prompt: list(wants) for prompt, wants in asks.items()}
-        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(named, vocab_size=self._vocab_size))
-        absent = set()
-        for name, failure in failures.items():
-            prompt = named[name].source
-            if failure.kind in _ABSENT:
-                absent.add(prompt)
-            if failure.kind == CorruptRow.__name__ and prompt in held:
-                held[prompt].is_damaged = True
-        known = {prompt: wants for prompt, wants in asks.items() if prompt not in absent}
-        inputs = {name: one for name, one in inputs.items() if one.ask.source in known}
-        await self._finish(known, inputs, {name: one for name, one in failures.items() if named[name].source in known})
-        return {prompt: list(wants) for prompt, wants in known.items()}
+        ended: dict[bytes, list[bytes]] = {}
+        tries, picks = _by_kind(asks)
+        for some, answerer in ((tries, self._tries), (picks, self._picked)):
+            for prompt in await answerer.answer_cached(some, held) if some else ():
+                ended.setdefault(prompt, []).extend(some[prompt])
+        return ended
 
     async def answer(self, asks: Asks, block: RowBlock) -> None:
         """Answer what is asked of the rows of a block, and end the jobs."""
-        named = self._named(asks)
-        if not self._is_able:
-            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
-            return
         rows = await asyncio.to_thread(_rows_of, block, asks)
-        fill = partial(self._larder.fill, named, rows, vocab_size=self._vocab_size)
-        await self._finish(asks, *await self._publisher.insist(fill))
+        tries, picks = _by_kind(asks)
+        if tries:
+            await self._tries.answer(tries, rows)
+        if picks:
+            await self._picked.answer(picks, rows)
 
-    def _named(self, asks: Asks) -> dict[bytes, TrieAsk]:
-        """The asks by the names of their answers, each with the name of its row."""
-        return {
-            wanted.digest: wanted.ask._replace(rows=self._fingerprint, source=prompt)
-            for prompt, wants in asks.items()
-            for wanted in wants.values()
-            if wanted.ask is not None
-        }
 
-    async def _finish(self, asks: Asks, inputs: Mapping[bytes, TrieInputs], failures: dict[bytes, Failure]) -> None:
-        """Compute and publish answers; end the jobs."""
-        entries: dict[bytes, list[bytes]] = {}
-        overwrite = set()
-        for wants in asks.values():
-            for entry, wanted in wants.items():
-                entries.setdefault(wanted.digest, []).append(entry)
-                if wanted.overwrite:
-                    overwrite.add(wanted.digest)
-        answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
-        if answers is not None:
-            await self._publisher.publish(answers, entries, overwrite)
-        failures |= {name: Failure(WorkerError.__name__, text) for name, text in failed.items()}
-        endings = [Ending(entry, name, failure) for name, failure in failures.items() for entry in entries[name]]
-        if endings:
-            await self._publisher.end(endings)
+def _by_kind(asks: Asks) -> tuple[Asks, Asks]:
+    """What is asked of tries, and what is picked."""
+    kinds: tuple[_Kind, _Kind] = {}, {}
+    for prompt, wants in asks.items():
+        for entry, wanted in wants.items():
+            kinds[not isinstance(wanted.ask, TrieAsk)].setdefault(prompt, {})[entry] = wanted
+    return kinds
 
 
 def _rows_of(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:

@@ -19,12 +19,17 @@ class BackendJob(NamedTuple):
         ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
         adapter: one of the card's adapters, or "" for none.
         trie: what a trie job is about; None for a prompt.
+        score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
+            `Finished.answers`; 0 for the row. Only backends whose card says that they score are asked.
+        fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
     """
 
     digest: bytes
     ids: bytes
     adapter: str = ""
     trie: TrieInputs | None = None
+    score_from: int = 0
+    fresh: bool = False
 
 
 class Finished(NamedTuple):
@@ -33,7 +38,7 @@ class Finished(NamedTuple):
     Attributes:
         blocks: the rows that are ready.
         failures: digest -> message of the prompts that the backend cannot answer.
-        answers: vectors that are ready, from the backend of trie workers.
+        answers: vectors that are ready: scores, and what trie workers answer.
     """
 
     blocks: list[RowBlock]

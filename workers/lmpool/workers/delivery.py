@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
+from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
 from lmpool.errors import SourceMissing, UnknownVocabulary, WorkerError
 from lmpool.messages import Failure
@@ -84,7 +85,7 @@ class Delivery:
 
     async def _fill(self, digests: list[bytes]) -> None:
         wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
-        asks = {digest: wanted.ask for digest, wanted in wants if wanted.ask}
+        asks = {digest: wanted.ask for digest, wanted in wants if isinstance(wanted.ask, TrieAsk)}
         inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
         for digest, found in inputs.items():
             if digest in self._held:  # The backend may have broken meanwhile.

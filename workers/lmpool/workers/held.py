@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lmpool.asks import TrieAsk
+from lmpool.asks import PickAsk, TrieAsk
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.intake import Taken
 
@@ -17,12 +17,16 @@ class Wanted(NamedTuple):
     Attributes:
         digest: what is waited for: the prompt's digest, or that of what is asked of it.
         overwrite: what is stored is damaged and must be replaced.
-        ask: what is wanted instead of the row, or None.
+        ask: what is wanted instead of the row and made from it, or None.
     """
 
     digest: bytes
     overwrite: bool
-    ask: TrieAsk | None
+    ask: TrieAsk | PickAsk | None
+
+
+Asks = Mapping[bytes, Mapping[bytes, Wanted]]
+"""Digest of a prompt -> entry of the queue -> what it wants."""
 
 
 @dataclass(slots=True)

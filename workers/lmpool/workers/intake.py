@@ -8,7 +8,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
-from lmpool.asks import TrieAsk, unpack_ask
+from lmpool.asks import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.card import ModelCard
 from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
@@ -27,7 +27,7 @@ class Taken(NamedTuple):
         job: what the backend is asked, or None when the entry cannot be served.
         overwrite: the stored row is damaged and must be replaced.
         digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
-        ask: what is wanted instead of the row.
+        ask: what is wanted instead of the row and made from it.
         failure: why it cannot be served.
         is_dead: it goes to the dead letters.
     """
@@ -38,7 +38,7 @@ class Taken(NamedTuple):
     overwrite: bool = False
     failure: Failure | None = None
     is_dead: bool = False
-    ask: TrieAsk | None = None
+    ask: TrieAsk | PickAsk | None = None
 
 
 class Claimed(NamedTuple):
@@ -132,12 +132,22 @@ class Intake:
             ask = unpack_ask(job.ask) if job.ask else None
         except ProtocolError as error:
             return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
-        failure = self._refusal(job)
+        failure = self._refusal(job) or self._ask_refusal(job, ask)
         if failure is not None:
             return Taken(entry, digest, failure=failure)
+        backend_job, ask = self._backend_job(job, prompt, digest, ask)
+        return Taken(entry, digest, backend_job, job.overwrite, ask=ask)
+
+    def _backend_job(
+        self, job: Job, prompt: bytes, digest: bytes, ask: Ask | None
+    ) -> tuple[BackendJob, TrieAsk | PickAsk | None]:
+        """What the backend is asked, and what is then made from the row."""
+        if isinstance(ask, ScoreAsk):
+            return BackendJob(digest, job.ids, job.adapter, score_from=ask.start), None
+        if isinstance(ask, FreshAsk):
+            return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
-        wanted = digest if self._card.is_trie else prompt
-        return Taken(entry, digest, BackendJob(wanted, job.ids, job.adapter), job.overwrite, ask=ask)
+        return BackendJob(digest if self._card.is_trie else prompt, job.ids, job.adapter), ask
 
     def _refusal(self, job: Job) -> Failure | None:
         card = self._card
@@ -145,10 +155,27 @@ class Intake:
             text = f"the model {card.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
             return Failure(ModelMismatch.__name__, text)
         if card.is_trie:
-            return None if job.ask else Failure(ProtocolError.__name__, "a trie worker was asked for a row")
+            return None
         try:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
             card.check_adapter(job.adapter)
         except (InvalidPrompt, UnknownAdapter) as error:
             return Failure(type(error).__name__, str(error))
+        return None
+
+    def _ask_refusal(self, job: Job, ask: Ask | None) -> Failure | None:
+        card = self._card
+        if card.is_trie:
+            if isinstance(ask, TrieAsk):
+                return None
+            return Failure(ProtocolError.__name__, "a trie worker was asked for something else than values of a trie")
+        if isinstance(ask, TopAsk) and ask.k > card.vocab_size:
+            text = f"the {ask.k} largest entries of a row that has {card.vocab_size}"
+            return Failure(ProtocolError.__name__, text)
+        if isinstance(ask, ScoreAsk):
+            if not card.scores:
+                return Failure(WorkerError.__name__, f"the workers of the model {card.name!r} do not score")
+            if ask.start >= len(job.ids) // 4:
+                text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
+                return Failure(ProtocolError.__name__, text)
         return None

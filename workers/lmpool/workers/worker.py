@@ -131,7 +131,7 @@ class Worker:
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
         self._larder = Larder(self._server, keys, opened.device, settings)
-        asked = Asked(self._larder, self._publisher, card, is_able=settings.with_trie)
+        asked = Asked(self._larder, self._publisher, card)
         self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card)
         try:
             await self._join()

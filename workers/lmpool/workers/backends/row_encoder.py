@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.rows import Encoding, RowBlock
@@ -116,6 +118,25 @@ class RowEncoder:
         # NaN equals nothing: the row that has one is refused, and must not decide how the others travel.
         is_exact = torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
         return narrow if is_exact else None
+
+
+def scores_of(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """What tokens score after the prefixes that gave these logits.
+
+    Args:
+        logits: tensor of shape (m, V) of any float dtype, on any device.
+        tokens: the token that followed each prefix, m ids.
+
+    Returns:
+        float32 log-probabilities of shape (m,); NaN where logits are no distribution.
+    """
+    targets = torch.tensor(tokens, device=logits.device)
+    # Some at a time, so that they stay in the processor's cache.
+    rows = max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // logits.shape[1])
+    parts = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
+    losses = [torch.nn.functional.cross_entropy(part.float(), wanted, reduction="none") for part, wanted in parts]
+    scores: NDArray[np.float32] = (-torch.cat(losses)).cpu().numpy()
+    return scores
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

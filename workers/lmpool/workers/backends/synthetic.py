@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
 from lmpool.checks import check_choice, check_name, check_number
 from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding, RowBlock
+from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.synthetic import base_rows, draw, fill, synthetic_vocabulary
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
@@ -85,7 +86,7 @@ class SyntheticBackend:
     def __init__(self, settings: SyntheticSettings) -> None:
         self._settings = settings
         self._encoding = Encoding[settings.encoding.upper()]
-        self._jobs: OrderedDict[bytes, bytes] = OrderedDict()
+        self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
         self._stats = BackendStats()
         base_rows(settings.vocab_size, settings.seed)
 
@@ -101,6 +102,7 @@ class SyntheticBackend:
             revision=f"seed-{settings.seed}",
             dtype="float32",
             encoding=settings.encoding,
+            scores=True,
             note="rows are drawn from a generator, not computed by a model",
         )
 
@@ -125,23 +127,25 @@ class SyntheticBackend:
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """See `Backend.submit`."""
         for job in jobs:
-            self._jobs[job.digest] = job.ids
+            self._jobs[job.digest] = job
 
     def step(self) -> Finished:
         """See `Backend.step`."""
         started = time.monotonic()
         batch = dict(islice(self._jobs.items(), self._settings.max_batch))
-        failures = {digest: text for digest, ids in batch.items() if (text := self._fault(ids))}
-        good = {digest: ids for digest, ids in batch.items() if digest not in failures}
-        blocks = [self._draw(good)] if good else []
+        failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
+        good = {digest: job for digest, job in batch.items() if digest not in failures}
+        prompts = {digest: job.ids for digest, job in good.items() if not job.score_from}
+        scores = {digest: self._score(job) for digest, job in good.items() if job.score_from}
+        blocks = [self._draw(prompts)] if prompts else []
         for digest in batch:
             del self._jobs[digest]
-        stats, tokens = self._stats, sum(len(ids) // 4 for ids in good.values())
+        stats, tokens = self._stats, sum(len(job.ids) // 4 for job in good.values())
         self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(good), tokens=stats.tokens + tokens)
         rest = self._settings.step_ms / 1000 - (time.monotonic() - started)
         if rest > 0:
             time.sleep(rest)
-        return Finished(blocks, failures)
+        return Finished(blocks, failures, VectorBlock(list(scores), list(scores.values())) if scores else None)
 
     def _draw(self, prompts: dict[bytes, bytes]) -> RowBlock:
         settings = self._settings
@@ -157,6 +161,16 @@ class SyntheticBackend:
             fill(numbers[index], base.bits, shifts)
             log_z[index] = base.log_z
         return RowBlock(list(prompts), numbers, log_z, self._encoding)
+
+    def _score(self, job: BackendJob) -> NDArray[np.float32]:
+        vocab_size, seed = self._settings.vocab_size, self._settings.seed
+        tokens, row = decode_ids(job.ids), np.empty(vocab_size, np.float32)
+        scores = np.empty(len(tokens) - job.score_from, np.float32)
+        for index, at in enumerate(range(job.score_from, len(tokens))):
+            base, shifts = draw(job.ids[: 4 * at], vocab_size, seed)
+            fill(row, base.logprobs, shifts)
+            scores[index] = row[tokens[at]]
+        return scores
 
     def _fault(self, ids: bytes) -> str | None:
         fail, crash = self._settings.fail_token, self._settings.crash_token

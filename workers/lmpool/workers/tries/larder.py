@@ -21,7 +21,7 @@ from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.messages import Failure
 from lmpool.registry import MOST_BYTES, unpack_known
-from lmpool.rows import Encoding, decode_row, encoded_size
+from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
 from lmpool.workers.settings import WorkerSettings
@@ -95,6 +95,17 @@ class Larder:
                 inputs[name] = TrieInputs(one.ask, one.trie, vector)
         return inputs, failures
 
+    async def rows(
+        self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int
+    ) -> dict[bytes, Values | LMPoolError]:
+        """Rows of a model from the cache: digest of the prompt -> row, or why there is none.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        found = await self._find_vectors([(fingerprint, prompt, vocab_size) for prompt in prompts])
+        return {prompt: row for (_, prompt, _), row in found.items()}
+
     async def _find_tries(self, digests: Iterable[str]) -> dict[str, Shelved | LMPoolError]:
         found: dict[str, Shelved | LMPoolError] = {}
         for digest in digests:
@@ -159,7 +170,8 @@ def _read(value: object, name: _Source) -> Values | LMPoolError:
     if not isinstance(value, np.ndarray):
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
-        return decode_row(value, name[2])
+        vector = decode_row(value, name[2])
+        return check_logprobs(vector) if name[0] else vector
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
 

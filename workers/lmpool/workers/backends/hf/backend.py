@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
-from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding
+from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
@@ -20,13 +23,25 @@ from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.hf.waiting import Waiting
 from lmpool.workers.backends.requirements import first_line
-from lmpool.workers.backends.row_encoder import EncodedRows, RowEncoder
+from lmpool.workers.backends.row_encoder import RowEncoder, scores_of
 from lmpool.workers.backends.vocabulary import read_vocabulary
 
 _logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 2**62
+
+_HELD_LOGITS = 1 << 25
+"""Logits that a forward may leave (128 MiB in float32), unless a batch of rows needs more."""
+
+
+class _Answer(NamedTuple):
+    """What became of a batch: rows, digest -> message of prompts that failed, digest -> scores."""
+
+    block: RowBlock | None
+    failures: dict[bytes, str]
+    scores: dict[bytes, NDArray[np.float32]]
 
 
 class HfBackend:
@@ -54,13 +69,14 @@ class HfBackend:
         self._pool = _open_pool(settings, abilities, self._forward.device)
         self._rules = BatchRules(
             tokens=settings.max_batch_tokens,
+            logits=max(settings.max_batch, _HELD_LOGITS // abilities.logits.shape[-1]),
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
             shares=self._pool is not None,
         )
         self._limit = BatchLimit(settings.max_batch)
-        self._waiting: dict[bytes, list[int]] = {}
+        self._waiting: dict[bytes, Waiting] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
         self._card = ModelCard(
@@ -71,6 +87,7 @@ class HfBackend:
             revision=loaded.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
+            scores=True,
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
             # A relative folder means another one to a client in another folder.
             source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
@@ -104,7 +121,7 @@ class HfBackend:
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Take jobs; one that is held already is computed once."""
         for job in jobs:
-            self._waiting.setdefault(job.digest, decode_ids(job.ids).tolist())
+            self._waiting.setdefault(job.digest, Waiting.of(job))
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""
@@ -127,20 +144,23 @@ class HfBackend:
         """Run one batch."""
         waiting = [self._candidate(digest) for digest in self._waiting]
         answers = self._answer(choose(waiting, self._limit.rows, self._rules))
-        finished = Finished([answer.block for answer in answers if answer.block is not None], {})
-        for answer in answers:
-            finished.failures.update(answer.failures)
-        for block in finished.blocks:
-            self.abort(block.digests)
-        self.abort(finished.failures)
+        scores = {digest: own for answer in answers for digest, own in answer.scores.items()}
+        finished = Finished(
+            [answer.block for answer in answers if answer.block is not None],
+            {digest: text for answer in answers for digest, text in answer.failures.items()},
+            VectorBlock(list(scores), list(scores.values())) if scores else None,
+        )
+        self.abort(finished.digests)
         return finished
 
     def _candidate(self, digest: bytes) -> Candidate:
-        ids = self._waiting[digest]
-        reuses = self._pool is not None and len(ids) <= self._rules.horizon
-        return Candidate(digest, ids, self._pool.slots.match(ids) if self._pool and reuses else [])
+        waiting = self._waiting[digest]
+        ids, kept = waiting.part(self._rules.logits)
+        reuses = self._pool is not None and len(ids) <= self._rules.horizon and not waiting.fresh
+        path = self._pool.slots.match(ids) if self._pool and reuses else []
+        return Candidate(digest, ids, path, kept, waiting.kind)
 
-    def _answer(self, batch: Sequence[Candidate]) -> list[EncodedRows]:
+    def _answer(self, batch: Sequence[Candidate]) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
         try:
             return [self._compute(batch)]
@@ -154,28 +174,42 @@ class HfBackend:
         if out_of_memory:
             self._free_memory()
         if len(batch) == 1:
-            return [EncodedRows(None, {batch[0].digest: f"the model failed on this prompt: {message}"})]
+            return [_Answer(None, {batch[0].digest: f"the model failed on this prompt: {message}"}, {})]
         if out_of_memory:
             self._limit.too_large(len(batch))
             _logger.warning("out of memory with %d prompts: running %d at once", len(batch), self._limit.rows)
             return self._answer([self._candidate(one.digest) for one in batch[: self._limit.rows]])
-        return [rows for one in batch for rows in self._answer([self._candidate(one.digest)])]
+        return [answer for one in batch for answer in self._answer([self._candidate(one.digest)])]
 
-    def _compute(self, batch: Sequence[Candidate]) -> EncodedRows:
+    def _compute(self, batch: Sequence[Candidate]) -> _Answer:
         prompts = [one.ids for one in batch]
         lengths = [len(ids) for ids in prompts]
         new = max(one.new for one in batch)
-        pool = self._pool if max(lengths) <= self._rules.horizon else None
-        logits = self._forward.logits(prompts, [one.path for one in batch], pool)
-        rows = self._encoder.encode([one.digest for one in batch], logits)
+        pool = self._pool if max(lengths) <= self._rules.horizon and batch[0].kind != "fresh" else None
+        logits = self._forward.last_logits(prompts, [one.kept for one in batch], [one.path for one in batch], pool)
+        if batch[0].kind == "score":
+            answer = self._score(batch, logits)
+        else:
+            answer = _Answer(*self._encoder.encode([one.digest for one in batch], logits[:, -1]), {})
         self._limit.fitted(len(batch))
         self._stats = BackendStats(
             steps=self._stats.steps + 1,
-            rows=self._stats.rows + len(batch) - len(rows.failures),
+            rows=self._stats.rows + len(batch) - len(answer.failures),
             tokens=self._stats.tokens + sum(lengths),
             reused=self._stats.reused + sum(max(0, length - new) for length in lengths),
         )
-        return rows
+        return answer
+
+    def _score(self, batch: Sequence[Candidate], logits: Tensor) -> _Answer:
+        answer = _Answer(None, {}, {})
+        for one, own in zip(batch, logits, strict=True):
+            waiting = self._waiting[one.digest]
+            scores = scores_of(own[-one.kept :], waiting.targets(one.kept))
+            if np.isnan(scores).any():
+                answer.failures[one.digest] = "the model returned logits that are no distribution: NaN or infinite"
+            elif (all_scores := waiting.add(scores)) is not None:
+                answer.scores[one.digest] = all_scores
+        return answer
 
     def _free_memory(self) -> None:
         if self._pool is not None:

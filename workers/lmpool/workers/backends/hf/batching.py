@@ -23,16 +23,20 @@ class Candidate(NamedTuple):
         digest: its name.
         ids: its token ids.
         path: the KV pool's slots of its held prefix.
+        kept: of how many of its last tokens the logits are wanted.
+        kind: only prompts of one kind run together.
     """
 
     digest: bytes
     ids: list[int]
     path: list[int]
+    kept: int = 1
+    kind: str = ""
 
     @property
     def new(self) -> int:
         """Tokens that must be computed."""
-        return new_tokens(len(self.ids), len(self.path))
+        return new_tokens(len(self.ids), len(self.path), self.kept)
 
     @property
     def unshared(self) -> tuple[int, ...] | None:
@@ -46,6 +50,7 @@ class BatchRules(NamedTuple):
 
     Attributes:
         tokens: most tokens computed, padding included.
+        logits: most tokens whose logits are wanted, padding included.
         kv_tokens: most tokens whose keys and values are held at once, padding included.
         pads: False if prompts of different length must not run together.
         horizon: prompts longer than this run alone.
@@ -53,6 +58,7 @@ class BatchRules(NamedTuple):
     """
 
     tokens: int
+    logits: int
     kv_tokens: int
     pads: bool
     horizon: int
@@ -72,14 +78,16 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
     if len(first.ids) > rules.horizon:
         return batch
     started = {first.unshared}
-    new, longest, needed = first.new, len(first.ids), first.new
-    for other in _by_likeness(first, waiting[1:]):
+    new, longest, needed, kept = first.new, len(first.ids), first.new, first.kept
+    for other in _by_likeness(first, [one for one in waiting[1:] if one.kind == first.kind]):
         if len(batch) == rows:
             break
         if len(other.ids) > rules.horizon or (len(other.ids) != longest and not rules.pads):
             continue
         count = len(batch) + 1
         padded = count * max(new, other.new)
+        if count * max(kept, other.kept) > rules.logits:
+            continue
         if padded > rules.tokens or count * max(longest, len(other.ids)) > rules.kv_tokens:
             continue
         if padded - needed - other.new > max(_FREE_PADDING, needed // 4):
@@ -90,6 +98,7 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
             started.add(prefix)
         batch.append(other)
         new, longest, needed = max(new, other.new), max(longest, len(other.ids)), needed + other.new
+        kept = max(kept, other.kept)
     return batch
 
 

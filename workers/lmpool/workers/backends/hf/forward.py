@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from lmpool.workers.backends.hf.kv_pool import KVPool
 
 
-def new_tokens(length: int, held: int) -> int:
-    """Tokens to compute for a prompt of which a prefix is held: at least the last one, which gives the row."""
-    return length - min(held, length - 1)
+def new_tokens(length: int, held: int, kept: int = 1) -> int:
+    """Tokens to compute for a prompt of which a prefix is held: at least the last `kept`, whose logits are wanted."""
+    return length - min(held, length - kept)
 
 
 class Forward:
@@ -48,16 +48,40 @@ class Forward:
         Returns:
             tensor of shape (n, V) in the dtype that the model returns.
         """
+        return self.last_logits(prompts, [1] * len(prompts), paths, pool)[:, -1]
+
+    def last_logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        kept: Sequence[int],
+        paths: Sequence[list[int]] = (),
+        pool: KVPool | None = None,
+    ) -> Tensor:
+        """The logits of the tokens after each prompt's last tokens.
+
+        Args:
+            prompts: token ids, each at least one.
+            kept: per prompt of how many last tokens.
+            paths: as `logits`.
+            pool: as `logits`.
+
+        Returns:
+            tensor of shape (n, max(kept), V), right-aligned.
+        """
         lengths = [len(ids) for ids in prompts]
+        most = max(kept)
         if pool is None:
-            return self._run(prompts, lengths, max(lengths), {"use_cache": False})
-        new = max(new_tokens(length, len(path)) for length, path in zip(lengths, paths, strict=True))
+            return self._run(prompts, lengths, max(lengths), most, {"use_cache": False})
+        wants = zip(lengths, paths, kept, strict=True)
+        new = max(most, *(new_tokens(length, len(path), own) for length, path, own in wants))
         block = pool.gather(lengths, paths, new)
-        logits = self._run(prompts, lengths, new, {"use_cache": True, "past_key_values": block.cache})
+        logits = self._run(prompts, lengths, new, most, {"use_cache": True, "past_key_values": block.cache})
         pool.store(prompts, paths, block)
         return logits
 
-    def _run(self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, arguments: dict[str, Any]) -> Tensor:
+    def _run(
+        self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, kept: int, arguments: dict[str, Any]
+    ) -> Tensor:
         total = max(lengths)
         ids = np.zeros((len(prompts), total), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
@@ -68,9 +92,9 @@ class Forward:
             positions = np.arange(total) - (total - np.array(lengths))[:, None]
             arguments["attention_mask"] = self._tensor((positions >= 0).astype(np.int64))
             arguments["position_ids"] = self._tensor(positions[:, total - new :].clip(0))
-        arguments["logits_to_keep"] = 1
+        arguments["logits_to_keep"] = kept
         output = self.model(**{name: value for name, value in arguments.items() if name in self.takes})
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[:, -kept:]
         return logits
 
     def _tensor(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:

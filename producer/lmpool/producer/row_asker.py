@@ -1,0 +1,184 @@
+"""Asking for less than a row, so that only that travels."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.asks import DrawAsk, FreshAsk, ScoreAsk, TopAsk
+from lmpool.checks import shown
+from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, TokenOutOfRange
+from lmpool.picks import MOST_SEED, Draw, TopK, draw, top, unpack_token, unpack_top
+from lmpool.producer.entries import Wanted
+from lmpool.producer.session import Session
+from lmpool.producer.together import all_of
+from lmpool.producer.within import Within
+from lmpool.prompts import DIGEST_SIZE, Prompt, digest_of
+from lmpool.rowcache import Row
+
+_MOST_READ_IN_PLACE = 128
+"""Entries of one row; for more, fetching the row costs the server less than looking each up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Which entries of a row are wanted.
+
+    Attributes:
+        ids: int64 token ids of shape (k,).
+        numbers: the same for `entries.lua`.
+    """
+
+    ids: NDArray[np.int64]
+    numbers: bytes
+
+    @classmethod
+    def read(cls, targets: Any, vocab_size: int) -> Targets:
+        """Check what a caller gave.
+
+        Raises:
+            NotTokenIds: not a flat sequence of at least one integer.
+            TokenOutOfRange: an id is negative or not below `vocab_size`.
+        """
+        ids = _read_ids(targets, 1)
+        _check_range(ids, vocab_size)
+        return cls(ids, b" ".join(b"%d" % token for token in ids.tolist()))
+
+    @classmethod
+    def read_batch(cls, targets: Any, count: int, vocab_size: int) -> list[Targets]:
+        """As `read`, for `count` prompts: the same targets for all of them, or as many lists of equal length."""
+        ids = _read_ids(targets, 2)
+        if ids.ndim == 1:
+            return [cls.read(ids, vocab_size)] * count
+        if len(ids) != count:
+            raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
+        return [cls.read(own, vocab_size) for own in ids]
+
+
+def _read_ids(targets: Any, most_axes: int) -> NDArray[np.int64]:
+    try:
+        ids = np.asarray(targets)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
+    if not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise NotTokenIds(f"targets: {shown(targets)} must be a list of at least 1 token id")
+    return ids if ids.dtype == np.int64 else ids.astype(np.int64)
+
+
+def _check_range(ids: NDArray[np.int64], vocab_size: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise TokenOutOfRange(f"targets: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
+
+
+def read_draw(temperature: Any, top_p: Any, seed: Any) -> Draw:
+    """Check how a token is to be drawn; the seed is 0 when there is none.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+    for name, value, least, most in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
+        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (name == "top_p" and value == 0):
+            wanted = "above 0 and at most 1" if name == "top_p" else f"from 0 to {most:g}"
+            raise SettingsError(f"{name}: {shown(value)} must be a number {wanted}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+        raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
+    if seed is not None and not 0 <= seed <= MOST_SEED:
+        raise SettingsError(f"seed: {seed} must be from 0 to {MOST_SEED}")
+    return Draw(float(temperature), float(top_p), int(seed or 0))
+
+
+async def ask_entries(session: Session, prompt: Prompt, targets: Targets, within: Within) -> Row:
+    """Some entries of a row, float32 (k,)."""
+    row = session.kept(prompt)
+    if row is None and len(targets.ids) <= _MOST_READ_IN_PLACE:
+        wanted = Wanted(prompt.digest, targets.numbers, len(targets.ids))
+        found = await session.read_entries(wanted, within)
+        if found is None:
+            await session.answer(prompt, within, touch=True)
+            found = await session.read_entries(wanted, within)
+        if found is not None and not isinstance(found, CorruptRow):
+            return found
+    if row is None:
+        # Many entries, or none could be read: fetching a damaged row has it computed anew.
+        row = await session.answer(prompt, within)
+    return row[targets.ids]
+
+
+async def ask_top(session: Session, prompt: Prompt, k: int, within: Within) -> TopK:
+    """The `k` largest entries of a row."""
+    row = session.kept(prompt)
+    if row is not None:
+        return top(row, k)
+    answer = await session.answer(prompt.asking(TopAsk(k).pack(), 2 * k), within)
+    return unpack_top(answer, session.card.vocab_size)
+
+
+async def ask_draw(session: Session, prompt: Prompt, how: Draw, within: Within, *, private: bool) -> int:
+    """A token drawn from a row."""
+    row = session.kept(prompt)
+    if row is not None:
+        return draw(row, how)
+    answer = await session.answer(prompt.asking(DrawAsk(how).pack(), 1), within, private=private)
+    return unpack_token(answer, session.card.vocab_size)
+
+
+async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, within: Within) -> Row:
+    """The log-probability of each token of a continuation, float32 (m,)."""
+    card, ids = session.card, prompt.ids + continuation.ids
+    start, end = len(prompt.ids) // 4, len(ids) // 4
+    if end > card.max_prompt_tokens:
+        raise PromptTooLong(
+            f"the prompt and its continuation have {end} tokens: this model takes at most {card.max_prompt_tokens}"
+        )
+    if card.scores:
+        whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
+        return await session.answer(whole.asking(ScoreAsk(start).pack(), end - start), within)
+    # One after the other would be slow; workers keep what prefixes have in common.
+    prefixes = [ids[: 4 * at] for at in range(start, end)]
+    prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
+    wanted = np.frombuffer(continuation.ids, "<u4").astype(np.int64)
+    targets = [Targets(wanted[at : at + 1], b"%d" % wanted[at]) for at in range(len(wanted))]
+    pairs = zip(prompts, targets, strict=True)
+    found = await all_of([ask_entries(session, one, target, within) for one, target in pairs])
+    return np.concatenate(found)
+
+
+async def ask_fresh(session: Session, prompt: Prompt, within: Within) -> Row:
+    """A row that is computed now, whatever caches hold."""
+    ask = FreshAsk(secrets.token_bytes(DIGEST_SIZE)).pack()
+    return await session.answer(prompt.asking(ask, session.card.vocab_size), within, private=True)
+
+
+async def ask_entries_of_all(
+    session: Session, prompts: Sequence[Prompt], targets: Sequence[Targets], within: Within
+) -> NDArray[np.float32]:
+    """Some entries of each of several rows, float32 (n, k); all that are in the cache are read at once."""
+    out = np.empty((len(prompts), len(targets[0].ids) if targets else 0), np.float32)
+    rows = [session.kept(prompt) for prompt in prompts]
+    left = []
+    for at, row in enumerate(rows):
+        if row is None:
+            left.append(at)
+        else:
+            out[at] = row[targets[at].ids]
+    if left and out.shape[1] <= _MOST_READ_IN_PLACE:
+        wanted = [Wanted(prompts[at].digest, targets[at].numbers, out.shape[1]) for at in left]
+        found = await session.read_all_entries(wanted, within)
+        for at, entries in zip(left, found, strict=True):
+            if isinstance(entries, np.ndarray):
+                out[at] = entries
+        left = [at for at, entries in zip(left, found, strict=True) if not isinstance(entries, np.ndarray)]
+
+    async def ask(at: int) -> None:
+        out[at] = await ask_entries(session, prompts[at], targets[at], within)
+
+    await all_of([ask(at) for at in left])
+    return out

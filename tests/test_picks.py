@@ -1,0 +1,78 @@
+"""What is picked from rows, in this process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from lmpool.errors import ProtocolError
+from lmpool.picks import Draw, draw, pack_token, pack_top, top, unpack_token, unpack_top
+from lmpool.synthetic import synthetic_row
+
+ROWS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from([-np.inf, -9.0, -2.5, -1.0, -0.5, 0.0]))
+ROW = synthetic_row([1, 2, 3], vocab_size=5000)
+
+
+@given(ROWS, st.data())
+def test_the_largest_entries_are_those_of_a_sort_by_value_and_then_by_id(row: np.ndarray, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(row)))
+    expected = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
+    found = top(row, k)
+    assert found.ids.tolist() == expected
+    assert np.array_equal(found.values, row[expected])
+    assert found.ids.dtype == np.int64
+    assert found.values.dtype == np.float32
+
+
+@given(ROWS.filter(lambda row: row.max() > -np.inf), st.floats(0.01, 1), st.floats(0.05, 5), st.integers(0, 2**64 - 1))
+def test_a_draw_is_among_the_fewest_tokens_that_have_the_mass(
+    row: np.ndarray, top_p: float, temperature: float, seed: int
+) -> None:
+    weights = np.exp((row - row.max()).astype(np.float64) / temperature)
+    order = sorted(range(len(row)), key=lambda token: (-weights[token], token))
+    mass = np.cumsum(weights[order]) / weights.sum()
+    allowed = order[: int(np.searchsorted(mass, top_p * (1 + 1e-9))) + 1]
+    token = draw(row, Draw(temperature, top_p, seed))
+    assert token in allowed
+    assert weights[token] > 0
+
+
+def test_draws_have_the_frequencies_of_the_probabilities() -> None:
+    row = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    tokens = [draw(row, Draw(1.0, 1.0, seed)) for seed in range(4000)]
+    assert np.allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.25, 0.125, 0.125], atol=0.03)
+    tokens = [draw(row, Draw(0.5, 1.0, seed)) for seed in range(4000)]
+    squared = np.array([0.5, 0.25, 0.125, 0.125]) ** 2
+    assert np.allclose(np.bincount(tokens, minlength=4) / 4000, squared / squared.sum(), atol=0.03)
+    tokens = [draw(row, Draw(1.0, 0.75, seed)) for seed in range(4000)]
+    assert np.allclose(np.bincount(tokens, minlength=4) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
+
+
+def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_equally() -> None:
+    assert draw(ROW, Draw(0.0, 0.5, 1)) == int(ROW.argmax())
+    assert draw(ROW, Draw(1e-6, 1.0, 1)) == int(ROW.argmax())
+    assert len({draw(ROW, Draw(1.0, 1.0, 7)) for _ in range(5)}) == 1
+    assert len({draw(ROW, Draw(1.0, 1.0, seed)) for seed in range(50)}) > 20
+
+
+def test_a_flat_row_is_drawn_from_beyond_the_first_thousand() -> None:
+    flat = np.full(5000, -np.log(5000), np.float32)
+    assert max(draw(flat, Draw(1.0, 0.9, seed)) for seed in range(100)) > 3000
+    assert max(draw(flat, Draw(1.0, 0.9, seed)) for seed in range(100)) < 4501
+
+
+def test_answers_survive_the_wire_and_wrong_ones_are_refused() -> None:
+    found = top(ROW, 7)
+    again = unpack_top(pack_top(found), len(ROW))
+    assert np.array_equal(again.ids, found.ids)
+    assert np.array_equal(again.values, found.values)
+    assert unpack_token(pack_token(2**32 - 1), 2**32) == 2**32 - 1
+    with pytest.raises(ProtocolError, match="not the largest entries of a row of 3"):
+        unpack_top(pack_top(found), 3)
+    with pytest.raises(ProtocolError, match="4999 was drawn from a row of 4999 entries"):
+        unpack_token(pack_token(4999), 4999)
+    with pytest.raises(ProtocolError):
+        unpack_top(np.full(2, np.nan, np.float32), 2**32)
