@@ -267,13 +267,14 @@ def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What every forward returned, from now on."""
     recorded: list[Tensor] = []
-    forward = Forward.logits
+    forward = Forward.last_logits
 
-    def logits(self: Forward, *arguments: Any) -> Tensor:
-        recorded.append(forward(self, *arguments))
-        return recorded[-1]
+    def last_logits(self: Forward, *arguments: Any) -> Tensor:
+        logits = forward(self, *arguments)
+        recorded.append(logits[:, -1])
+        return logits
 
-    monkeypatch.setattr(Forward, "logits", logits)
+    monkeypatch.setattr(Forward, "last_logits", last_logits)
     return recorded
 
 
@@ -296,8 +297,8 @@ def test_float32_logits_of_a_bfloat16_model_are_narrowed_only_if_they_survive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, encoding: Encoding
 ) -> None:
     backend = HfBackend(HfSettings(str(write_model(tmp_path, "llama", torch.bfloat16)), device="cpu"))
-    forward = Forward.logits
-    monkeypatch.setattr(Forward, "logits", lambda self, *rest: forward(self, *rest).float() * scale)
+    forward = Forward.last_logits
+    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest).float() * scale)
     backend.submit([job((1, 2, 3))])
     (block,) = backend.step().blocks
     assert block.encoding is encoding
@@ -644,3 +645,31 @@ def test_a_gguf_file_gives_the_rows_of_the_folder_made_from_it(smollm2_folder: P
         assert backend.card.gguf_file == (chosen.gguf_file or "")
         backend.close()
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("logits", [7, 1 << 20])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind: str, logits: int) -> None:
+    backend = tiny.backend(kind)
+    backend._rules = backend._rules._replace(logits=logits)
+    prompts, starts = random_prompts(3, (40, 50)), (2, 30, 1)
+    jobs = [job(ids)._replace(score_from=start) for ids, start in zip(prompts, starts, strict=True)]
+    backend.submit(jobs)
+    steps = drain(backend)
+    assert len(steps) > 7 if logits == 7 else len(steps) <= 4
+    found: dict[bytes, Logprobs] = {}
+    for answers in (step.answers for step in steps if step.answers):
+        found.update(zip(answers.digests, answers.vectors, strict=True))
+    for one, ids, start in zip(jobs, prompts, starts, strict=True):
+        expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
+        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+
+
+def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = tiny.backend()
+    forward = Forward.last_logits
+    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
+    one = job((1, 2, 3))._replace(score_from=1)
+    backend.submit([one])
+    (finished,) = drain(backend)
+    assert finished.failures == {one.digest: "the model returned logits that are no distribution: NaN or infinite"}

@@ -37,12 +37,14 @@ class Opened:
         subject: what it is.
         rows: digest -> row, of all that was answered.
         failures: digest -> message.
+        scores: digest -> scores.
     """
 
     def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
         self.subject = subject
         self.rows: dict[bytes, Row] = {}
         self.failures: dict[bytes, str] = {}
+        self.scores: dict[bytes, Row] = {}
         self._make: Callable[[], Backend] = lambda: subject.make(model, dtype, adapters if subject.has_adapters else {})
 
     def __enter__(self) -> Self:
@@ -70,6 +72,9 @@ class Opened:
         """One step, its answers kept."""
         finished = self.backend.step()
         self.failures.update(finished.failures)
+        if finished.answers is not None:
+            assert not self.scores.keys() & set(finished.answers.digests), "a prompt was scored twice"
+            self.scores.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
         for block in finished.blocks:
             for index, digest in enumerate(block.digests):
                 assert digest not in self.rows, "a prompt was answered twice"
@@ -85,6 +90,26 @@ class Opened:
         failed = [self.failures[digest] for digest in digests if digest in self.failures]
         assert not failed, failed
         return [self.rows[digest] for digest in digests]
+
+    def score(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "") -> list[Row]:
+        """What the tokens of some prompts score from these positions on; the prompts run together."""
+        pairs = zip(prompts, starts, strict=True)
+        jobs = [self.job(ids, adapter)._replace(score_from=start) for ids, start in pairs]
+        self.backend.submit(jobs)
+        end = time.monotonic() + DEADLINE_S
+        while not all(job.digest in self.scores for job in jobs):
+            assert time.monotonic() < end, f"{len(jobs)} prompts are not scored within {DEADLINE_S} s"
+            self.step()
+            assert not self.failures, self.failures
+        return [self.scores[job.digest] for job in jobs]
+
+    def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
+        """Each score must be the reference row's entry."""
+        rows = [self.subject.reference(ids[:at], adapter) for at in range(start, len(ids))]
+        expected = np.array([row[token] for row, token in zip(rows, ids[start:], strict=True)])
+        assert scores.shape == expected.shape
+        assert scores.dtype == np.float32
+        assert float(np.abs(scores - expected).max()) <= self.subject.tolerance
 
     def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
         """The rows of some prompts that run together."""

@@ -55,6 +55,7 @@ class Subject:
         spy: see `LogitsSpy`; None when the rows come from no model.
         has_adapters: whether it serves adapters.
         narrow: whether it can compute in bfloat16.
+        scores: whether it scores prompts' own tokens.
         command: what stands for `lmpool` where a worker is started.
         environment: of that worker.
     """
@@ -67,6 +68,7 @@ class Subject:
     spy: LogitsSpy | None = None
     has_adapters: bool = False
     narrow: bool = True
+    scores: bool = False
     command: Callable[[], list[str]] = lmpool_command
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -88,7 +90,7 @@ def _synthetic() -> Subject:
         return synthetic_row(ids, vocab_size=V)
 
     options = ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS)]
-    return Subject("synthetic", make, lambda folder, adapters: options, reference)
+    return Subject("synthetic", make, lambda folder, adapters: options, reference, scores=True)
 
 
 def _unigram() -> Subject:
@@ -142,7 +144,7 @@ def _hf() -> Subject:
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
         return as_options(settings(folder, "float32"))
 
-    return Subject("hf", make, options, spy=_hf_spy)
+    return Subject("hf", make, options, spy=_hf_spy, scores=True)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ class HfBackend:
 
     def _candidate(self, digest: bytes) -> Candidate:
         waiting = self._waiting[digest]
-        ids, kept = waiting.part(self._rules.logits)
+        ids, kept = waiting.part(self._rules.logits, self._rules.horizon)
         reuses = self._pool is not None and len(ids) <= self._rules.horizon and not waiting.fresh
         path = self._pool.slots.match(ids) if self._pool and reuses else []
         return Candidate(digest, ids, path, kept, waiting.kind)

@@ -40,11 +40,18 @@ class Waiting:
         """Jobs of one kind can run together."""
         return "score" if self.next else "fresh" if self.fresh else "row"
 
-    def part(self, most: int) -> tuple[list[int], int]:
-        """What to run next: token ids, and of how many of the last ones the logits are wanted, at most `most`."""
+    def part(self, most: int, horizon: int) -> tuple[list[int], int]:
+        """What to run next: token ids, and of how many of the last ones the logits are wanted.
+
+        Args:
+            most: so many at most.
+            horizon: what is longer gives its prefixes other logits than they have alone, so a part does not cross it.
+        """
         if not self.next:
             return self.ids, 1
         end = min(len(self.ids), self.next + most)
+        if self.next <= horizon:
+            end = min(end, horizon + 1)
         return self.ids[: end - 1], end - self.next
 
     def targets(self, kept: int) -> list[int]:

@@ -1,0 +1,56 @@
+"""Scores: the log-probabilities of a prompt's own tokens, for the backends that answer them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.contract.driver import Opened, prompt
+
+
+def test_a_backend_says_whether_it_scores(opened: Opened) -> None:
+    assert opened.backend.card.scores == opened.subject.scores
+
+
+def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
+    """Have prompts scored together, and check what comes."""
+    if opened.subject.scores:  # The others are never asked.
+        for ids, start, scores in zip(prompts, starts, opened.score(prompts, starts), strict=True):
+            opened.check_scores(ids, start, scores)
+
+
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_scores_are_the_entries_of_the_rows_of_all_prefixes(opened: Opened, draw: random.Random, count: int) -> None:
+    prompts = [prompt(draw, draw.randint(2, 60)) for _ in range(count)]
+    scored(opened, prompts, [draw.randint(1, len(ids) - 1) for ids in prompts])
+
+
+def test_scores_and_rows_of_the_same_prompts_do_not_disturb_each_other(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 20 + at) for at in range(6)]
+    digests = opened.submit(prompts)
+    scored(opened, prompts, [1, 5, 19, 20, 10, 2])
+    opened.check(prompts, opened.finish(digests))
+    # Again, and as prefixes of others: what is held of them now is used, or not.
+    opened.check(prompts, opened.ask(prompts))
+    scored(opened, [ids + prompt(draw, 3) for ids in prompts], [7] * 6)
+
+
+def test_a_scored_prompt_may_be_as_long_as_the_longest(opened: Opened, draw: random.Random) -> None:
+    scored(opened, [prompt(draw, opened.backend.card.max_prompt_tokens), prompt(draw, 2)], [1, 1])
+
+
+def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:
+    if opened.subject.scores:
+        for adapter in opened.backend.card.adapters:
+            ids = prompt(draw, 15)
+            (scores,) = opened.score([ids], [3], adapter)
+            opened.check_scores(ids, 3, scores, adapter)
+
+
+def test_a_fresh_row_is_the_row(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 12) for _ in range(3)]
+    opened.ask(prompts)
+    jobs = [opened.job(ids)._replace(fresh=True) for ids in prompts]
+    opened.backend.submit(jobs)
+    opened.check(prompts, opened.finish([job.digest for job in jobs]))
