@@ -8,7 +8,7 @@ import itertools
 import secrets
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,40 @@ class Client:
         if hits != times * len(self._asked):
             raise RuntimeError(f"{hits} of {times * len(self._asked)} rows came from the cache in Redis")
         return seconds
+
+    async def entries(self, times: int, at_once: int, count: int) -> float:
+        """As `again`, but just `count` entries are wanted of each row, others of each."""
+        before = self._producer.stats().cache_hits
+        asked = [(ids, [token % self._producer.model.vocab_size for token in ids[:count]]) for ids in self._asked]
+        waiting = iter(asked * times)
+
+        async def consume() -> None:
+            for ids, targets in waiting:
+                await self._producer.logprobs(ids, targets=targets)
+
+        start = time.perf_counter()
+        await asyncio.gather(*[consume() for _ in range(at_once)])
+        seconds = time.perf_counter() - start
+        hits = self._producer.stats().cache_hits - before
+        if hits != times * len(asked):
+            raise RuntimeError(f"{hits} of {times * len(asked)} requests were answered from the cache in Redis")
+        return seconds
+
+    async def row_of(self, prompts: list[Ids]) -> float:
+        """Median seconds of one row, one request after the other."""
+        return await self._median(self._producer.logprobs(ids) for ids in prompts)
+
+    async def scored(self, prompts: list[Ids], tokens: int) -> float:
+        """Median seconds of scoring the last `tokens` tokens of a prompt after those before, one after the other."""
+        return await self._median(self._producer.score(ids[:-tokens], ids[-tokens:]) for ids in prompts)
+
+    async def _median(self, requests: Iterable[Awaitable[object]]) -> float:
+        taken = []
+        for request in requests:
+            start = time.perf_counter()
+            await request
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
 
     async def keys(self) -> list[str]:
         """Where the rows of the last `new` are: Redis keys in hexadecimal."""
@@ -126,8 +160,9 @@ async def main() -> None:
     settings = {} if given.cache_bytes is None else {"cache_bytes": given.cache_bytes}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
         client = Client(producer)
-        handlers = (client.new, client.again, client.keys, client.alone, client.together, client.extend, client.grow)
-        await serve({handler.__name__: handler for handler in handlers})
+        streams = (client.new, client.again, client.entries, client.keys)
+        others = (client.alone, client.row_of, client.scored, client.together, client.extend, client.grow)
+        await serve({handler.__name__: handler for handler in (*streams, *others)})
 
 
 if __name__ == "__main__":

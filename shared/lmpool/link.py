@@ -21,14 +21,10 @@ Argument = bytes | str | int
 CRLF = b"\r\n"
 
 
-def encode_command(arguments: Sequence[Argument]) -> bytes:
+def pack_command(arguments: Sequence[Argument]) -> bytes:
     """A command as RESP puts it on the wire."""
-    parts = [b"*%d" % len(arguments)]
-    for argument in arguments:
-        data = argument if isinstance(argument, bytes) else str(argument).encode()
-        parts += (b"$%d" % len(data), data)
-    parts.append(b"")
-    return CRLF.join(parts)
+    packed: bytes = hiredis.pack_command(tuple(arguments))  # type: ignore[arg-type]  # its stub means any number of them
+    return packed
 
 
 class Link(asyncio.BaseProtocol):
@@ -93,7 +89,7 @@ class CommandLink(Link, asyncio.Protocol):
             future.set_exception(self._closed)
         else:
             self._pending.append(future)
-            self._transport.write(encode_command(arguments))
+            self._transport.write(pack_command(arguments))
         return future
 
     def data_received(self, data: bytes) -> None:

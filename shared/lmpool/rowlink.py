@@ -20,7 +20,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
 from lmpool.errors import ProtocolError
-from lmpool.link import CRLF, Argument, Link, encode_command
+from lmpool.link import CRLF, Argument, Link, pack_command
 
 Bulk = NDArray[np.uint8]
 Reply = Bulk | int | ResponseError | None
@@ -139,7 +139,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
         future = self._expect(1, is_array=False)
         if future.done():
             return future
-        self._transport.write(encode_command(arguments))
+        self._transport.write(pack_command(arguments))
         return future
 
     def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Reply]]:

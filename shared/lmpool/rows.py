@@ -34,6 +34,7 @@ WIRE_VERSION = 1
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
+_LOG_Z_AT = 12
 _MOST_LOGPROB = 1.0
 
 
@@ -155,6 +156,12 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
     return _frozen(row if row.base is None else row.base, row)
 
 
+def entry_ranges(entries: Sequence[int], encoding: Encoding) -> bytes:
+    """Where entries of a row are: first and last byte of each, as decimal numbers with spaces between."""
+    width = encoding.dtype.itemsize
+    return " ".join([f"{(at := HEADER_SIZE + width * entry)} {at + width - 1}" for entry in entries]).encode()
+
+
 def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float32]:
     """Read a few entries of a row.
 
@@ -175,6 +182,29 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
     numbers = np.frombuffer(data, encoding.dtype, offset=HEADER_SIZE)
     entries = numbers.copy() if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
     return check_logprobs(entries)
+
+
+def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
+    """As `decode_entries` for many rows at once, at a fraction of its time.
+
+    Returns:
+        float32 log-probabilities of shape (n, count); None when not all are sound rows in the same encoding: then each
+        must be looked at by itself.
+    """
+    first = found[0]
+    if first is None or len(first) < HEADER_SIZE or first[5] not in _DTYPES:
+        return None
+    encoding = Encoding(first[5])
+    size = encoded_size(count, encoding)
+    if any(data is None or len(data) != size for data in found):
+        return None
+    block = np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)  # type: ignore[arg-type]  # none is None
+    expected = _HEADER.pack(MAGIC, WIRE_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
+    log_z = np.ascontiguousarray(block[:, _LOG_Z_AT:HEADER_SIZE]).view("<f4")
+    numbers = np.ascontiguousarray(block[:, HEADER_SIZE:]).view(encoding.dtype)
+    entries = numbers if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
+    is_sound = (block[:, :_LOG_Z_AT] == np.frombuffer(expected, np.uint8)).all() and np.isfinite(log_z).all()
+    return entries if is_sound and entries.max() <= _MOST_LOGPROB else None
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -211,10 +241,10 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     return encoding, log_z
 
 
-def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float) -> NDArray[np.float32]:
+def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32]) -> NDArray[np.float32]:
     """The log-probabilities of numbers in 16 bits; new memory."""
     row = widen_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(np.float32)
-    np.subtract(row, np.float32(log_z), out=row)
+    np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 from lmpool import scripts
@@ -11,7 +11,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.tasks import Tasks
 from lmpool.rowcache import Row
-from lmpool.rows import decode_entries
+from lmpool.rows import decode_alike, decode_entries
 
 
 class Wanted(NamedTuple):
@@ -19,12 +19,12 @@ class Wanted(NamedTuple):
 
     Attributes:
         digest: the prompt.
-        numbers: which entries, as `entries.lua` takes them.
+        ranges: where they are, for `entries.lua`.
         size: how many.
     """
 
     digest: bytes
-    numbers: bytes
+    ranges: bytes
     size: int
 
 
@@ -32,8 +32,12 @@ Found = Row | CorruptRow | None
 """float32 of shape (size,); None when the row is not in the cache (an error is a value here)."""
 
 
+_AT_ONCE = 64
+"""Rows that are read together: while the server looks at some, others are answered here."""
+
+
 class EntryReader:
-    """Reads entries for one session; all that are asked for in one tick of the event loop are read together.
+    """Reads entries for one session; what is asked for in one tick of the event loop is read together.
 
     Args:
         channel: the connections.
@@ -44,52 +48,62 @@ class EntryReader:
         self._channel = channel
         self._tasks = tasks
         self._asked: list[tuple[Wanted, asyncio.Future[Found]]] = []
+        self._until = math.inf
 
-    async def read(self, wanted: Wanted) -> Found:
-        """The entries of one row. A server that cannot be used has no rows: who asks then will hear of it."""
+    def read(self, wanted: Wanted, until: float) -> asyncio.Future[Found]:
+        """The entries of one row.
+
+        Args:
+            wanted: which.
+            until: loop time after which the answer is None. So it is when the server cannot be used: who asks for the
+                row then is told what the matter is.
+        """
         if not self._asked:
             self._tasks.loop.call_soon(self._flush)
         future: asyncio.Future[Found] = self._tasks.loop.create_future()
         self._asked.append((wanted, future))
-        return await future
-
-    async def read_all(self, wanted: Sequence[Wanted]) -> list[Found]:
-        """As `read`, for several rows."""
-        found: list[Found] = []
-        for at in range(0, len(wanted), scripts.MOST_AT_ONCE):
-            found += await self._read_part(wanted[at : at + scripts.MOST_AT_ONCE])
-        return found
+        self._until = min(self._until, until)
+        return future
 
     def _flush(self) -> None:
         asked, self._asked = self._asked, []
-        for at in range(0, len(asked), scripts.MOST_AT_ONCE):
-            self._tasks.spawn(self._answer(asked[at : at + scripts.MOST_AT_ONCE]))
+        until, self._until = self._until, math.inf
+        for at in range(0, len(asked), _AT_ONCE):
+            self._tasks.spawn(self._answer(asked[at : at + _AT_ONCE], until))
 
-    async def _answer(self, asked: list[tuple[Wanted, asyncio.Future[Found]]]) -> None:
-        asked = [one for one in asked if not one[1].done()]
+    async def _answer(self, asked: list[tuple[Wanted, asyncio.Future[Found]]], until: float) -> None:
         found: list[Found] = [None] * len(asked)
+        timer = self._tasks.loop.call_at(until, _settle, asked, found)
         try:
-            found = await self._read_part([wanted for wanted, _ in asked])
+            found = await self._read([wanted for wanted, _ in asked])
         finally:  # The session may end meanwhile.
-            for (_, future), entries in zip(asked, found, strict=True):
-                if not future.done():
-                    future.set_result(entries)
+            timer.cancel()
+            _settle(asked, found)
 
-    async def _read_part(self, wanted: Sequence[Wanted]) -> list[Found]:
+    async def _read(self, wanted: list[Wanted]) -> list[Found]:
         channel = self._channel
-        keys = [channel.row_prefix + one.digest for one in wanted]
+        prefix, card = channel.row_prefix, channel.card
+        keys = [prefix + one.digest for one in wanted]
+        args: list[bytes | str | int] = [int(card.row_encoding), *[one.ranges for one in wanted]]
         try:
-            replies = await scripts.ENTRIES.on(channel.line.call, keys, [one.numbers for one in wanted])
+            replies = await scripts.ENTRIES.on(channel.line.call, keys, args)
         except TROUBLE as error:
             channel.note(error)
             return [None] * len(wanted)
-        vocab_size = channel.card.vocab_size
-        return [_read(data, one, vocab_size) for data, one in zip(replies, wanted, strict=True)]
+        sizes = {one.size for one in wanted}
+        if len(sizes) == 1 and (found := decode_alike(replies, card.vocab_size, sizes.pop())) is not None:
+            return list(found)
+        pairs = zip(replies, wanted, strict=True)
+        return [None if data is None else _decode(data, one, card.vocab_size) for data, one in pairs]
 
 
-def _read(data: bytes | None, wanted: Wanted, vocab_size: int) -> Found:
-    if data is None:
-        return None
+def _settle(asked: list[tuple[Wanted, asyncio.Future[Found]]], found: list[Found]) -> None:
+    for (_, future), entries in zip(asked, found, strict=True):
+        if not future.done():  # Who asked may have been cancelled.
+            future.set_result(entries)
+
+
+def _decode(data: bytes, wanted: Wanted, vocab_size: int) -> Row | CorruptRow:
     try:
         return decode_entries(data, vocab_size, wanted.size)
     except ProtocolError as error:

@@ -164,7 +164,7 @@ class Picking:
 
     async def _begin(self, timeout: float | None) -> tuple[Session, Within]:
         within = Within(self._timeout if timeout is None else check_timeout(timeout))
-        return self._rows.current() or await self._rows.open(within), within
+        return self._rows.current(within.loop) or await self._rows.open(within), within
 
 
 def _check_k(k: Any, session: Session) -> int:

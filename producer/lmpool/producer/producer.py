@@ -121,7 +121,7 @@ class Producer(Picking):
         session, within = await self._begin(timeout)
         card = session.card
         prompt = encode(card, ids, adapter)
-        wanted = None if targets is None else Targets.read(targets, card.vocab_size)
+        wanted = None if targets is None else Targets.read(targets, card)
         if fresh:
             row = await ask_fresh(session, prompt, within)
             return row if wanted is None else row[wanted.ids]
@@ -151,7 +151,7 @@ class Producer(Picking):
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         if targets is not None:
-            wanted = Targets.read_batch(targets, len(encoded), card.vocab_size)
+            wanted = Targets.read_batch(targets, len(encoded), card)
             return await ask_entries_of_all(session, encoded, wanted, within)
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.asks import DrawAsk, FreshAsk, ScoreAsk, TopAsk
+from lmpool.card import ModelCard
 from lmpool.checks import shown
 from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, TokenOutOfRange
 from lmpool.picks import MOST_SEED, Draw, TopK, draw, top, unpack_token, unpack_top
@@ -18,8 +19,9 @@ from lmpool.producer.entries import Wanted
 from lmpool.producer.session import Session
 from lmpool.producer.together import all_of
 from lmpool.producer.within import Within
-from lmpool.prompts import DIGEST_SIZE, Prompt, digest_of
+from lmpool.prompts import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.rowcache import Row
+from lmpool.rows import entry_ranges
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
@@ -30,34 +32,38 @@ class Targets:
     """Which entries of a row are wanted.
 
     Attributes:
-        ids: int64 token ids of shape (k,).
-        numbers: the same for `entries.lua`.
+        ids: token ids, (k,): a list, or an int64 array.
+        ranges: where their entries are, for `entries.lua`.
     """
 
-    ids: NDArray[np.int64]
-    numbers: bytes
+    ids: list[int] | NDArray[np.int64]
+    ranges: bytes
 
     @classmethod
-    def read(cls, targets: Any, vocab_size: int) -> Targets:
+    def read(cls, targets: Any, card: ModelCard) -> Targets:
         """Check what a caller gave.
 
         Raises:
             NotTokenIds: not a flat sequence of at least one integer.
-            TokenOutOfRange: an id is negative or not below `vocab_size`.
+            TokenOutOfRange: an id is negative or not below V.
         """
+        # A few ids in a list, as nearly always: numpy would cost several times as much.
+        if type(targets) is list and 0 < len(targets) <= _MOST_READ_IN_PLACE and set(map(type, targets)) == {int}:
+            _check_range(min(targets), max(targets), card.vocab_size)
+            return cls(targets, entry_ranges(targets, card.row_encoding))
         ids = _read_ids(targets, 1)
-        _check_range(ids, vocab_size)
-        return cls(ids, b" ".join(b"%d" % token for token in ids.tolist()))
+        _check_range(int(ids.min()), int(ids.max()), card.vocab_size)
+        return cls(ids, entry_ranges(ids.tolist(), card.row_encoding))
 
     @classmethod
-    def read_batch(cls, targets: Any, count: int, vocab_size: int) -> list[Targets]:
+    def read_batch(cls, targets: Any, count: int, card: ModelCard) -> list[Targets]:
         """As `read`, for `count` prompts: the same targets for all of them, or as many lists of equal length."""
         ids = _read_ids(targets, 2)
         if ids.ndim == 1:
-            return [cls.read(ids, vocab_size)] * count
+            return [cls.read(ids, card)] * count
         if len(ids) != count:
             raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
-        return [cls.read(own, vocab_size) for own in ids]
+        return [cls.read(own, card) for own in ids]
 
 
 def _read_ids(targets: Any, most_axes: int) -> NDArray[np.int64]:
@@ -70,8 +76,7 @@ def _read_ids(targets: Any, most_axes: int) -> NDArray[np.int64]:
     return ids if ids.dtype == np.int64 else ids.astype(np.int64)
 
 
-def _check_range(ids: NDArray[np.int64], vocab_size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
+def _check_range(low: int, high: int, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise TokenOutOfRange(f"targets: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
@@ -99,11 +104,13 @@ async def ask_entries(session: Session, prompt: Prompt, targets: Targets, within
     """Some entries of a row, float32 (k,)."""
     row = session.kept(prompt)
     if row is None and len(targets.ids) <= _MOST_READ_IN_PLACE:
-        wanted = Wanted(prompt.digest, targets.numbers, len(targets.ids))
+        wanted = Wanted(prompt.digest, targets.ranges, len(targets.ids))
         found = await session.read_entries(wanted, within)
         if found is None:
             await session.answer(prompt, within, touch=True)
             found = await session.read_entries(wanted, within)
+        elif not isinstance(found, CorruptRow):
+            session.count_hits(1)
         if found is not None and not isinstance(found, CorruptRow):
             return found
     if row is None:
@@ -144,8 +151,8 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, wit
     # One after the other would be slow; workers keep what prefixes have in common.
     prefixes = [ids[: 4 * at] for at in range(start, end)]
     prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
-    wanted = np.frombuffer(continuation.ids, "<u4").astype(np.int64)
-    targets = [Targets(wanted[at : at + 1], b"%d" % wanted[at]) for at in range(len(wanted))]
+    wanted = decode_ids(continuation.ids).tolist()
+    targets = [Targets([token], entry_ranges([token], card.row_encoding)) for token in wanted]
     pairs = zip(prompts, targets, strict=True)
     found = await all_of([ask_entries(session, one, target, within) for one, target in pairs])
     return np.concatenate(found)
@@ -160,25 +167,11 @@ async def ask_fresh(session: Session, prompt: Prompt, within: Within) -> Row:
 async def ask_entries_of_all(
     session: Session, prompts: Sequence[Prompt], targets: Sequence[Targets], within: Within
 ) -> NDArray[np.float32]:
-    """Some entries of each of several rows, float32 (n, k); all that are in the cache are read at once."""
+    """Some entries of each of several rows, float32 (n, k)."""
     out = np.empty((len(prompts), len(targets[0].ids) if targets else 0), np.float32)
-    rows = [session.kept(prompt) for prompt in prompts]
-    left = []
-    for at, row in enumerate(rows):
-        if row is None:
-            left.append(at)
-        else:
-            out[at] = row[targets[at].ids]
-    if left and out.shape[1] <= _MOST_READ_IN_PLACE:
-        wanted = [Wanted(prompts[at].digest, targets[at].numbers, out.shape[1]) for at in left]
-        found = await session.read_all_entries(wanted, within)
-        for at, entries in zip(left, found, strict=True):
-            if isinstance(entries, np.ndarray):
-                out[at] = entries
-        left = [at for at, entries in zip(left, found, strict=True) if not isinstance(entries, np.ndarray)]
 
     async def ask(at: int) -> None:
         out[at] = await ask_entries(session, prompts[at], targets[at], within)
 
-    await all_of([ask(at) for at in left])
+    await all_of([ask(at) for at in range(len(prompts))])
     return out

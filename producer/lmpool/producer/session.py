@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
-    CorruptRow,
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
@@ -112,30 +110,14 @@ class Session:
             self._stats.local_hits += 1
         return row
 
-    async def read_entries(self, wanted: Wanted, within: Within) -> Found:
+    def read_entries(self, wanted: Wanted, within: Within) -> asyncio.Future[Found]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
-        try:
-            async with within.limit():
-                found = await self._entries.read(wanted)
-        except TimeoutError:
-            return None  # Whoever asks for the row now is told what the matter is.
-        self._count_hits([found])
-        return found
+        return self._entries.read(wanted, within.end)
 
-    async def read_all_entries(self, wanted: Sequence[Wanted], within: Within) -> list[Found]:
-        """As `read_entries`, for several rows."""
-        try:
-            async with within.limit():
-                found = await self._entries.read_all(wanted)
-        except TimeoutError:
-            return [None] * len(wanted)
-        self._count_hits(found)
-        return found
-
-    def _count_hits(self, found: Sequence[Found]) -> None:
-        hits = sum(entries is not None and not isinstance(entries, CorruptRow) for entries in found)
-        self._stats.requests += hits
-        self._stats.cache_hits += hits
+    def count_hits(self, count: int) -> None:
+        """Count requests that entries in the cache have answered."""
+        self._stats.requests += count
+        self._stats.cache_hits += count
 
     def ask(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.

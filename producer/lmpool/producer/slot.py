@@ -37,12 +37,10 @@ class SessionSlot:
         self._opening: _Attempt | None = None
         self.session: Session | None = None
 
-    def current(self) -> Session | None:
-        """The session of the running event loop, if it is open."""
+    def current(self, loop: asyncio.AbstractEventLoop) -> Session | None:
+        """The session of the running event loop `loop`, if it is open."""
         session = self.session
-        if session is None or session.closed or session.loop is not asyncio.get_running_loop():
-            return None
-        return session
+        return None if session is None or session.closed or session.loop is not loop else session
 
     @property
     def is_open(self) -> bool:
@@ -56,7 +54,7 @@ class SessionSlot:
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
-        if (session := self.current()) is not None:
+        if (session := self.current(within.loop)) is not None:
             return session
         attempt = self._attempt()
         attempt.waiting += 1

@@ -103,7 +103,7 @@ class TrieAsker:
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
         length = self._trie.n_inner if choice.nodes is None else choice.size
-        session = self._tries.current() or await self._tries.open(within)
+        session = self._tries.current(within.loop) or await self._tries.open(within)
 
         async def ask() -> Values:
             name = secrets.token_bytes(DIGEST_SIZE)
@@ -116,7 +116,7 @@ class TrieAsker:
 
     async def encode(self, prompts: Iterable[Any], adapter: str, within: Within) -> tuple[Session, list[Prompt]]:
         """Prompts of the model, all checked before any is sent, and the session with the model's workers."""
-        models = self._rows.current() or await self._rows.open(within)
+        models = self._rows.current(within.loop) or await self._rows.open(within)
         encoded = [encode(models.card, ids, adapter) for ids in prompts]
         self._check_fit(models)
         return models, encoded
@@ -151,7 +151,7 @@ class TrieAsker:
                 return await self._insist(models, ask_models, within, 1)
             except SourceMissing:
                 pass  # Another worker of this model has no tries.
-        tries = self._tries.current() or await self._tries.open(within)
+        tries = self._tries.current(within.loop) or await self._tries.open(within)
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.

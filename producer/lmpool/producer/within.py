@@ -18,14 +18,15 @@ class Within:
     Attributes:
         seconds: as above.
         end: the event loop's time when they have passed.
+        loop: the running event loop; asking for it costs a system call before Python 3.12.
     """
 
-    __slots__ = ("_time", "end", "seconds")
+    __slots__ = ("end", "loop", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._time = asyncio.get_running_loop().time
-        self.end = self._time() + seconds
+        self.loop = asyncio.get_running_loop()
+        self.end = self.loop.time() + seconds
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
@@ -36,7 +37,7 @@ class Within:
             TimeoutError: it passed inside.
         """
         late = f"no answer within {self.seconds:g} s"
-        if self._time() >= self.end:
+        if self.loop.time() >= self.end:
             raise DeadlineExceeded(f"{late}: allow more time (timeout=)")
         timer = asyncio.timeout_at(self.end)
         try:

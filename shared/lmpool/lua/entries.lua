@@ -1,24 +1,27 @@
 -- Read a few entries of rows, without the rows leaving the server.
 --
 -- KEYS  row keys
--- ARGV  per row: numbers of entries, with spaces between
+-- ARGV  the encoding that is expected, then per row: first and last byte of the number of each entry in a row of that
+--       encoding, all with spaces between
 --
--- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. What
--- is there may be anything: who asked checks the header and the length.
-local HEADER, ENCODING, F32 = 16, 6, 1
+-- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
+-- another encoding has its header alone, for who asked to fetch it as it is. What is there may be anything: who
+-- asked checks the header and the length.
+local HEADER, ENCODING = 16, 6
+local expected = tonumber(ARGV[1])
 local found = {}
 for i, row in ipairs(KEYS) do
   local header = redis.pcall('GETRANGE', row, 0, HEADER - 1)
   if header == '' then
     found[i] = false
-  elseif type(header) == 'table' or #header < HEADER then
+  elseif type(header) == 'table' then
     found[i] = ''
+  elseif string.byte(header, ENCODING) ~= expected then
+    found[i] = header
   else
-    local width = string.byte(header, ENCODING) == F32 and 4 or 2
     local parts = {header}
-    for number in string.gmatch(ARGV[i], '%d+') do
-      local from = HEADER + number * width
-      parts[#parts + 1] = redis.call('GETRANGE', row, from, from + width - 1)
+    for from, to in string.gmatch(ARGV[1 + i], '(%d+) (%d+)') do
+      parts[#parts + 1] = redis.call('GETRANGE', row, from, to)
     end
     found[i] = table.concat(parts)
   end
