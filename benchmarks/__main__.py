@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
-from benchmarks import engine_measures, job_queue, latency, peers, picks, real_model, scaling, transport, tries
+from benchmarks import engine_measures, job_queue, latency, peers, picks, real_model, scaling, smc, transport, tries
 from benchmarks.pairs import Result
 from benchmarks.processes import BenchmarkError, LeftOut
 from benchmarks.report import Failures, Surroundings, read_notes, render
@@ -49,10 +49,11 @@ _TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
 _GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
     "targets": picks.targets,
     "score": picks.score,
+    "smc": smc.smc,
 }
 _GROUPS = {"pool": _POOL, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
 _MEASURES = {**_POOL, **_ENGINES, **_TRIES, **_GENLM}
-_WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda")
+_WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
 _REPEATS, _QUICK_REPEATS = 5, 2
 
 

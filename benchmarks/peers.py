@@ -18,8 +18,9 @@ _STEPS = (
     ("torch==2.13.0",),
     # The transformers that the project is tested with, so that both sides run the same model code.
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "arq==0.28.0"),
+    ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "genlm-control==0.4.1"),
 )
-_SHOWN = ("genlm-backend", "arq", "torch", "transformers", "redis", "numpy", "numba")
+_SHOWN = ("genlm-backend", "genlm-control", "arq", "torch", "transformers", "redis", "numpy", "numba")
 _STAMP = "lmpool-requirements.json"
 
 
