@@ -25,7 +25,7 @@ from lmpool.workers.backends import requirements
 from lmpool.workers.backends.vllm import arguments
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
-from tests.contract.model import MAX_TOKENS, V
+from tests.contract.model import MAX_TOKENS, V, reference_row
 from tests.engines.vllm_small import SESSIONS, answer, draw, job, refused, settings
 
 
@@ -103,6 +103,54 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
     backend.abort([job([*ids, 1, 2]).digest])
     assert len(backend._scheduler.requests) == len(backend._sessions)
     answer(backend, [*ids, 1, 2])
+
+
+# Scores
+
+
+def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend) -> None:
+    assert backend.card.scores
+    # Long ones are computed in chunks, and beside them prompts whose rows are wanted.
+    prompts, starts = [draw(seed, 30 * (seed - 50)) for seed in range(51, 57)], [1, 50, 89, 7, 100, 1]
+    for _ in range(2):  # What is held of them the second time must not be used.
+        rows = [job(ids) for ids in prompts]
+        jobs = [job(ids, "score")._replace(score_from=at) for ids, at in zip(prompts, starts, strict=True)]
+        backend.submit([one for pair in zip(jobs, rows, strict=True) for one in pair])
+        found: dict[bytes, Any] = {}
+        while len(found) < len(jobs) + len(rows):
+            finished = backend.step()
+            assert not finished.failures
+            for block in finished.blocks:
+                found.update(zip(block.digests, block.numbers, strict=True))
+            if finished.answers is not None:
+                found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        for one, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
+            expected = [reference_row(ids[:at])[ids[at]] for at in range(start, len(ids))]
+            np.testing.assert_allclose(found[one.digest], expected, atol=3e-4)
+            np.testing.assert_allclose(found[row.digest], reference_row(ids), atol=3e-4)
+    assert not backend._scores
+
+
+def test_dropped_scores_leave_nothing(backend: VllmBackend) -> None:
+    one = job(draw(58, 150), "score")._replace(score_from=3)
+    backend.submit([one])
+    backend.step()
+    backend.abort([one.digest])
+    answer(backend, draw(58, 150))
+    assert not backend._scores
+    assert not backend._requests
+
+
+def test_a_fresh_row_uses_nothing_that_is_held(backend: VllmBackend) -> None:
+    ids = draw(59, 64)
+    answer(backend, ids)
+    before = backend.stats().reused
+    fresh = job(ids, "fresh")._replace(fresh=True)
+    backend.submit([fresh])
+    while not (finished := backend.step()).blocks:
+        pass
+    assert np.abs(finished.blocks[0].numbers[0] - reference_row(ids)).max() <= 3e-4
+    assert backend.stats().reused == before
 
 
 # What it does not believe

@@ -76,9 +76,30 @@ def check_canary(backend: Backend) -> None:
     for end in range(max(1, length - 2), length + 1):
         grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
     _check_agree(backend, grown, together[0], "when it grows token by token")
+    if card.scores and length > 1:
+        _check_score(backend, long)
     # Of few tokens, rows may be alike by chance.
     if card.vocab_size >= _LEAST_V and np.array_equal(together[0], together[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
+
+
+def _check_score(backend: Backend, ids: list[int]) -> None:
+    """The score of a prompt's last token must be its entry in the row of what comes before it."""
+    row = _rows(backend, [_Prompt(ids[:-1])], "scored")[0]
+    encoded = np.asarray(ids, "<u4").tobytes()
+    job = BackendJob(digest_of(encoded, "canary score"), encoded, score_from=len(ids) - 1)
+    backend.submit([job])
+    for _ in range(_MOST_STEPS):
+        finished = backend.step()
+        if finished.failures:
+            raise _wrong(backend, f"it fails to score a plain prompt: {next(iter(finished.failures.values()))}")
+        if finished.answers is not None:
+            scores, entry, spread = finished.answers.vectors[0], row[ids[-1]], float(row[np.isfinite(row)].std())
+            tolerance = _ROW_TOLERANCE.get(backend.card.dtype, 0.25) * spread + 1e-6
+            if scores.shape != (1,) or not abs(scores[0] - entry) <= tolerance:
+                raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
+            return
+    raise _wrong(backend, f"it has not scored a plain prompt after {_MOST_STEPS} steps")
 
 
 def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
@@ -14,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.prompts import decode_ids
+from lmpool.rows import VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
@@ -60,6 +63,7 @@ class VllmBackend:
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._held: dict[bytes, str] = {}
+        self._scores: dict[bytes, NDArray[np.float32]] = {}
         self._left_waiting = 0
         self._idle_steps = 0
         self._stats = BackendStats()
@@ -72,6 +76,8 @@ class VllmBackend:
             dtype=engine.dtype,
             adapters={name: revision for name, (_, revision) in engine.adapters.items()},
             source=engine.source,
+            # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
+            scores=not engine.adapters,
         )
         try:
             self._card = completed_card(self)
@@ -119,6 +125,9 @@ class VllmBackend:
                 self._submit(job)
 
     def _submit(self, job: BackendJob) -> None:
+        if job.score_from or job.fresh:
+            self._request(job, None, is_session=False)
+            return
         name = self._sessions.take(job.adapter, job.ids)
         # Asked in any case: what continues a session is seen too, and may be continued by several.
         is_growing = self._sessions.is_growing(job.adapter, job.ids)
@@ -134,7 +143,14 @@ class VllmBackend:
         else:
             ids = ids[-1:]
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={KEY: job.digest}
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            # 0 means the prompt's own tokens only.
+            prompt_logprobs=0 if job.score_from else None,
+            skip_reading_prefix_cache=True if job.score_from or job.fresh else None,
+            extra_args=None if job.score_from else {KEY: job.digest},
         )
         self._core.add_request(
             EngineCoreRequest(
@@ -160,14 +176,21 @@ class VllmBackend:
             WorkerError: the engine has answered what it was not asked, or nothing for very long.
         """
         outputs = self._core.get_output().outputs
+        for output in outputs:
+            found, request = output.new_prompt_logprobs_tensors, self._requests.get(output.request_id)
+            if found is not None and request is not None:
+                self._scores[request.job.digest] = found.logprobs[:, 0].float().numpy()
         ended = [self._end(output) for output in outputs if output.new_token_ids or output.finish_reason is not None]
         failures = {job.digest: text for job, text in ended if text}
         for digest in failures:
             self._engine.captured.drop(digest)
-        blocks, unsound = self._engine.captured.take([job.digest for job, text in ended if not text])
+            self._scores.pop(digest, None)
+        rows = [job.digest for job, text in ended if not text and not job.score_from]
+        blocks, unsound = self._engine.captured.take(rows)
+        scores, unscored = self._take_scores([job for job, text in ended if not text and job.score_from])
         self._make_room(bool(outputs))
         self._count(blocks)
-        return Finished(blocks, failures | unsound)
+        return Finished(blocks, failures | unsound | unscored, scores)
 
     def _end(self, output: Any) -> tuple[BackendJob, str]:
         """A request has ended: its job, and what went wrong or ""."""
@@ -187,6 +210,25 @@ class VllmBackend:
         if request.is_session:
             self._keep(job, output.request_id)
         return job, ""
+
+    def _take_scores(self, jobs: Sequence[BackendJob]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+        """The scores of prompts that have ended, and failures.
+
+        Raises:
+            WorkerError: not all tokens of one have been scored.
+        """
+        scores, failures = {}, {}
+        for job in jobs:
+            # vLLM scores every token but the first.
+            found = self._scores.pop(job.digest, None)
+            if found is None or len(found) != len(job.ids) // 4 - 1:
+                raise WorkerError("vLLM has ended a prompt without scoring its tokens")
+            own = np.ascontiguousarray(found[job.score_from - 1 :])
+            if np.isnan(own).any():
+                failures[job.digest] = "the model returned logits that are no distribution: NaN or infinite"
+            else:
+                scores[job.digest] = own
+        return (VectorBlock(list(scores), list(scores.values())) if scores else None), failures
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Have a session wait for its next token, if the engine holds all of it."""
@@ -241,7 +283,9 @@ class VllmBackend:
         """Drop jobs that wait or run."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
-            self._engine.captured.drop(self._requests.pop(name).job.digest)
+            digest = self._requests.pop(name).job.digest
+            self._engine.captured.drop(digest)
+            self._scores.pop(digest, None)
         self._close(names)
 
     def stats(self) -> BackendStats:
