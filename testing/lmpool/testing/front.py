@@ -25,7 +25,7 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-class _Session(AsyncFakeSocket):  # type: ignore[misc]
+class _Session(AsyncFakeSocket):
     """One client's state in fakeredis; its replies go to a transport instead of into a queue.
 
     Args:
@@ -48,9 +48,7 @@ class _Session(AsyncFakeSocket):  # type: ignore[misc]
         """Nothing: whether a reply is a status, an error or a string must reach the wire."""
         return result
 
-    def _blocking(
-        self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None
-    ) -> Any:
+    def _blocking(self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None) -> Any:
         """Answer a blocking command at once, or when there is something, or after `timeout` seconds (0: never).
 
         Unlike the original it ends with the client: one that has gone must not be given jobs.
@@ -146,7 +144,5 @@ class Front:
         self._server.close()
         for connection in list(self.connections):
             connection.transport.abort()
+        await asyncio.sleep(0)  # A transport that is aborted leaves in the next round of the loop.
         await self._server.wait_closed()
-        while self.connections:  # Each leaves in a later round of the loop.
-            await asyncio.sleep(0)
-        self._path.unlink(missing_ok=True)

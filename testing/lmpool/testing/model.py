@@ -63,7 +63,9 @@ class SyntheticModel:
         if self.vocab_size == 0:
             object.__setattr__(self, "vocab_size", known or _V)
         elif known and self.vocab_size != known:
-            raise SettingsError(f"vocab_size: {self.vocab_size} is not the {known} tokens of the vocabulary: leave it out")
+            raise SettingsError(
+                f"vocab_size: {self.vocab_size} is not the {known} tokens of the vocabulary: leave it out"
+            )
         if self.name == TRIE_SERVICE:
             raise SettingsError(f"name: {self.name!r} is the name of trie workers: give the model another")
         _ = self.backend, self.worker("lmpool")

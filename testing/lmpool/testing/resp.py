@@ -46,7 +46,9 @@ def _append(parts: list[bytes], value: Any, protocol: int) -> None:
                 for one in pair:
                     _append(parts, one, protocol)
         case list() | tuple() | set() | frozenset():
-            parts.append((b"~%d\r\n" if protocol == 3 and isinstance(value, (set, frozenset)) else b"*%d\r\n") % len(value))
+            parts.append(
+                (b"~%d\r\n" if protocol == 3 and isinstance(value, (set, frozenset)) else b"*%d\r\n") % len(value)
+            )
             for one in value:
                 _append(parts, one, protocol)
         case _:

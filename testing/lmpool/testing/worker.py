@@ -32,8 +32,9 @@ class MemoryWorker:
         ready: asyncio.Future[ModelCard] = self._loop.create_future()
         self._worker = worker
         self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
+        both: list[asyncio.Future[Any]] = [ready, self._task]
         try:
-            await asyncio.wait([ready, self._task], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self.end()
             raise
