@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from fakeredis import FakeServer
-from fakeredis._helpers import NoResponse
+from fakeredis._helpers import NoResponse, SimpleError
 from fakeredis.aioredis import AsyncFakeSocket
 from redis.asyncio import Redis
 
@@ -25,19 +25,23 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-class _Session(AsyncFakeSocket):
+class Session(AsyncFakeSocket):
     """One client's state in fakeredis; its replies go to a transport instead of into a queue.
 
     Args:
-        server: the engine.
+        front: the server.
         transport: the client's connection.
     """
 
-    def __init__(self, server: FakeServer, transport: asyncio.Transport) -> None:
-        super().__init__(server, 0, client_class=Redis, client_info={})
+    def __init__(self, front: Front, transport: asyncio.Transport) -> None:
+        super().__init__(front.engine, 0, client_class=Redis, client_info={})
+        self._front = front
         self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._stop_waiting: Callable[[], None] | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Run the commands that the client has sent."""
+        if not self._killed:
+            self.sendall(data)
 
     def put_response(self, msg: Any) -> None:
         """Send a reply."""
@@ -51,53 +55,63 @@ class _Session(AsyncFakeSocket):
     def _blocking(self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None) -> Any:
         """Answer a blocking command at once, or when there is something, or after `timeout` seconds (0: never).
 
-        Unlike the original it ends with the client: one that has gone must not be given jobs.
+        Unlike the original it ends with the client, for one that has gone must not be given jobs; and who has
+        waited longest is served first.
         """
-        finish_with = shape or _as_it_is
+        shaped = shape or _as_it_is
         found = func(True)
         if found is not None or self._in_transaction:
-            return finish_with(found)
-        loop, database, lock = self._loop, self._db, self._server.lock
-        due: asyncio.Handle | None = None
-
-        def changed() -> None:
-            nonlocal due
-            if due is None:
-                # Later: the lock is held here, and the command that changes something is not through.
-                due = loop.call_soon(look)
+            return shaped(found)
 
         def look() -> None:
-            nonlocal due
-            due = None
-            with lock:
-                found = func(False)
-            if found is not None:
-                answer(found)
+            try:
+                with self._server.lock:
+                    found = func(False)
+                    reply = None if found is None else shaped(found)
+            except SimpleError as error:
+                answer(error)
+            else:
+                if found is not None:
+                    answer(reply)
 
-        def answer(found: Any) -> None:
-            stop()
-            with lock:
-                reply = finish_with(found)
+        def expire() -> None:
+            with self._server.lock:
+                reply = shaped(None)
+            answer(reply)
+
+        def answer(reply: Any) -> None:
+            self.stop_waiting()
             self.put_response(reply)
             self.resume()
 
-        def stop() -> None:
-            database.remove_change_callback(changed)
-            self._blocked, self._stop_waiting = False, None
-            for handle in (due, timer):
-                if handle is not None:
-                    handle.cancel()
-
-        timer = loop.call_later(timeout, answer, None) if timeout else None
-        database.add_change_callback(changed)
-        self._blocked, self._stop_waiting = True, stop
         self.pause()
+        self._blocked = True
+        self._front.wait(self, self._db, look, expire, timeout or None)
         return NoResponse()
+
+    def stop_waiting(self) -> None:
+        """Forget the command that waits, if there is one."""
+        self._blocked = False
+        self._front.forget(self)
+
+    def xreadgroup(self, *args: bytes) -> Any:
+        """As the original, which has another error for a stream that is not there than servers have."""
+        try:
+            return super().xreadgroup(*args)
+        except SimpleError as error:
+            if "requires the key to exist" not in error.value:
+                raise
+            raise SimpleError("NOGROUP No such key or consumer group in XREADGROUP with GROUP option") from error
+
+    def kill(self) -> None:
+        """CLIENT KILL: the client is cut off, at once and not when it next sends something."""
+        super().kill()
+        # Later: one that kills itself gets its reply.
+        asyncio.get_running_loop().call_soon(self._transport.close)
 
     def end(self) -> None:
         """The client has gone."""
-        if self._stop_waiting is not None:
-            self._stop_waiting()
+        self.stop_waiting()
         self.close()
 
 
@@ -109,15 +123,27 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._session = _Session(self._front.engine, self.transport)
+        self._session = Session(self._front, self.transport)
         self._front.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._session.sendall(data)
+        self._session.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._front.connections.discard(self)
         self._session.end()
+
+
+class Waiting(NamedTuple):
+    """A blocking command that has found nothing yet.
+
+    Attributes:
+        look: look again, and answer if there is something.
+        timer: answers when the time is up; None without a limit.
+    """
+
+    look: Callable[[], None]
+    timer: asyncio.TimerHandle | None
 
 
 class Front:
@@ -133,12 +159,14 @@ class Front:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._waiting: dict[Session, Waiting] = {}
+        self._is_looking = False
         self.engine = FakeServer(version=(7, 4))
         self.connections: set[_Connection] = set()
 
     async def __aenter__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Connection(self), self._path)
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_unix_server(lambda: _Connection(self), self._path)
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
@@ -146,3 +174,34 @@ class Front:
             connection.transport.abort()
         await asyncio.sleep(0)  # A transport that is aborted leaves in the next round of the loop.
         await self._server.wait_closed()
+
+    def wait(
+        self,
+        session: Session,
+        database: Any,
+        look: Callable[[], None],
+        expire: Callable[[], None],
+        timeout: float | None,
+    ) -> None:
+        """Have a session look again whenever a key of its database changes, until it is forgotten."""
+        timer = self._loop.call_later(timeout, expire) if timeout else None
+        self._waiting[session] = Waiting(look, timer)
+        database.add_change_callback(self._on_change)
+
+    def forget(self, session: Session) -> None:
+        """The session waits no longer."""
+        waiting = self._waiting.pop(session, None)
+        if waiting is not None and waiting.timer is not None:
+            waiting.timer.cancel()
+
+    def _on_change(self) -> None:
+        # Later: the engine's lock is held here, and the command that changes something is not through.
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        for session, waiting in list(self._waiting.items()):
+            if self._waiting.get(session) is waiting:
+                waiting.look()
