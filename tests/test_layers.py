@@ -175,6 +175,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "testing/lmpool/pytest_plugin.py": {"pytest"},
         "testing/lmpool/testing/front.py": {"fakeredis"},
         "testing/lmpool/testing/resp.py": {"fakeredis"},
+        "testing/lmpool/testing/memory_pool.py": {"lupa"},
     }
     found = {
         name_of(path): more

@@ -25,6 +25,11 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def _is_nothing(found: Any) -> bool:
+    """Whether a blocking command has found nothing: XREADGROUP then brings no streams, the others None."""
+    return found is None or found == {}
+
+
 class Session(AsyncFakeSocket):
     """One client's state in fakeredis; its replies go to a transport instead of into a queue.
 
@@ -55,23 +60,23 @@ class Session(AsyncFakeSocket):
     def _blocking(self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None) -> Any:
         """Answer a blocking command at once, or when there is something, or after `timeout` seconds (0: never).
 
-        Unlike the original it ends with the client, for one that has gone must not be given jobs; and who has
-        waited longest is served first.
+        Unlike the original it ends with the client, for one that has gone must not be given jobs; who has waited
+        longest is served first; and XREADGROUP with COUNT waits too.
         """
         shaped = shape or _as_it_is
         found = func(True)
-        if found is not None or self._in_transaction:
+        if not _is_nothing(found) or self._in_transaction:
             return shaped(found)
 
         def look() -> None:
             try:
                 with self._server.lock:
                     found = func(False)
-                    reply = None if found is None else shaped(found)
+                    reply = None if _is_nothing(found) else shaped(found)
             except SimpleError as error:
                 answer(error)
             else:
-                if found is not None:
+                if not _is_nothing(found):
                     answer(reply)
 
         def expire() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -111,7 +111,7 @@ class MemoryPool:
     def __enter__(self) -> Self:
         if self._url:
             raise LMPoolError("the pool is open already: make another with `lmpool.testing.pool()`")
-        self._thread = LoopThread(self._open(), "lmpool-testing")
+        self._thread = LoopThread(self._open(_front()), "lmpool-testing")
         self._thread.start()
         try:
             for model in self.models:
@@ -139,20 +139,12 @@ class MemoryPool:
         return f"MemoryPool({names}; {self._url or 'closed'})"
 
     @asynccontextmanager
-    async def _open(self) -> AsyncIterator[None]:
+    async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
         """The server while it is open; whatever happens, nothing is left of it and of the workers."""
-        try:
-            from lmpool.testing.front import Front
-        except ModuleNotFoundError as error:
-            if error.name not in ("fakeredis", "lupa"):
-                raise
-            raise SettingsError(
-                f"an in-memory pool needs {error.name}: install it with pip install 'lmpool[testing]'"
-            ) from error
         # A folder of its own, which nobody else may enter: the server has no password.
         with tempfile.TemporaryDirectory(prefix="lmp") as folder:
             path = socket_path(Path(folder))
-            async with Front(path):
+            async with front(path):
                 self._url = socket_url(path)
                 try:
                     yield
@@ -170,6 +162,21 @@ class MemoryPool:
         for end in ends:
             if isinstance(end, BaseException):
                 raise end
+
+
+def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
+    """What makes the server, imported only now: fakeredis takes a while, and not everybody has it."""
+    try:
+        import lupa  # noqa: F401  fakeredis does without, and then knows no scripts
+
+        from lmpool.testing.front import Front
+    except ModuleNotFoundError as error:
+        if error.name not in ("fakeredis", "lupa"):
+            raise
+        raise SettingsError(
+            f"an in-memory pool needs {error.name}: install it with pip install 'lmpool[testing]'"
+        ) from error
+    return Front
 
 
 def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:

@@ -82,7 +82,7 @@ class MemoryWorker:
         had_ended = self._task.done()
         self._gate.give_up()
         await end_tasks([self._task])
-        if had_ended:
+        if had_ended and not self._task.cancelled():
             self._task.result()
 
     async def _drain(self) -> None:
