@@ -84,6 +84,20 @@ def test_two_pools_do_not_see_each_other() -> None:
         assert first.url != second.url
 
 
+def test_code_with_a_prefix_of_its_own_uses_it() -> None:
+    with pool(TINY, prefix="mine") as memory, SyncProducer(redis=memory.url, prefix="mine") as producer:
+        np.testing.assert_array_equal(producer.logprobs([1]), TINY.row([1]))
+        assert {bytes(key)[:5] for key in memory.redis.scan_iter()} == {b"mine:"}
+
+
+def test_a_long_temporary_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pool(TINY) as memory:
+        use(memory)
+
+
 def test_programs_in_other_processes_reach_it(memory: MemoryPool) -> None:
     code = "from lmpool.producer import SyncProducer\nwith SyncProducer() as p: print(p.logprobs([5]).tobytes().hex())"
     environment = {**os.environ, "LMPOOL_REDIS_URL": memory.url}

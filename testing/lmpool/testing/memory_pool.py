@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -24,6 +25,8 @@ from lmpool.workers.backend import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.backend import TrieSettings
 from lmpool.workers.worker import Worker
+
+_LONGEST_FOLDER = 75
 
 
 class MemoryPool:
@@ -142,7 +145,7 @@ class MemoryPool:
     async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
         """The server while it is open; whatever happens, nothing is left of it and of the workers."""
         # A folder of its own, which nobody else may enter: the server has no password.
-        with tempfile.TemporaryDirectory(prefix="lmp") as folder:
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=_short_folder()) as folder:
             path = socket_path(Path(folder))
             async with front(path):
                 self._url = socket_url(path)
@@ -164,8 +167,15 @@ class MemoryPool:
                 raise end
 
 
+def _short_folder() -> str | None:
+    """Where the socket's folder is made: the path of a socket has some 100 bytes, that of TMPDIR may have more."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER else None
+
+
 def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
     """What makes the server, imported only now: fakeredis takes a while, and not everybody has it."""
+    if not hasattr(asyncio, "start_unix_server"):
+        raise SettingsError("an in-memory pool listens on a Unix socket, which Python has not on this system")
     try:
         import lupa  # noqa: F401  fakeredis does without, and then knows no scripts
 
