@@ -136,7 +136,7 @@ async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: Com
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     gone = await server.command_link()
     number = await gone.call(("CLIENT", "ID"))
-    gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "BLOCK", 0, "STREAMS", "jobs", ">"))
+    gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "COUNT", 1, "BLOCK", 0, "STREAMS", "jobs", ">"))
     await until_reading(link, "gone")
     gone.close()
 
