@@ -17,7 +17,7 @@ import lmpool.producer
 from lmpool import errors, scripts
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED, PRODUCER, WORKERS = ROOT / "shared", ROOT / "producer", ROOT / "workers"
+SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / "workers", ROOT / "testing"
 BACKENDS = WORKERS / "lmpool/workers/backends"
 # What each backend may import, and nobody else.
 ENGINES = {
@@ -36,9 +36,11 @@ TRIES = {
     "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
 }
+# What users test with, which nothing that serves or asks may need.
+FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
 LUA = SHARED / "lmpool/lua"
-FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS) for path in part.rglob("*.py"))
+FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS, TESTING) for path in part.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
 
 LOADERS_OF_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "code"}
@@ -97,10 +99,10 @@ def strings(path: Path) -> Iterator[tuple[str, int]]:
                 yield node.value.decode("latin-1"), node.lineno
 
 
-def test_the_three_parts_are_there() -> None:
-    assert all(len(within(part)) > 5 for part in (SHARED, PRODUCER, WORKERS))
+def test_the_parts_are_there() -> None:
+    assert all(len(within(part)) > 5 for part in (SHARED, PRODUCER, WORKERS, TESTING))
     # A namespace package: none of the parts owns `lmpool`.
-    assert not [part for part in (SHARED, PRODUCER, WORKERS) if (part / "lmpool/__init__.py").exists()]
+    assert not [part for part in (SHARED, PRODUCER, WORKERS, TESTING) if (part / "lmpool/__init__.py").exists()]
 
 
 # Layers
@@ -108,10 +110,16 @@ def test_the_three_parts_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("part", "forbidden"),
-    [(SHARED, ("producer", "workers")), (PRODUCER, ("workers",)), (WORKERS, ("producer",))],
-    ids=["shared", "producer", "workers"],
+    [
+        (SHARED, ("producer", "workers", *FOR_TESTS)),
+        (PRODUCER, ("workers", *FOR_TESTS)),
+        (WORKERS, ("producer", *FOR_TESTS)),
+        (TESTING, ("producer",)),
+    ],
+    ids=["shared", "producer", "workers", "testing"],
 )
 def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
+    """The one exception: what users test with runs workers."""
     prefixes = tuple(f"lmpool.{name}" for name in forbidden)
     found = [
         f"{name_of(path)}:{node.lineno}: {module}"
@@ -125,7 +133,11 @@ def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ..
 def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
     found = [
         f"{name_of(path)}:{line}: {text}"
-        for part, other in ((SHARED, "producer|workers"), (PRODUCER, "workers"), (WORKERS, "producer"))
+        for part, other in (
+            (SHARED, "producer|workers|testing"),
+            (PRODUCER, "workers|testing"),
+            (WORKERS, "producer|testing"),
+        )
         for path in within(part)
         for text, line in strings(path)
         if re.search(rf"\blmpool\.({other})\b", text)
@@ -160,6 +172,10 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/commands.py": {"typer"},
         "workers/lmpool/workers/options.py": {"typer"},
         "workers/lmpool/workers/serving.py": {"uvloop"},
+        "testing/lmpool/pytest_plugin.py": {"pytest"},
+        "testing/lmpool/testing/front.py": {"fakeredis"},
+        "testing/lmpool/testing/resp.py": {"fakeredis"},
+        "testing/lmpool/testing/memory_pool.py": {"lupa"},
     }
     found = {
         name_of(path): more
@@ -186,6 +202,13 @@ def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
 def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
     for statement in ("import lmpool.workers.worker", "import lmpool.workers.commands"):
         assert loaded_after(statement) & HEAVY == set()
+
+
+def test_what_users_test_with_costs_nothing_until_it_is_used() -> None:
+    """Every pytest of an environment with lmpool loads the plugin."""
+    more = loaded_after("import lmpool.pytest_plugin") - loaded_after("import pytest")
+    assert more == {"lmpool"}
+    assert loaded_after("import lmpool.testing") & (HEAVY | {"fakeredis", "lupa", "pytest", "uvloop"}) == set()
 
 
 def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
@@ -227,7 +250,12 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
             if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
                 found.append(name_of(path))
     # The ends of threads, where whoever waits must hear of it, and the end of the command line.
-    allowed = {"shared/lmpool/cli.py", "workers/lmpool/workers/stepper.py", f"{name_of(BACKENDS)}/sglang/engine.py"}
+    allowed = {
+        "shared/lmpool/cli.py",
+        "workers/lmpool/workers/stepper.py",
+        f"{name_of(BACKENDS)}/sglang/engine.py",
+        "testing/lmpool/testing/thread.py",
+    }
     assert {name for name in found if not name.startswith(name_of(HF))} <= allowed
 
 

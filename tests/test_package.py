@@ -22,17 +22,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(found)
 
 
-def test_the_wheel_has_every_file_of_the_three_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     sources = {
         str(path.relative_to(ROOT / part))
-        for part in ("shared", "producer", "workers")
+        for part in ("shared", "producer", "workers", "testing")
         for path in (ROOT / part / "lmpool").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == sources
     assert "lmpool/lua/submit.lua" in packed
-    assert {"lmpool/py.typed", "lmpool/producer/py.typed", "lmpool/workers/py.typed"} <= packed
+    typed = {"lmpool/py.typed", *(f"lmpool/{part}/py.typed" for part in ("producer", "workers", "testing"))}
+    assert typed <= packed
     assert "lmpool/__init__.py" not in packed  # a namespace package
 
 
@@ -51,6 +52,7 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lmpool = lmpool.cli:main" in entry_points
     assert "[lmpool.commands]" in entry_points
+    assert "[pytest11]\nlmpool.pytest_plugin = lmpool.pytest_plugin" in entry_points
 
 
 def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:

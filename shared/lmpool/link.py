@@ -59,6 +59,8 @@ class Link(asyncio.BaseProtocol):
         if self._closed is None:
             self._closed = reason or ConnectionError("the connection was closed")
             self._transport.abort()
+            # redis-py warns of a connection that still has a writer when it is freed.
+            self._connection._writer = None
             for future in self._give_up():
                 if not future.done():
                     future.set_exception(self._closed)

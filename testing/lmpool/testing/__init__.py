@@ -1,0 +1,10 @@
+"""A pool in memory, for the tests of programs that use one: no server, no model, started in milliseconds.
+
+`pool` is a context manager for any program; with pytest there are the fixtures of `lmpool.pytest_plugin`.
+"""
+
+from lmpool.testing.memory_pool import MemoryPool, pool
+from lmpool.testing.model import SyntheticModel
+from lmpool.testing.worker import MemoryWorker
+
+__all__ = ["MemoryPool", "MemoryWorker", "SyntheticModel", "pool"]

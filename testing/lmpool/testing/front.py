@@ -1,0 +1,212 @@
+"""What a Redis server is to its clients: fakeredis behind a socket.
+
+fakeredis brings a server for TCP, but it answers short strings as status replies, which `RowLink` rightly drops,
+looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from fakeredis import FakeServer
+from fakeredis._helpers import NoResponse, SimpleError
+from fakeredis.aioredis import AsyncFakeSocket
+from redis.asyncio import Redis
+
+from lmpool.testing.resp import encode_reply
+
+Shape = Callable[[Any], Any]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _is_nothing(found: Any) -> bool:
+    """Whether a blocking command has found nothing: XREADGROUP then brings no streams, the others None."""
+    return found is None or found == {}
+
+
+class Session(AsyncFakeSocket):
+    """One client's state in fakeredis; its replies go to a transport instead of into a queue.
+
+    Args:
+        front: the server.
+        transport: the client's connection.
+    """
+
+    def __init__(self, front: Front, transport: asyncio.Transport) -> None:
+        super().__init__(front.engine, 0, client_class=Redis, client_info={})
+        self._front = front
+        self._transport = transport
+
+    def feed(self, data: bytes) -> None:
+        """Run the commands that the client has sent."""
+        if not self._killed:
+            self.sendall(data)
+
+    def put_response(self, msg: Any) -> None:
+        """Send a reply."""
+        if not self._transport.is_closing():
+            self._transport.write(encode_reply(msg, self._client_info.protocol_version))
+
+    def _decode_result(self, result: Any) -> Any:
+        """Nothing: whether a reply is a status, an error or a string must reach the wire."""
+        return result
+
+    def _blocking(self, timeout: float | None, func: Callable[[bool], Any], shape: Shape | None = None) -> Any:
+        """Answer a blocking command at once, or when there is something, or after `timeout` seconds (0: never).
+
+        Unlike the original it ends with the client, for one that has gone must not be given jobs; who has waited
+        longest is served first; and XREADGROUP with COUNT waits too.
+        """
+        shaped = shape or _as_it_is
+        found = func(True)
+        if not _is_nothing(found) or self._in_transaction:
+            return shaped(found)
+
+        def look() -> None:
+            try:
+                with self._server.lock:
+                    found = func(False)
+                    reply = None if _is_nothing(found) else shaped(found)
+            except SimpleError as error:
+                answer(error)
+            else:
+                if not _is_nothing(found):
+                    answer(reply)
+
+        def expire() -> None:
+            with self._server.lock:
+                reply = shaped(None)
+            answer(reply)
+
+        def answer(reply: Any) -> None:
+            self.stop_waiting()
+            self.put_response(reply)
+            self.resume()
+
+        self.pause()
+        self._blocked = True
+        self._front.wait(self, self._db, look, expire, timeout or None)
+        return NoResponse()
+
+    def stop_waiting(self) -> None:
+        """Forget the command that waits, if there is one."""
+        self._blocked = False
+        self._front.forget(self)
+
+    def xreadgroup(self, *args: bytes) -> Any:
+        """As the original, which has another error for a stream that is not there than servers have."""
+        try:
+            return super().xreadgroup(*args)
+        except SimpleError as error:
+            if "requires the key to exist" not in error.value:
+                raise
+            raise SimpleError("NOGROUP No such key or consumer group in XREADGROUP with GROUP option") from error
+
+    def kill(self) -> None:
+        """CLIENT KILL: the client is cut off, at once and not when it next sends something."""
+        super().kill()
+        # Later: one that kills itself gets its reply.
+        asyncio.get_running_loop().call_soon(self._transport.close)
+
+    def end(self) -> None:
+        """The client has gone."""
+        self.stop_waiting()
+        self.close()
+
+
+class _Connection(asyncio.Protocol):
+    """Hands a client's bytes to its session."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._session = Session(self._front, self.transport)
+        self._front.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._session.feed(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._front.connections.discard(self)
+        self._session.end()
+
+
+class Waiting(NamedTuple):
+    """A blocking command that has found nothing yet.
+
+    Attributes:
+        look: look again, and answer if there is something.
+        timer: answers when the time is up; None without a limit.
+    """
+
+    look: Callable[[], None]
+    timer: asyncio.TimerHandle | None
+
+
+class Front:
+    """A server on a Unix socket that listens in the running event loop while its context is open.
+
+    Args:
+        path: where the socket is made.
+
+    Attributes:
+        engine: keeps the keys and runs the commands.
+        connections: the clients.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: dict[Session, Waiting] = {}
+        self._is_looking = False
+        self.engine = FakeServer(version=(7, 4))
+        self.connections: set[_Connection] = set()
+
+    async def __aenter__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_unix_server(lambda: _Connection(self), self._path)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        await asyncio.sleep(0)  # A transport that is aborted leaves in the next round of the loop.
+        await self._server.wait_closed()
+
+    def wait(
+        self,
+        session: Session,
+        database: Any,
+        look: Callable[[], None],
+        expire: Callable[[], None],
+        timeout: float | None,
+    ) -> None:
+        """Have a session look again whenever a key of its database changes, until it is forgotten."""
+        timer = self._loop.call_later(timeout, expire) if timeout else None
+        self._waiting[session] = Waiting(look, timer)
+        database.add_change_callback(self._on_change)
+
+    def forget(self, session: Session) -> None:
+        """The session waits no longer."""
+        waiting = self._waiting.pop(session, None)
+        if waiting is not None and waiting.timer is not None:
+            waiting.timer.cancel()
+
+    def _on_change(self) -> None:
+        # Later: the engine's lock is held here, and the command that changes something is not through.
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        for session, waiting in list(self._waiting.items()):
+            if self._waiting.get(session) is waiting:
+                waiting.look()

@@ -1,0 +1,197 @@
+"""A whole pool in this process: a server that keeps everything in memory, and workers with synthetic models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import redis as redis_sync
+
+from lmpool.errors import LMPoolError, SettingsError
+from lmpool.runtime_folder import socket_path, socket_url
+from lmpool.server import Server
+from lmpool.testing.backend import GatedSettings
+from lmpool.testing.gate import Gate
+from lmpool.testing.model import SyntheticModel
+from lmpool.testing.thread import LoopThread
+from lmpool.testing.worker import MemoryWorker
+from lmpool.workers.backend import BackendSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.tries.backend import TrieSettings
+from lmpool.workers.worker import Worker
+
+_LONGEST_FOLDER = 75
+
+
+class MemoryPool:
+    """A pool that lives while its context (`with` or `async with`) is open, and leaves nothing behind.
+
+    Any number of pools may be open at once. They do not see each other, nor any other server of the user's. Other
+    processes of the same user reach one by its URL. Its methods may be called from any thread.
+
+    Args:
+        models: what is served from the start, each by one worker; none stands for one `SyntheticModel()`.
+        prefix: prefix of the pool's Redis keys.
+
+    Raises:
+        SettingsError: fakeredis is not installed, or two models have the same name.
+    """
+
+    def __init__(self, *models: SyntheticModel, prefix: str = "lmpool") -> None:
+        self.models = models or (SyntheticModel(),)
+        if len({model.name for model in self.models}) < len(self.models):
+            names = ", ".join(repr(model.name) for model in self.models)
+            raise SettingsError(f"models: {names}: each needs a name of its own")
+        self.workers: list[MemoryWorker] = []
+        self._prefix = prefix
+        self._url = ""
+        self._redis: redis_sync.Redis | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the pool's server listens: for `Producer(redis=...)`, `LMPOOL_REDIS_URL`, or any client of Redis.
+
+        Raises:
+            LMPoolError: the pool is not open.
+        """
+        if not self._url:
+            raise LMPoolError("the pool is not open: use it as `with lmpool.testing.pool() as pool:`")
+        return self._url
+
+    @property
+    def redis(self) -> redis_sync.Redis:
+        """A client of the pool's server, which the pool closes.
+
+        Raises:
+            LMPoolError: the pool is not open.
+        """
+        if self._redis is None:
+            self._redis = redis_sync.Redis.from_url(self.url)
+        return self._redis
+
+    @property
+    def model(self) -> SyntheticModel:
+        """The first of the models that the pool was made with."""
+        return self.models[0]
+
+    @property
+    def worker(self) -> MemoryWorker:
+        """The worker that was started first."""
+        return self.workers[0]
+
+    def serve(self, model: SyntheticModel) -> MemoryWorker:
+        """Start another worker: for another model, or one more for a model that is served.
+
+        Raises:
+            ModelMismatch: the model is served with other weights.
+        """
+        gate = Gate()
+        return self._start(gate, GatedSettings(model, gate), model.worker(self._prefix))
+
+    def serve_tries(self) -> MemoryWorker:
+        """Start a trie worker, which answers trie calls for any vocabulary. Needs numba (`lmpool[trie]`).
+
+        Raises:
+            SettingsError: numba is not installed.
+        """
+        return self._start(Gate(), TrieSettings(), WorkerSettings(prefix=self._prefix))
+
+    def _start(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
+        return self._thread.call(self._start_worker(gate, backend, settings))
+
+    async def _start_worker(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
+        worker = MemoryWorker(gate)
+        await worker.start(Worker(Server(self.url), backend, settings))
+        self.workers.append(worker)
+        return worker
+
+    def __enter__(self) -> Self:
+        if self._url:
+            raise LMPoolError("the pool is open already: make another with `lmpool.testing.pool()`")
+        self._thread = LoopThread(self._open(_front()), "lmpool-testing")
+        self._thread.start()
+        try:
+            for model in self.models:
+                self.serve(model)
+        except BaseException:
+            self._thread.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.stop()
+
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+    def __repr__(self) -> str:
+        names = ", ".join(repr(model.name) for model in self.models)
+        return f"MemoryPool({names}; {self._url or 'closed'})"
+
+    @asynccontextmanager
+    async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
+        """The server while it is open; whatever happens, nothing is left of it and of the workers."""
+        # A folder of its own, which nobody else may enter: the server has no password.
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=_short_folder()) as folder:
+            path = socket_path(Path(folder))
+            async with front(path):
+                self._url = socket_url(path)
+                try:
+                    yield
+                finally:
+                    self._url = ""
+                    await self._end()
+
+    async def _end(self) -> None:
+        """End what uses the server; raises what one of the workers failed with before."""
+        workers, self.workers = self.workers, []
+        if self._redis is not None:
+            self._redis.close()
+            self._redis = None
+        ends = await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+
+
+def _short_folder() -> str | None:
+    """Where the socket's folder is made: the path of a socket has some 100 bytes, that of TMPDIR may have more."""
+    return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER else None
+
+
+def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
+    """What makes the server, imported only now: fakeredis takes a while, and not everybody has it."""
+    if not hasattr(asyncio, "start_unix_server"):
+        raise SettingsError("an in-memory pool listens on a Unix socket, which Python has not on this system")
+    try:
+        import lupa  # noqa: F401  fakeredis does without, and then knows no scripts
+
+        from lmpool.testing.front import Front
+    except ModuleNotFoundError as error:
+        if error.name not in ("fakeredis", "lupa"):
+            raise
+        raise SettingsError(
+            f"an in-memory pool needs {error.name}: install it with pip install 'lmpool[testing]'"
+        ) from error
+    return Front
+
+
+def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:
+    """An in-memory pool, open as long as its context: `with pool() as it:` or `async with pool() as it:`.
+
+    See `MemoryPool` for the arguments and errors.
+    """
+    return MemoryPool(*models, prefix=prefix)
