@@ -20,25 +20,32 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(card: ModelCard) -> Tokenizer:
+def load_tokenizer(card: ModelCard, option: str = "text", otherwise: str = "pass token ids with --ids") -> Tokenizer:
     """The tokenizer that belongs to a served model; needs transformers.
+
+    Args:
+        card: the model's card.
+        option: what the user has given or left out, for an error.
+        otherwise: what the user can do instead, for an error.
 
     Raises:
         SettingsError: the model has none, or it cannot be loaded here.
     """
     if not card.source:
-        raise SettingsError(f"text: the model {card.name!r} has no tokenizer; pass token ids with --ids")
+        raise SettingsError(f"{option}: the model {card.name!r} has no tokenizer; {otherwise}")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise SettingsError(
-            "text: needs the tokenizer of transformers: pip install 'lmpool[hf]', or use --ids"
+            f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
         ) from error
     try:
         found: Any = AutoTokenizer.from_pretrained(card.source, gguf_file=card.gguf_file or None)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingsError(f"text: the tokenizer of {card.source!r} does not load: {first}; or use --ids") from error
+        raise SettingsError(
+            f"{option}: the tokenizer of {card.source!r} does not load: {first}; or {otherwise}"
+        ) from error
     tokenizer: Tokenizer = found
     return tokenizer
 
