@@ -33,6 +33,21 @@ def load_tokenizer(card: ModelCard, option: str = "text", otherwise: str = "pass
     """
     if not card.source:
         raise SettingsError(f"{option}: the model {card.name!r} has no tokenizer; {otherwise}")
+    return read_tokenizer(card.source, card.gguf_file, option=option, otherwise=otherwise)
+
+
+def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a hub name or folder; needs transformers.
+
+    Args:
+        source: the hub name or folder.
+        gguf_file: the GGUF file in it that holds the tokenizer, or "".
+        option: as `load_tokenizer`.
+        otherwise: as `load_tokenizer`.
+
+    Raises:
+        SettingsError: it cannot be loaded here.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -40,12 +55,10 @@ def load_tokenizer(card: ModelCard, option: str = "text", otherwise: str = "pass
             f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
         ) from error
     try:
-        found: Any = AutoTokenizer.from_pretrained(card.source, gguf_file=card.gguf_file or None)
+        found: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingsError(
-            f"{option}: the tokenizer of {card.source!r} does not load: {first}; or {otherwise}"
-        ) from error
+        raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {first}; or {otherwise}") from error
     tokenizer: Tokenizer = found
     return tokenizer
 

@@ -27,11 +27,22 @@ from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharact
 
 if TYPE_CHECKING:
     from lmpool.producer.genlm.language_model import PooledLM
+    from lmpool.producer.genlm.loading import load_model_by_name
 
-__all__ = ["AsyncTokenCharacterTrie", "ParallelTokenCharacterTrie", "PooledLM", "Token", "TokenCharacterTrie"]
+__all__ = [
+    "AsyncTokenCharacterTrie",
+    "ParallelTokenCharacterTrie",
+    "PooledLM",
+    "Token",
+    "TokenCharacterTrie",
+    "load_model_by_name",
+]
 
 # Imported at their first use: they need torch and genlm-backend, which the tries do not.
-_LATE = {"PooledLM": "lmpool.producer.genlm.language_model"}
+_LATE = {
+    "PooledLM": "lmpool.producer.genlm.language_model",
+    "load_model_by_name": "lmpool.producer.genlm.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -62,6 +62,7 @@ class Connection:
         self._owned = owned
         self._start_afresh()
         _connections.add(self)
+        atexit.register(self.close)
 
     def _start_afresh(self) -> None:
         # Two event loops at once are in two threads, and a producer has one session at a time.
@@ -132,6 +133,7 @@ class Connection:
                 sync.close()
             if self._owned is not None:
                 self._owned.close()
+        atexit.unregister(self.close)
 
     async def aclose(self) -> None:
         """As `close`, without blocking the event loop."""
@@ -144,6 +146,7 @@ class Connection:
     def abandon(self) -> None:
         """Close in a thread of its own: the garbage collector calls this, in any thread and at any moment."""
         if self._sync is None and self._owned is None:
+            atexit.unregister(self.close)
             return
         try:
             threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
@@ -167,16 +170,10 @@ _closing: set[asyncio.Task[None]] = set()
 _left_to_the_parent: list[Any] = []
 
 
-def _close_all() -> None:
-    for connection in list(_connections):
-        connection.close()
-
-
 def _after_fork() -> None:
     for connection in list(_connections):
         connection.after_fork()
 
 
-atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -157,6 +157,99 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         """As `batch_next_token_logprobs`, for synchronous callers."""
         try:
             return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
+        try:
+            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    async def sample(
+        self,
+        prompt_token_ids: Any,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """A continuation of a prompt, sampled token by token.
+
+        With a seed the tokens are drawn here from full rows, by a torch generator: the tokens that genlm-backend draws
+        from the same rows. Without one the workers draw, so that no row travels, and `torch.manual_seed` has no effect.
+
+        Args:
+            prompt_token_ids: the prompt, as `next_token_logprobs` takes it.
+            max_tokens: most tokens to draw.
+            eos_token_ids: tokens that end the continuation and are no part of it.
+            temperature: what log-probabilities are divided by.
+            seed: of the generator.
+            lora_name: an adapter; None for none.
+
+        Returns:
+            the token ids after the prompt.
+        """
+        prompt = [int(token) for token in prompt_token_ids]
+        if seed is not None:
+            drawn: list[int] = await super().sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
+            return drawn
+        generated: list[int] = []
+        while len(generated) < max_tokens:
+            token = await self._draw(prompt + generated, temperature, lora_name)
+            if token in eos_token_ids:
+                break
+            generated.append(token)
+        return generated
+
+    async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
+        try:
+            return await self._connection.producer.sample(token_ids, temperature=temperature, adapter=lora_name or "")
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
+        """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
+
+        A hint: workers drop the keys and values that were used least recently.
+        """
+        try:
+            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "")
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def clear_cache(self) -> None:
+        """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
+        self._connection.forget_rows()
+
+    def clear_kv_cache(self) -> None:
+        """Nothing: keys and values are the workers', which bound them."""
+
+    def reset_async_queries(self) -> None:
+        """Nothing: a request whose caller has gone is taken back by itself."""
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load an adapter on every worker of the model; one of the same name is replaced.
+
+        Args:
+            lora_path: folder or hub name of the adapter, as the workers see it.
+            lora_name: its name from now on.
+
+        Raises:
+            As `Producer.add_adapter`.
+        """
+        self._connection.sync.add_adapter(lora_name, lora_path)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter from every worker of the model.
+
+        Raises:
+            As `Producer.remove_adapter`.
+        """
+        try:
+            self._connection.sync.remove_adapter(lora_name)
         except UnknownAdapter as error:
             raise UnknownLora(str(error)) from None
 
