@@ -25,17 +25,12 @@ from llamppl import CachedCausalLM
 
 from lmpool.errors import EmptyPrompt, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
 from lmpool.producer.genlm import PooledLM
-from lmpool.synthetic import synthetic_row
-from tests.genlm.small import SIZE
+from tests.genlm.small import SIZE, RowsOfThePool, expected
 from tests.pool import Pool, until, until_async
 
 IDS = [72, 105, 33]
 PROMPTS = [[1], [1, 2], IDS, [1]]
 ENDS_WITHIN_S = 30
-
-
-def expected(ids: list[int]) -> torch.Tensor:
-    return torch.from_numpy(synthetic_row(ids, vocab_size=SIZE).copy())
 
 
 def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
@@ -124,21 +119,8 @@ def test_the_vocabulary_is_that_of_genlm_backend(small: PooledLM, tokenizer: Any
     assert small.str_vocab == texts
 
 
-class RowsOfAPool(AsyncLM):  # type: ignore[misc]
-    """genlm-backend's base class over the same rows."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
-
-    async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
-        return expected(token_ids)
-
-    def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
-        return expected(token_ids)
-
-
 async def test_a_seed_draws_what_genlm_backend_draws(small: PooledLM, tokenizer: Any) -> None:
-    theirs = RowsOfAPool(tokenizer)
+    theirs = RowsOfThePool(tokenizer)
     for seed, temperature in ((1, 1.0), (2, 0.5), (3, 2.0)):
         wanted = await theirs.sample(IDS, 12, [5], temperature, seed)
         assert await small.sample(IDS, 12, [5], temperature, seed) == wanted
