@@ -79,11 +79,13 @@ async def test_potentials_weigh_alike(prompted: tuple[PromptedLLM, PromptedLLM])
     tokens = prompted[0].tokenize(" Paris, and")
     for change in ({}, {"temperature": 0.7}, {"prompt_ids": [1, 2]}, {"eos_byte_strings": [b"."]}):
         ours, theirs = (potential.spawn(**change) for potential in prompted)
-        assert np.allclose(*[(await p.logw_next(tokens)).weights for p in (ours, theirs)], atol=1e-3)
+        weights = [(await p.logw_next(tokens)).weights for p in (ours, theirs)]
+        assert np.allclose(weights[0], weights[1], atol=1e-3)
         assert await ours.complete(tokens) == pytest.approx(await theirs.complete(tokens), abs=1e-3)
         assert await ours.prefix(tokens) == pytest.approx(await theirs.prefix(tokens), abs=1e-3)
         contexts = [tokens, tokens[:1], []]
-        assert np.allclose(*[(await p.batch_logw_next(contexts)).weights for p in (ours, theirs)], atol=1e-3)
+        batches = [(await p.batch_logw_next(contexts)).weights for p in (ours, theirs)]
+        assert np.allclose(batches[0], batches[1], atol=1e-3)
 
 
 def constrained(potential: PromptedLLM, seed: int) -> list[Any]:
@@ -156,7 +158,7 @@ async def test_beams_over_bytes_weigh_alike(small: PooledLM, tokenizer: Any) -> 
             found.append((await beam.logp_next()).ps)
         finally:
             await beam.cleanup()
-    assert np.allclose(*found, atol=1e-6)
+    assert np.allclose(found[0], found[1], atol=1e-6)
 
 
 # llamppl
