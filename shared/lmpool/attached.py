@@ -34,4 +34,3 @@ def _end_with_parent() -> None:
         while os.read(_STDIN, 1024):
             pass
     os.killpg(0, signal.SIGKILL)
-
