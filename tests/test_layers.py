@@ -29,12 +29,14 @@ ENGINES = {
     "checkpoint.py": {"huggingface_hub"},
     "vocabulary.py": {"transformers"},
 }
-# What each file of the tries may import, and nobody else.
-TRIES = {
+# What each of these files may import, and nobody else.
+FILES_WITH_MORE = {
     "shared/lmpool/kernels/cpu_loops.py": {"numba"},
     "shared/lmpool/kernels/torch_device.py": {"torch"},
     "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/aliases.py": {"torch"},
+    "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
@@ -76,7 +78,7 @@ def allowed_in(path: Path) -> set[str]:
     """The engines that a file may import: those of the backend that it belongs to, or what a kernel is made with."""
     if path.is_relative_to(BACKENDS):
         return ENGINES.get(path.relative_to(BACKENDS).parts[0], set())
-    return TRIES.get(name_of(path), set())
+    return FILES_WITH_MORE.get(name_of(path), set())
 
 
 def third_party(path: Path) -> set[str]:
