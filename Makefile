@@ -33,8 +33,9 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
 
+# In two processes: many tests wait for processes to start, or for a lease to pass.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) test-vllm test-sglang
 
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its

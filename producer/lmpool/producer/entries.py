@@ -32,7 +32,7 @@ Found = Row | CorruptRow | None
 """float32 of shape (size,); None when the row is not in the cache (an error is a value here)."""
 
 
-_AT_ONCE = 64
+_AT_ONCE = 32
 """Rows that are read together: while the server looks at some, others are answered here."""
 
 
