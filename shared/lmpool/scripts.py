@@ -54,6 +54,9 @@ CLAIM = Script("claim")
 RENEW = Script("renew")
 SWEEP = Script("sweep")
 SWAP = Script("swap")
+OFFER = Script("offer")
+ADOPT = Script("adopt")
+RESTORE = Script("restore")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmpool.card import MAX_ADAPTERS
 from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.adapter_folders import read_adapter_folders
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENCODINGS = ("exact", "f16")
@@ -55,7 +55,6 @@ class EngineSettings:
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
-        check_texts("adapters", self.adapters)
         check_texts("engine_args", self.engine_args)
         _ = self.adapter_folders  # Malformed ones are refused now.
         check_number(self, "max_batch", least=1, most=65_536)
@@ -71,15 +70,4 @@ class EngineSettings:
     @property
     def adapter_folders(self) -> dict[str, str]:
         """Adapter -> its folder or hub name."""
-        found: dict[str, str] = {}
-        for text in self.adapters:
-            name, equals, folder = text.partition("=")
-            if not equals or not folder:
-                raise SettingsError(f"adapters: {shown(text)} is not name=folder")
-            check_name("adapters", name)
-            if name in found:
-                raise SettingsError(f"adapters: {name!r} is given twice")
-            found[name] = folder
-        if len(found) > MAX_ADAPTERS:
-            raise SettingsError(f"adapters: {len(found)} are too many: one model may have {MAX_ADAPTERS}")
-        return found
+        return read_adapter_folders(self.adapters)

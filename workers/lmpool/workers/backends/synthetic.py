@@ -8,19 +8,25 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
-from lmpool.checks import check_choice, check_name, check_number
+from lmpool.checks import check_choice, check_name, check_number, shown
+from lmpool.errors import SettingsError
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock
 from lmpool.synthetic import base_rows, draw, fill, synthetic_vocabulary
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.backends.adapter_folders import read_adapter_folders
+from lmpool.workers.backends.checkpoint import checkpoint_source
 
 _CRASH_EXIT = 70
 
@@ -39,6 +45,8 @@ class SyntheticSettings:
         encoding: "f32" or "bf16"; the rows are the same.
         fail_token: prompts that contain this id fail (to test error handling); -1 for none.
         crash_token: prompts that contain this id end the process; -1 for none.
+        adapters: adapters, as name=folder; may be given several times. What the folder (or file) holds decides the
+            rows.
 
     Raises:
         SettingsError: a value is malformed.
@@ -53,6 +61,7 @@ class SyntheticSettings:
     encoding: str = "f32"
     fail_token: int = -1
     crash_token: int = -1
+    adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -64,11 +73,17 @@ class SyntheticSettings:
         check_choice("encoding", self.encoding, ("f32", "bf16"))
         check_number(self, "fail_token", least=-1)
         check_number(self, "crash_token", least=-1)
+        _ = self.adapter_folders  # Malformed ones are refused now.
 
     @property
     def served_as(self) -> str:
         """`name`."""
         return self.name
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or file."""
+        return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
         """Make the backend; see `SyntheticBackend`."""
@@ -86,8 +101,12 @@ class SyntheticBackend:
         self._settings = settings
         self._encoding = Encoding[settings.encoding.upper()]
         self._jobs: OrderedDict[bytes, bytes] = OrderedDict()
+        self._revision_of: dict[bytes, str] = {}
+        self._adapters: dict[str, str] = {}
         self._stats = BackendStats()
         base_rows(settings.vocab_size, settings.seed)
+        for name, folder in settings.adapter_folders.items():
+            self.load_adapter(name, folder)
 
     @property
     def card(self) -> ModelCard:
@@ -103,6 +122,11 @@ class SyntheticBackend:
             encoding=settings.encoding,
             note="rows are drawn from a generator, not computed by a model",
         )
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """See `Backend.adapters`."""
+        return self._adapters
 
     @property
     def batch(self) -> int:
@@ -126,6 +150,8 @@ class SyntheticBackend:
         """See `Backend.submit`."""
         for job in jobs:
             self._jobs[job.digest] = job.ids
+            if job.adapter:
+                self._revision_of[job.digest] = job.adapter.rpartition("@")[2]
 
     def step(self) -> Finished:
         """See `Backend.step`."""
@@ -134,8 +160,7 @@ class SyntheticBackend:
         failures = {digest: text for digest, ids in batch.items() if (text := self._fault(ids))}
         good = {digest: ids for digest, ids in batch.items() if digest not in failures}
         blocks = [self._draw(good)] if good else []
-        for digest in batch:
-            del self._jobs[digest]
+        self.abort(batch)
         stats, tokens = self._stats, sum(len(ids) // 4 for ids in good.values())
         self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(good), tokens=stats.tokens + tokens)
         rest = self._settings.step_ms / 1000 - (time.monotonic() - started)
@@ -147,13 +172,13 @@ class SyntheticBackend:
         settings = self._settings
         numbers = np.empty((len(prompts), settings.vocab_size), self._encoding.dtype)
         if self._encoding is Encoding.F32:
-            for out, ids in zip(numbers, prompts.values(), strict=True):
-                base, shifts = draw(ids, settings.vocab_size, settings.seed)
+            for out, (digest, ids) in zip(numbers, prompts.items(), strict=True):
+                base, shifts = draw(ids, settings.vocab_size, settings.seed, self._revision_of.get(digest, ""))
                 fill(out, base.logprobs, shifts)
             return RowBlock(list(prompts), numbers, None, self._encoding)
         log_z = np.empty(len(prompts), np.float32)
-        for index, ids in enumerate(prompts.values()):
-            base, shifts = draw(ids, settings.vocab_size, settings.seed)
+        for index, (digest, ids) in enumerate(prompts.items()):
+            base, shifts = draw(ids, settings.vocab_size, settings.seed, self._revision_of.get(digest, ""))
             fill(numbers[index], base.bits, shifts)
             log_z[index] = base.log_z
         return RowBlock(list(prompts), numbers, log_z, self._encoding)
@@ -173,6 +198,17 @@ class SyntheticBackend:
         """See `Backend.abort`."""
         for digest in digests:
             self._jobs.pop(digest, None)
+            self._revision_of.pop(digest, None)
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
+        revision = _content_digest(Path(source).expanduser())
+        self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
+        return revision
+
+    def drop_adapter(self, adapter: str) -> None:
+        """See `Backend.drop_adapter`."""
+        self._adapters.pop(adapter, None)
 
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
@@ -181,3 +217,23 @@ class SyntheticBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._jobs.clear()
+
+
+def _content_digest(place: Path) -> str:
+    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits.
+
+    Raises:
+        SettingsError: nothing is there, or it cannot be read.
+    """
+    state = blake2b(digest_size=16)
+    try:
+        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
+        for path in files:
+            content = path.read_bytes()
+            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
+            state.update(content)
+    except OSError as error:
+        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
+    if not files:
+        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
+    return state.hexdigest()

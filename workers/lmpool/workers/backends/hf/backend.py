@@ -8,16 +8,19 @@ from pathlib import Path
 
 import torch
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.hf.loading import load_model
+from lmpool.workers.backends.hf.prefix_slots import ROOT
 from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.requirements import first_line
@@ -61,6 +64,8 @@ class HfBackend:
         )
         self._limit = BatchLimit(settings.max_batch)
         self._waiting: dict[bytes, list[int]] = {}
+        self._adapter_of: dict[bytes, str] = {}
+        self._roots: dict[str, int] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
         self._card = ModelCard(
@@ -76,11 +81,19 @@ class HfBackend:
             source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
             gguf_file=settings.gguf_file or "",
         )
+        self._adapters = HfAdapters(self._forward, settings.model)
+        for name, source in settings.adapter_folders.items():
+            self.load_adapter(name, source)
 
     @property
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return self._adapters.sources
 
     @property
     def batch(self) -> int:
@@ -105,11 +118,30 @@ class HfBackend:
         """Take jobs; one that is held already is computed once."""
         for job in jobs:
             self._waiting.setdefault(job.digest, decode_ids(job.ids).tolist())
+            if job.adapter:
+                self._adapter_of[job.digest] = job.adapter
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""
         for digest in digests:
             self._waiting.pop(digest, None)
+            self._adapter_of.pop(digest, None)
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """Load a LoRA adapter with peft; returns its revision.
+
+        Raises:
+            SettingsError: peft is missing, or the adapter cannot be had or does not fit.
+        """
+        revision = self._adapters.load(name, source)
+        if self._pool is not None:
+            self._roots.setdefault(qualify(name, revision), self._pool.new_root())
+        return revision
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter. Its keys and values can be found no more, and make room in time."""
+        self._adapters.drop(adapter)
+        self._roots.pop(adapter, None)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""
@@ -118,8 +150,9 @@ class HfBackend:
     def close(self) -> None:
         """Free the model, the KV pool and what waits. The backend cannot be used afterwards."""
         self._waiting.clear()
+        self._adapter_of.clear()
         self._pool = None
-        del self._forward
+        del self._forward, self._adapters
         self._free_memory()
 
     @torch.inference_mode()
@@ -138,7 +171,9 @@ class HfBackend:
     def _candidate(self, digest: bytes) -> Candidate:
         ids = self._waiting[digest]
         reuses = self._pool is not None and len(ids) <= self._rules.horizon
-        return Candidate(digest, ids, self._pool.slots.match(ids) if self._pool and reuses else [])
+        adapter = self._adapter_of.get(digest, "")
+        path = self._pool.slots.match(ids, self._roots.get(adapter, ROOT)) if self._pool and reuses else []
+        return Candidate(digest, ids, path, adapter)
 
     def _answer(self, batch: Sequence[Candidate]) -> list[EncodedRows]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
@@ -166,7 +201,10 @@ class HfBackend:
         lengths = [len(ids) for ids in prompts]
         new = max(one.new for one in batch)
         pool = self._pool if max(lengths) <= self._rules.horizon else None
-        logits = self._forward.logits(prompts, [one.path for one in batch], pool)
+        adapter = batch[0].adapter
+        self._adapters.use(adapter)
+        root = self._roots.get(adapter, ROOT)
+        logits = self._forward.logits(prompts, [one.path for one in batch], pool, root)
         rows = self._encoder.encode([one.digest for one in batch], logits)
         self._limit.fitted(len(batch))
         self._stats = BackendStats(

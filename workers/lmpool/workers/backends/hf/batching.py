@@ -23,11 +23,13 @@ class Candidate(NamedTuple):
         digest: its name.
         ids: its token ids.
         path: the KV pool's slots of its held prefix.
+        adapter: only prompts of one adapter run together.
     """
 
     digest: bytes
     ids: list[int]
     path: list[int]
+    adapter: str = ""
 
     @property
     def new(self) -> int:
@@ -73,7 +75,7 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
         return batch
     started = {first.unshared}
     new, longest, needed = first.new, len(first.ids), first.new
-    for other in _by_likeness(first, waiting[1:]):
+    for other in _by_likeness(first, [one for one in waiting[1:] if one.adapter == first.adapter]):
         if len(batch) == rows:
             break
         if len(other.ids) > rules.horizon or (len(other.ids) != longest and not rules.pads):

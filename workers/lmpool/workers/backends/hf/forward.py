@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.prefix_slots import ROOT
 
 
 def new_tokens(length: int, held: int) -> int:
@@ -36,7 +37,11 @@ class Forward:
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
     def logits(
-        self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]] = (), pool: KVPool | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        paths: Sequence[list[int]] = (),
+        pool: KVPool | None = None,
+        root: int = ROOT,
     ) -> Tensor:
         """The logits of the token after each prompt.
 
@@ -44,6 +49,7 @@ class Forward:
             prompts: token ids, each at least one.
             paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
             pool: where to take keys and values from, and where to keep the new ones.
+            root: that the paths begin at.
 
         Returns:
             tensor of shape (n, V) in the dtype that the model returns.
@@ -54,7 +60,7 @@ class Forward:
         new = max(new_tokens(length, len(path)) for length, path in zip(lengths, paths, strict=True))
         block = pool.gather(lengths, paths, new)
         logits = self._run(prompts, lengths, new, {"use_cache": True, "past_key_values": block.cache})
-        pool.store(prompts, paths, block)
+        pool.store(prompts, paths, block, root)
         return logits
 
     def _run(self, prompts: Sequence[Sequence[int]], lengths: list[int], new: int, arguments: dict[str, Any]) -> Tensor:

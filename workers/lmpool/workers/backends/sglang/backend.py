@@ -37,6 +37,7 @@ class SglangBackend:
         self._settings = settings
         launched = launch(settings)
         self._device = launched.device
+        self._adapters = launched.adapters
         self._engine = engine = launched.engine
         facts = engine.facts
         self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
@@ -52,7 +53,6 @@ class SglangBackend:
             max_prompt_tokens=launched.max_prompt_tokens,
             revision=launched.revision,
             dtype=str(facts.dtype).removeprefix("torch."),
-            adapters=launched.adapters,
             source=checkpoint_source(settings.model),
         )
         try:
@@ -70,6 +70,11 @@ class SglangBackend:
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return self._adapters
 
     @property
     def batch(self) -> int:

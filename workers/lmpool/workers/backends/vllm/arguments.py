@@ -13,14 +13,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import (
+    checkpoint_dtype,
+    checkpoint_folder,
+    checkpoint_revision,
+    checkpoint_source,
+)
 from lmpool.workers.backends.engine_args import check_engine_args, check_one_process, parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.vllm.settings import VllmSettings
 
 Adapters = dict[str, tuple[LoRARequest, str]]
-"""Adapter -> what a request names it by, and the digest of its weights."""
+"""Adapter ("name@revision") -> what a request names it by, and its folder or hub name."""
 
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
@@ -74,10 +80,22 @@ def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
     """
     found: Adapters = {}
     for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
-        folder = checkpoint_folder("adapters", place)
-        check_adapter(folder, model)
-        found[name] = (LoRARequest(name, number, str(folder)), checkpoint_revision(folder))
+        adapter, request = read_adapter(name, place, number, model)
+        found[adapter] = (request, checkpoint_source(place))
     return found
+
+
+def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, LoRARequest]:
+    """An adapter in a folder or on the hub, as jobs and as vLLM name it.
+
+    Raises:
+        SettingsError: there is no such folder, or no adapter for this model in it.
+    """
+    folder = checkpoint_folder("adapters", place)
+    check_adapter(folder, model)
+    adapter = qualify(name, checkpoint_revision(folder))
+    # By the qualified name: vLLM's prefix cache tells adapters apart by it.
+    return adapter, LoRARequest(adapter, number, str(folder))
 
 
 def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class VllmBackend:
             max_prompt_tokens=engine.max_prompt_tokens,
             revision=engine.revision,
             dtype=engine.dtype,
-            adapters={name: revision for name, (_, revision) in engine.adapters.items()},
             source=engine.source,
         )
         try:
@@ -89,6 +88,11 @@ class VllmBackend:
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return {adapter: source for adapter, (_, source) in self._engine.adapters.items()}
 
     @property
     def batch(self) -> int:

@@ -55,7 +55,7 @@ class Engine:
         block: tokens of a block of them.
         revision: digest of the weights and of the options that change rows.
         source: folder or hub name.
-        adapters: what a request names them by, and their digests.
+        adapters: "name@revision" -> what a request names it by, and its folder or hub name.
     """
 
     core: InprocClient
