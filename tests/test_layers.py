@@ -21,7 +21,7 @@ SHARED, PRODUCER, WORKERS = ROOT / "shared", ROOT / "producer", ROOT / "workers"
 BACKENDS = WORKERS / "lmpool/workers/backends"
 # What each backend may import, and nobody else.
 ENGINES = {
-    "hf": {"torch", "transformers"},
+    "hf": {"torch", "transformers", "peft"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm"},
     "row_encoder.py": {"torch"},
@@ -42,7 +42,7 @@ FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS) for path in part.rgl
 TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
 
 LOADERS_OF_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "code"}
-HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
+HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
 
 
 def within(folder: Path) -> list[Path]:
@@ -248,7 +248,8 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         assert not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            assert re.fullmatch(r"KEYS\[\d\]|jobs|dead|waiting|row|reply", call[2]) or "KEYS[" in call[2], call[0]
+            ours = r"KEYS\[\d\]|jobs|dead|waiting|row|reply|adapters|offers"
+            assert re.fullmatch(ours, call[2]) or "KEYS[" in call[2], call[0]
 
 
 def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
@@ -274,7 +275,10 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public == set(lmpool.producer.__all__)
     calls = {name for name in vars(lmpool.producer.Producer) if not name.startswith("_")}
-    assert calls == {"logprobs", "batch_logprobs", "trie", "model", "stats", "open", "close"}
+    assert calls == {
+        "logprobs", "batch_logprobs", "trie", "adapters", "add_adapter", "remove_adapter", "model", "stats", "open",
+        "close",
+    }  # fmt: skip
     assert {name for name in vars(lmpool.producer.SyncProducer) if not name.startswith("_")} == calls - {"open"}
 
 
@@ -288,6 +292,8 @@ def exceptions_of_the_tree() -> dict[str, type[BaseException]]:
 
 def test_the_names_of_the_errors_are_pinned() -> None:
     assert sorted(exceptions_of_the_tree()) == [
+        "AdapterChanged",
+        "AdapterRefused",
         "AmbiguousModel",
         "AuthenticationFailed",
         "CorruptRow",

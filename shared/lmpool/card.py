@@ -76,6 +76,8 @@ class ModelCard:
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
+            # Adapters are in the names of the prompts that name them. The field stays: caches outlive releases.
+            "adapter": "",
             "wire_version": WIRE_VERSION,
         }
 
@@ -119,7 +121,7 @@ class ModelCard:
         if len(data) > _MAX_CARD_BYTES:
             raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
         try:
-            values = msgpack.unpackb(data, max_map_len=64, max_array_len=0)
+            values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a model card does not decode: {error}") from error
         known = {field.name: field.type for field in fields(cls)}

@@ -106,7 +106,7 @@ def _unigram() -> Subject:
 
     return Subject(
         "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, narrow=False,
-        environment={"PYTHONPATH": str(_plugin().parent)},
+        environment={"PYTHONPATH": os.pathsep.join([str(_plugin().parent), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
 
 
@@ -137,12 +137,15 @@ def _hf() -> Subject:
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         from lmpool.workers.backends.hf.backend import HfBackend
 
-        return HfBackend(HfSettings(**settings(folder, dtype)))
+        return HfBackend(
+            HfSettings(**settings(folder, dtype), adapters=[f"{n}={place}" for n, place in adapters.items()])
+        )
 
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
-        return as_options(settings(folder, "float32"))
+        named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
+        return [*as_options(settings(folder, "float32")), *named]
 
-    return Subject("hf", make, options, spy=_hf_spy)
+    return Subject("hf", make, options, spy=_hf_spy, has_adapters=True)
 
 
 @contextmanager

@@ -110,8 +110,10 @@ class AdapterChange:
 
     async def _put_in_service(self, offer: Offer) -> str:
         lifetime = self._within.left + _OUTLIVES_S
-        while not await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
-            await asyncio.sleep(_LOOK_S)  # Workers write down what the server has lost.
+        for wait in delays():
+            if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
+                break
+            await asyncio.sleep(wait)  # Workers write down what the server has lost.
         loaded = await self._until_loaded(offer)
         if not await self._insist(partial(self._registry.adopt, self._name, loaded)):
             # A first try whose answer was lost may have done it.

@@ -134,7 +134,7 @@ class HfAdapters:
                 f"missing, such as {strangers[0]}"
             )
         # What was inserted is in training mode, with dropout.
-        self._model.eval()
+        self._model.train(mode=False)
 
     @torch.inference_mode()
     def _try(self, adapter: str, folder: Path) -> None:
@@ -167,7 +167,10 @@ def _check_config(folder: Path, config: Any) -> None:
 
 def _disable_all(model: PreTrainedModel) -> None:
     """Have every layer that peft has put in give what the layer that it replaced gives."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    # Not by peft's model: after a failure it may not know of all that it has put in.
     for module in model.modules():
-        # By what it can do: which classes those are differs between peft's releases.
-        if (enable := getattr(module, "enable_adapters", None)) is not None and module is not model:
-            enable(False)
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            module.enable_adapters(False)

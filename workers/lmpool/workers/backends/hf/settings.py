@@ -52,8 +52,8 @@ class HfSettings:
     adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for field in ("model", "gguf_file", "revision", "device"):
-            _check_text(field, getattr(self, field), optional=field in ("gguf_file", "revision"))
+        for name in ("model", "gguf_file", "revision", "device"):
+            _check_text(name, getattr(self, name), optional=name in ("gguf_file", "revision"))
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)

@@ -157,6 +157,17 @@ class SglangBackend:
         del self._held[digest]
         return digest
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """Refuse: SGLang is told its adapters when it starts."""
+        raise SettingsError(
+            f"adapters: a worker of SGLang cannot load {name!r} while it serves: start it anew with "
+            f"--adapters {name}={source}"
+        )
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Take no more prompts that name an adapter; its memory is free when the worker ends."""
+        self._adapters.pop(adapter, None)
+
     def stats(self) -> BackendStats:
         """Counters since the start."""
         return self._stats

@@ -31,6 +31,7 @@ Adapters = dict[str, tuple[LoRARequest, str]]
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
 _MANY = 1 << 30
+_LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
@@ -122,12 +123,20 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
             "block_size": _CPU_BLOCK,
             "kv_cache_memory_bytes": settings.kv_cache_bytes or _CPU_KV_BYTES,
         }
-    if adapters:
+    if adapters or settings.max_adapters:
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
-        most = len(adapters) + 1
-        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values())
+        most = adapter_places(settings) + 1
+        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
+        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
+
+
+def adapter_places(settings: VllmSettings) -> int:
+    """Adapters that may be loaded at once."""
+    further = settings.max_adapters
+    # One that is replaced stays until all workers have the new one.
+    return len(settings.adapters) + (further + 1 if further else 0)
 
 
 def fitting_sessions(settings: VllmSettings, places: int) -> int:

@@ -248,6 +248,15 @@ class VllmBackend:
             self._engine.captured.drop(self._requests.pop(name).job.digest)
         self._close(names)
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """Load a LoRA adapter; see `Engine.load_adapter`."""
+        return self._engine.load_adapter(name, source)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter, and the sessions of prompts that named it."""
+        self._close(self._sessions.close_adapter(adapter))
+        self._engine.drop_adapter(adapter)
+
     def stats(self) -> BackendStats:
         """Counters since the start."""
         return self._stats
