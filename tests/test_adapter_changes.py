@@ -18,6 +18,7 @@ from lmpool.adapters import MAX_ADAPTERS
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer import session as session_module
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -67,7 +68,11 @@ async def test_an_adapter_that_is_added_reaches_every_worker(pool: Pool, tmp_pat
     assert all("serving the adapter 'poet'" in worker.text for worker in workers)
 
 
-async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(pool: Pool, tmp_path: Path) -> None:
+async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Then what clients know is as old as it may ever be.
+    monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for _ in range(2):
         pool.start(*QUICK)
     folders = [write(tmp_path, f"v{version}", str(version)) for version in range(4)]
