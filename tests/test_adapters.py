@@ -295,7 +295,7 @@ async def _read_back(pool: Pool) -> None:
             pool.redis.hset(keys.adapters, "bad", bad)
             with pytest.raises(ProtocolError):
                 await registry.read()
-        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(MAX_ADAPTERS + 1)})
+        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(2 * MAX_ADAPTERS + 1)})
         with pytest.raises(ProtocolError, match="there can be 64"):
             await registry.read()
     finally:

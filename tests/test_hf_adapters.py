@@ -73,8 +73,8 @@ def ask(backend: HfBackend, asked: Sequence[Asked]) -> list[Row]:
         assert not finished.failures
         for block in finished.blocks:
             for index, digest in enumerate(block.digests):
-                data = np.frombuffer(bytearray(block.encode(index)), np.uint8)
-                found[digest] = decode_row(data, VOCAB_SIZE)
+                encoded = np.frombuffer(bytearray(block.encode(index)), np.uint8)
+                found[digest] = decode_row(encoded, VOCAB_SIZE)
     return [found[job.digest] for job in jobs]
 
 

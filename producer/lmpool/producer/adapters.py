@@ -113,8 +113,9 @@ class Adapters:
         except DeadlineExceeded:
             raise
         except TimeoutError as late:
-            if error is not None:
-                raise self._channel.explain(error) from late
+            # Who waited for another to read has seen no error.
+            if (trouble := error or self._channel.trouble) is not None:
+                raise self._channel.explain(trouble) from late
             raise NoWorker(
                 f"within {within.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
                 f"is one running? start it with `{self._channel.card.start_command}`"

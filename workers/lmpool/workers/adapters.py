@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from redis.exceptions import RedisError
 
-from lmpool.adapters import Adapter, AdapterRegistry, Offer, Registered, name_of, qualify
+from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.backend import BackendJob
@@ -62,6 +62,11 @@ class AdapterKeeper:
         while (known := await registry.read()).owner != registry.fingerprint:
             # The card is ours by now, so what is there are the adapters of other weights.
             await registry.restore(own, instead_of=known.owner)
+        if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
+            raise SettingsError(
+                f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with less, "
+                "or remove some first"
+            )
         for name, adapter in own.items():
             if name not in known.adapters:
                 await registry.register(name, adapter)
