@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.adapters import MAX_ADAPTERS
+from lmpool.adapters import MAX_ADAPTERS, Adapter
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter
+from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer import session as session_module
 from lmpool.synthetic import synthetic_row
@@ -312,3 +312,66 @@ def test_changes_without_asyncio(pool: Pool, tmp_path: Path) -> None:
         producer.remove_adapter("poet")
         with pytest.raises(UnknownAdapter):
             producer.batch_logprobs([[1]], adapter="poet")
+
+
+# Changes that meet
+
+
+async def test_of_two_changes_at_once_one_is_told_and_the_other_is_in_service(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK)
+    folders = [write(tmp_path, name, name) for name in "ab"]
+    async with two_clients(pool) as clients:
+        changes = [one.add_adapter("poet", folder) for one, folder in zip(clients, folders, strict=True)]
+        outcomes = await asyncio.gather(*changes, return_exceptions=True)
+        (refused,) = [one for one in outcomes if isinstance(one, BaseException)]
+        (revision,) = [one for one in outcomes if isinstance(one, str)]
+        assert isinstance(refused, AdapterRefused)
+        assert "somebody else has changed it meanwhile" in str(refused)
+        for producer in clients:
+            assert await producer.adapters() == {"poet": revision}
+            await check(producer, "poet", revision)
+        others = await asyncio.gather(*(one.add_adapter(f"n{n}", folders[n]) for n, one in enumerate(clients)))
+        assert await clients[0].adapters() == {"poet": revision, "n0": others[0], "n1": others[1]}
+
+
+async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        worker.signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "b", "2")))
+
+        async def is_offered() -> bool:
+            return bool(pool.names("{syn}:offers"))
+
+        await until_async(is_offered, "the adapter is offered")
+        change.cancel()
+        await until_async(no_offers(pool), "the offer is taken back")
+        worker.signal(signal.SIGCONT)
+        assert await producer.adapters() == {"poet": revision}
+        await check(producer, "poet", revision)
+
+
+async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, tmp_path: Path) -> None:
+    workers = [pool.start(*QUICK) for _ in range(2)]
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        workers[0].signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "b", "2")))
+        await asyncio.sleep(0)
+        workers[0].signal(signal.SIGKILL)
+        revision = await change
+        await check(producer, "poet", revision, [5], [6])
+
+
+async def test_what_a_worker_cannot_load_any_more_fails_with_its_reason(pool: Pool, tmp_path: Path) -> None:
+    """A registry that names what is not there, as after a mistake of other software."""
+    pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        lost = Adapter(str(tmp_path / "nowhere"), "0f")
+        pool.redis.hset(pool.keys.model("syn").adapters, "lost", lost.pack())
+        with pytest.raises(WorkerError, match="cannot load the adapter 'lost': .*nowhere.* cannot be read"):
+            await producer.logprobs([1], adapter="lost")
+        await check(producer, "", "")
