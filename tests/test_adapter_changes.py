@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from lmpool.adapters import MAX_ADAPTERS, Adapter
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter, WorkerError
-from lmpool.producer import Producer, SyncProducer
+from lmpool.producer import Producer, SyncProducer, adapter_changes
+from lmpool.producer import adapters as adapters_module
 from lmpool.producer import session as session_module
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend import WithoutAdapters
@@ -27,6 +28,14 @@ from tests.test_adapters import serving
 
 V = 64
 QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What clients know expires soon, so that changes take less time: for tests that are not about that."""
+    for module in (adapters_module, adapter_changes):
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
+    monkeypatch.setattr(adapter_changes, "_MARGIN_S", 0.1)
 
 
 def write(folder: Path, name: str, content: str) -> Path:
@@ -107,6 +116,7 @@ async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
         assert seen >= {0, 1, 2}, "requests went on while adapters were replaced"
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         pool.start(*QUICK, "--step-ms", 100)
@@ -195,6 +205,7 @@ async def test_a_worker_that_cannot_load_what_is_in_service_does_not_start(pool:
         await check(producer, "poet", revision, [1], [2])
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_a_server_that_loses_everything_is_told_again(
     pool: Pool, tmp_path: Path, own_server: EmbeddedServer
 ) -> None:
@@ -274,6 +285,7 @@ async def test_bad_names_are_refused(pool: Pool, tmp_path: Path, name: Any) -> N
         assert await producer.adapters() == {}
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Path) -> None:
     folder = write(tmp_path, "a", "1")
     backend = SyntheticBackend(
@@ -289,6 +301,7 @@ async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Pa
         await check(producer, "more", await producer.add_adapter("more", folder))
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_path: Path) -> None:
     worker = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
@@ -303,6 +316,7 @@ async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_p
             await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=4)
 
 
+@pytest.mark.usefixtures("short_memory")
 def test_changes_without_asyncio(pool: Pool, tmp_path: Path) -> None:
     pool.start(*QUICK)
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
@@ -317,6 +331,7 @@ def test_changes_without_asyncio(pool: Pool, tmp_path: Path) -> None:
 # Changes that meet
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_of_two_changes_at_once_one_is_told_and_the_other_is_in_service(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         pool.start(*QUICK)
@@ -353,6 +368,7 @@ async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_p
         await check(producer, "poet", revision)
 
 
+@pytest.mark.usefixtures("short_memory")
 async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, tmp_path: Path) -> None:
     workers = [pool.start(*QUICK) for _ in range(2)]
     async with pool.producer("syn") as producer:

@@ -154,6 +154,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "shared/lmpool/cli.py": {"typer"},
         "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
         "producer/lmpool/producer/commands.py": {"typer", "rich"},
+        "producer/lmpool/producer/adapters_command.py": {"typer", "rich"},
         "producer/lmpool/producer/trie_command.py": {"typer"},
         "producer/lmpool/producer/trie_picture.py": {"rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},

@@ -96,7 +96,7 @@ class Adapters:
 
     async def _read_since(self, begin: float, within: Within) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
-        error: BaseException | None = None
+        seen: BaseException | None = None
         try:
             async with within.limit(), self._reading:
                 for wait in delays():
@@ -105,17 +105,17 @@ class Adapters:
                     try:
                         if await self._read():
                             return
-                        error = None
+                        seen = None
                     except TROUBLE as trouble:
-                        error = trouble
+                        seen = trouble
                         self._channel.note(trouble)
                     await asyncio.sleep(wait)
         except DeadlineExceeded:
             raise
         except TimeoutError as late:
             # Who waited for another to read has seen no error.
-            if (trouble := error or self._channel.trouble) is not None:
-                raise self._channel.explain(trouble) from late
+            if (why := seen or self._channel.trouble) is not None:
+                raise self._channel.explain(why) from late
             raise NoWorker(
                 f"within {within.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
                 f"is one running? start it with `{self._channel.card.start_command}`"
