@@ -46,10 +46,12 @@ def test_adapters_that_come_and_go_leave_right_rows(
             opened.check(prompts, opened.ask(prompts))
 
 
-def test_an_adapter_that_cannot_be_loaded_leaves_the_backend_as_it_was(
+def test_an_adapter_that_is_there_or_cannot_be_loaded_leaves_the_backend_as_it_was(
     opened: Opened, tmp_path: Path, draw: random.Random
 ) -> None:
     before = dict(opened.backend.adapters)
+    for adapter, source in before.items():
+        assert qualify(name_of(adapter), opened.backend.load_adapter(name_of(adapter), source)) == adapter
     with pytest.raises(SettingsError, match="^adapters: "):
         opened.backend.load_adapter("a", str(tmp_path / "none"))
     with pytest.raises(SettingsError, match="^adapters: "):

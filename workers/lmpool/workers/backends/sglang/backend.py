@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
-from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.sglang.settings import SglangSettings
@@ -158,7 +159,14 @@ class SglangBackend:
         return digest
 
     def load_adapter(self, name: str, source: str) -> str:
-        """Refuse: SGLang is told its adapters when it starts."""
+        """Find an adapter that it was started with; SGLang is told of no others.
+
+        Raises:
+            SettingsError: it is another one.
+        """
+        revision = checkpoint_revision(checkpoint_folder("adapters", source))
+        if qualify(name, revision) in self._adapters:
+            return revision
         raise SettingsError(
             f"adapters: a worker of SGLang cannot load {name!r} while it serves: start it anew with "
             f"--adapters {name}={source}"
