@@ -10,7 +10,7 @@ from lmpool.card import ModelCard
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock
 from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backend import BackendJob, BackendStats, Finished, WithoutAdapters
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class UnigramSettings:
         return UnigramBackend(self)
 
 
-class UnigramBackend:
+class UnigramBackend(WithoutAdapters):  # Or serve some: see `Backend.load_adapter`.
     batch = 32
     device = "cpu"
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -14,53 +13,53 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.card import MAX_ADAPTERS, ModelCard
-from lmpool.errors import ModelMismatch, ProtocolError, UnknownAdapter
+from lmpool.adapters import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterRegistry,
+    Offer,
+    Registered,
+    check_adapter_name,
+    is_qualified,
+    name_of,
+    qualify,
+)
+from lmpool.card import ModelCard
+from lmpool.errors import AdapterChanged, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
 from lmpool.messages import Failure, Job, unpack_failure
 from lmpool.producer import Producer, SyncProducer
 from lmpool.prompts import digest_of, encode_prompt
-from lmpool.rows import RowBlock
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module
-from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backend import Backend
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.pool import Pool, Prepared, until
 
 V = 64
-SHIFTS = {"": 0, "one": 1, "other": 2}
-ADAPTERS = {"one": "0f", "other": "1e"}
+NAMES = ("", "one", "other")
 
 Row = NDArray[np.float32]
 
 
-class Adapted(SyntheticBackend):
-    """Serves two adapters: their rows are those of the base, shifted."""
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Two adapters of the synthetic backend, as its settings name them."""
+    return write_adapters(tmp_path)
 
-    def __init__(self, adapters: dict[str, str] = ADAPTERS) -> None:
-        super().__init__(SyntheticSettings(name="syn", vocab_size=V, max_batch=8))
-        self._adapters = adapters
-        self._adapter_of: dict[bytes, str] = {}
 
-    @property
-    def card(self) -> ModelCard:
-        return replace(super().card, adapters=self._adapters)
+def write_adapters(folder: Path) -> list[str]:
+    """As `folders`."""
+    for name in NAMES[1:]:
+        (folder / name).write_text(name)
+    return [f"{name}={folder / name}" for name in NAMES[1:]]
 
-    def submit(self, jobs: Iterable[BackendJob]) -> None:
-        jobs = list(jobs)
-        self._adapter_of |= {job.digest: job.adapter for job in jobs}
-        super().submit(jobs)
 
-    def step(self) -> Finished:
-        finished = super().step()
-        return finished._replace(blocks=[self._shifted(block) for block in finished.blocks])
-
-    def _shifted(self, block: RowBlock) -> RowBlock:
-        shifts = [SHIFTS[self._adapter_of.pop(digest)] for digest in block.digests]
-        rows = [np.roll(row, shift) for row, shift in zip(block.numbers, shifts, strict=True)]
-        return replace(block, numbers=np.stack(rows))
+def adapted(folders: Sequence[str]) -> SyntheticBackend:
+    """A backend that serves adapters."""
+    return SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, max_batch=8, adapters=list(folders)))
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +68,9 @@ def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
 
 
-def expected(ids: list[int], adapter: str) -> Row:
-    return np.roll(synthetic_row(ids, vocab_size=V), SHIFTS[adapter])
+async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
+    revision = (await producer.adapters())[adapter] if adapter else ""
+    return synthetic_row(ids, vocab_size=V, adapter_revision=revision)
 
 
 @asynccontextmanager
@@ -88,51 +88,56 @@ async def serving(pool: Pool, backend: Backend) -> AsyncIterator[Worker]:
 # Rows
 
 
-async def test_rows_of_adapters_are_never_mixed(pool: Pool) -> None:
-    asked = [(ids, adapter) for ids in ([1], [2], [1, 2], [2, 1]) for adapter in SHIFTS] * 2
-    backend = Adapted()
+async def test_rows_of_adapters_are_never_mixed(pool: Pool, folders: list[str]) -> None:
+    asked = [(ids, adapter) for ids in ([1], [2], [1, 2], [2, 1]) for adapter in NAMES] * 2
+    backend = adapted(folders)
     async with serving(pool, backend):
         for cache_bytes in (2**20, 0):
             async with pool.producer("syn", cache_bytes=cache_bytes) as producer:
-                assert producer.model.adapters == ADAPTERS
+                assert list(await producer.adapters()) == list(NAMES[1:])
                 for _ in range(2):
                     rows = await asyncio.gather(*(producer.logprobs(ids, adapter=adapter) for ids, adapter in asked))
                     for (ids, adapter), row in zip(asked, rows, strict=True):
-                        assert np.array_equal(row, expected(ids, adapter)), (ids, adapter)
+                        assert np.array_equal(row, await expected(producer, ids, adapter)), (ids, adapter)
         assert backend.stats().rows == len(asked) // 2, "each was computed once, for both producers"
 
 
-async def test_a_batch_is_of_one_adapter(pool: Pool) -> None:
+async def test_a_batch_is_of_one_adapter(pool: Pool, folders: list[str]) -> None:
     prompts = [[1], [2, 3], [1]]
-    async with serving(pool, Adapted()), pool.producer() as producer:
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
         for adapter in ("other", "", "one"):
-            rows = await producer.batch_logprobs(prompts, adapter=adapter)
-            assert np.array_equal(rows, [expected(ids, adapter) for ids in prompts])
+            for given in (prompts, iter(prompts)):
+                rows = await producer.batch_logprobs(given, adapter=adapter)
+                assert np.array_equal(rows, [await expected(producer, ids, adapter) for ids in prompts])
 
 
-async def test_prompts_without_an_adapter_are_those_of_the_base(pool: Pool) -> None:
-    async with serving(pool, Adapted()), pool.producer() as producer:
+async def test_prompts_without_an_adapter_are_those_of_the_base(pool: Pool, folders: list[str]) -> None:
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
         await producer.logprobs([1], adapter="one")
-        assert np.array_equal(await producer.logprobs([1]), expected([1], ""))
-        assert np.array_equal((await producer.batch_logprobs([[1]]))[0], expected([1], ""))
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
+        assert np.array_equal((await producer.batch_logprobs([[1]]))[0], synthetic_row([1], vocab_size=V))
         assert producer.stats().local_hits == 1
 
 
-async def test_adapters_without_asyncio(pool: Pool) -> None:
-    def ask() -> dict[str, tuple[Row, Row]]:
+async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
+    def ask() -> tuple[dict[str, str], dict[str, tuple[Row, Row]]]:
         with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
-            return {
+            return producer.adapters(), {
                 adapter: (
                     producer.logprobs([1, 2], adapter=adapter),
                     producer.batch_logprobs([[1, 2], [3]], adapter=adapter),
                 )
-                for adapter in SHIFTS
+                for adapter in NAMES
             }
 
-    async with serving(pool, Adapted()):
-        for adapter, (row, rows) in (await asyncio.to_thread(ask)).items():
-            assert np.array_equal(row, expected([1, 2], adapter))
-            assert np.array_equal(rows, [expected([1, 2], adapter), expected([3], adapter)])
+    async with serving(pool, adapted(folders)):
+        revisions, found = await asyncio.to_thread(ask)
+    for adapter, (row, rows) in found.items():
+        wanted = [
+            synthetic_row(ids, vocab_size=V, adapter_revision=revisions.get(adapter, "")) for ids in ([1, 2], [3])
+        ]
+        assert np.array_equal(row, wanted[0])
+        assert np.array_equal(rows, wanted)
 
 
 # Refusals
@@ -146,8 +151,8 @@ WAYS: dict[str, Ask] = {
 
 
 @pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
-async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, ask: Ask) -> None:
-    async with serving(pool, Adapted()), pool.producer() as producer:
+async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folders: list[str], ask: Ask) -> None:
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
         adapters: list[Any] = ["two", "One", "one ", "on", "x" * 1000, "\ud800", None, 0, 5, [], ["one"], b"one"]
         for adapter in adapters:
             with pytest.raises(UnknownAdapter) as caught:
@@ -162,7 +167,7 @@ async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, ask: 
 
 @pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
 async def test_a_model_without_adapters_says_so(pool: Pool, ask: Ask) -> None:
-    async with serving(pool, Adapted({})), pool.producer() as producer:
+    async with serving(pool, adapted([])), pool.producer() as producer:
         with pytest.raises(UnknownAdapter) as caught:
             await ask(producer, "one")
     assert str(caught.value) == "the model 'syn' has no adapter 'one'; it has: none"
@@ -182,6 +187,7 @@ def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
     model = pool.keys.model("syn")
     card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
     digest, reply = digest_of(ids, adapter), model.reply("raw")
+    pool.redis.delete(reply)
     pool.redis.hset(model.waiting + digest, reply, b"")
     pool.redis.xadd(model.jobs, {"m": Job(ids, adapter, card.fingerprint).pack()})
     (told,) = until(lambda: pool.redis.xrange(reply), "the client is told")
@@ -190,31 +196,49 @@ def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
     return fields
 
 
-def test_a_worker_refuses_a_job_that_names_an_unknown_adapter(pool: Pool) -> None:
-    pool.start("--vocab-size", V)
+@pytest.mark.parametrize(
+    "adapter", ["one", "@", "one@", "@0f", "one@0f@", "one@" + "0" * 65, "x" * 101 + "@0f", "a,b@0f"]
+)
+async def test_a_worker_refuses_a_job_that_names_no_adapter(pool: Pool, folders: list[str], adapter: str) -> None:
     ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
-    told = reply_to(pool, ids, "one")
-    assert unpack_failure(told[b"e"]) == Failure(
-        UnknownAdapter.__name__, "the model 'syn' has no adapter 'one'; it has: none"
-    )
-    until(lambda: pool.jobs() == 0, "the job has ended")
-    assert not pool.redis.exists(pool.keys.model("syn").dead), "the job decodes, so it is no dead letter"
-    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
-        assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V)), "it serves on"
+    async with serving(pool, adapted(folders)):
+        told = await asyncio.to_thread(reply_to, pool, ids, adapter)
+        kind, text = unpack_failure(told[b"e"])
+        assert kind == UnknownAdapter.__name__
+        assert text.endswith("names no adapter: a job calls one name@revision")
+        assert not pool.redis.exists(pool.keys.model("syn").dead), "the job decodes, so it is no dead letter"
+        async with pool.producer() as producer:
+            assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V)), "it serves on"
+    assert pool.jobs() == 0
 
 
-async def test_a_worker_with_adapters_names_them_in_its_refusal(pool: Pool) -> None:
+async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(pool: Pool, folders: list[str]) -> None:
     ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
-    async with serving(pool, Adapted()):
-        told = await asyncio.to_thread(reply_to, pool, ids, "two")
-    assert unpack_failure(told[b"e"]).text == "the model 'syn' has no adapter 'two'; it has: one, other"
+    backend = adapted(folders)
+    async with serving(pool, backend):
+        for adapter in ("one@0f", "two@0f", *(one + "0" for one in backend.adapters)):
+            told = await asyncio.to_thread(reply_to, pool, ids, adapter)
+            expected = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
+            assert unpack_failure(told[b"e"]) == expected
+        assert backend.stats().rows == 0
 
 
-async def test_a_worker_whose_adapter_has_other_weights_may_not_join(pool: Pool) -> None:
-    other = Worker(Server(pool.url), Prepared(Adapted(ADAPTERS | {"one": "ff"})), WorkerSettings(pool.prefix))
-    async with serving(pool, Adapted()):
-        with pytest.raises(ModelMismatch, match=r"adapter: 'one@ff, other@1e', not 'one@0f, other@1e'"):
+async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
+    pool: Pool, folders: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "third").write_text("other weights")
+    other = Worker(Server(pool.url), Prepared(adapted([f"one={tmp_path / 'third'}"])), WorkerSettings(pool.prefix))
+    async with serving(pool, adapted(folders)):
+        with pytest.raises(ModelMismatch, match=r"adapters: 'one' is in service with other weights"):
             await asyncio.wait_for(other.run(), 10)
+        async with pool.producer() as producer:
+            assert list(await producer.adapters()) == list(NAMES[1:])
+            row = await producer.logprobs([1], adapter="one", timeout=10)
+            assert np.array_equal(row, await expected(producer, [1], "one"))
+
+
+async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> None:
+    assert adapted(folders).card.fingerprint == adapted([]).card.fingerprint
 
 
 # Names
@@ -229,52 +253,50 @@ def test_the_digest_of_a_prompt_is_another_one_for_each_adapter() -> None:
     assert [digest_of(prompt.ids, prompt.adapter) for prompt in prompts] == [prompt.digest for prompt in prompts]
 
 
-CARD = Adapted().card
-
-
-@pytest.mark.parametrize(
-    "adapters",
-    [
-        {},
-        ADAPTERS,
-        {"ü ☃": "0f", "x" * 200: "y" * 200},
-        {f"adapter-{number}": "0f" for number in range(MAX_ADAPTERS)},
-    ],
-    ids=lambda adapters: f"{len(adapters)}",
-)
-def test_the_card_carries_adapters_over_the_wire(adapters: dict[str, str]) -> None:
-    card = replace(CARD, adapters=adapters)
-    read = ModelCard.unpack(card.pack())
-    assert read == card
-    assert list(read.adapters) == list(adapters)
-    assert read.fingerprint == card.fingerprint
-
-
-MALFORMED: list[Any] = [
-    None, "one", ["one"], [["one", "0f"]], 1, True, b"one",
-    {b"one": "0f"}, {"one": b"0f"}, {"one": 1}, {"one": None}, {1: "0f"}, {"one": {"two": "0f"}}, {"one": ["0f"]},
-    {"one": "0f", "other": 1}, {"": "0f"},
-    {f"adapter-{number}": "0f" for number in range(MAX_ADAPTERS + 1)},
+GOOD_NAMES = ["a", "x" * 100, "ü ☃", "a.b/c", "lora_a", "{a}"]
+BAD_NAMES: list[Any] = [
+    "", "x" * 101, "a@b", "a,b", "a=b", "a\n", "\0", "\x7f", "\x85", "\u2028", "\ud800", " a", "a ", None, 1, b"a",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("adapters", MALFORMED, ids=lambda value: re.sub(r"\W+", " ", repr(value))[:30])
-def test_a_card_with_malformed_adapters_is_refused(adapters: object) -> None:
-    with pytest.raises(ProtocolError, match="a model card (has adapters = |does not decode: )"):
-        ModelCard.unpack(msgpack.packb({**asdict(CARD), "adapters": adapters}))
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_a_name_that_an_adapter_can_have(name: str) -> None:
+    assert check_adapter_name("name", name) == name
+    assert is_qualified(qualify(name, "0f"))
+    assert name_of(qualify(name, "0f")) == name
 
 
-def fingerprints(cards: Collection[dict[str, str]]) -> set[str]:
-    return {replace(CARD, adapters=adapters).fingerprint for adapters in cards}
+@pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
+def test_a_name_that_no_adapter_can_have(name: Any) -> None:
+    with pytest.raises(SettingsError, match=r"^name: .* must be 1 to 100 characters without @, comma, = and control"):
+        check_adapter_name("name", name)
 
 
-def test_the_fingerprint_changes_with_an_adapters_weights_and_name() -> None:
-    different: list[dict[str, str]] = [
-        {}, {"one": "0f"}, {"one": "ff"}, {"two": "0f"}, ADAPTERS, ADAPTERS | {"one": "ff"},
-        {"one": "1e", "other": "0f"}, ADAPTERS | {"third": "0f"},
-    ]  # fmt: skip
-    assert len(fingerprints(different)) == len(different)
+def test_adapters_and_offers_survive_the_wire_and_nothing_else_does(pool: Pool) -> None:
+    asyncio.run(_read_back(pool))
 
 
-def test_the_fingerprint_does_not_depend_on_the_order_of_adapters() -> None:
-    assert len(fingerprints([ADAPTERS, dict(reversed(ADAPTERS.items()))])) == 1
+async def _read_back(pool: Pool) -> None:
+    redis, keys = Server(pool.url).client(), pool.keys.model("syn")
+    registry = AdapterRegistry(redis, keys, "f" * 32)
+    try:
+        assert await registry.read() == Registered("", {}, {})
+        assert not await registry.offer("one", Offer("/a", "n"), 10), "the server has lost the adapters"
+        await registry.restore({"ü": Adapter("/a", "0f")})
+        assert await registry.offer("one", Offer("/b", "n"), 10)
+        await registry.fill("one", Offer("/b", "n"), "1e")
+        found = await registry.read()
+        assert found == Registered("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
+        assert not await registry.adopt("one", Offer("/b", "n")), "it is another by now"
+        assert await registry.adopt("one", Offer("/b", "n", "1e"))
+        assert (await registry.read()).adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
+                    msgpack.packb([1, "/a", 5]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
+            pool.redis.hset(keys.adapters, "bad", bad)
+            with pytest.raises(ProtocolError):
+                await registry.read()
+        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(2 * MAX_ADAPTERS + 1)})
+        with pytest.raises(ProtocolError, match="there can be 64"):
+            await registry.read()
+    finally:
+        await redis.aclose()

@@ -268,13 +268,13 @@ class Adapted(SyntheticBackend):
         self._shifts: dict[bytes, int] = {}
 
     @property
-    def card(self) -> ModelCard:
-        return replace(super().card, adapters={"one": "0f", "other": "1e"})
+    def adapters(self) -> dict[str, str]:
+        return {"one@0f": "", "other@1e": ""}
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         jobs = list(jobs)
-        self._shifts |= {job.digest: ("", "one", "other").index(job.adapter) for job in jobs}
-        super().submit(jobs)
+        self._shifts |= {job.digest: ["", *self.adapters].index(job.adapter) for job in jobs}
+        super().submit(job._replace(adapter="") for job in jobs)
 
     def step(self) -> Finished:
         finished = super().step()

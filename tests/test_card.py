@@ -26,7 +26,6 @@ OTHER: dict[str, Any] = {
     "dtype": "bfloat16",
     "encoding": "bf16",
     "lossy": True,
-    "adapters": {"lora": "0f"},
     "source": "somewhere",
     "gguf_file": "a.gguf",
     "vocabulary": "2b" * 16,
@@ -37,9 +36,7 @@ OTHER: dict[str, Any] = {
     "lease_s": 2.5,
     "row_ttl_s": 60.0,
 }
-IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy", "adapters"}
-NAMED_OTHERWISE = {"adapters": "adapter"}
-"""Fields whose part of the identity has another name: it was there before there could be several."""
+IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy"}
 
 
 def test_the_examples_cover_every_field() -> None:
@@ -58,11 +55,6 @@ def test_the_examples_cover_every_field() -> None:
         dtype=st.sampled_from(["float32", "bfloat16"]),
         encoding=st.sampled_from(["f32", "bf16", "f16"]),
         lossy=st.booleans(),
-        adapters=st.dictionaries(
-            st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
-            st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
-            max_size=5,
-        ),
         note=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
         queue_limit=st.integers(1, 2**31),
         lease_s=st.floats(0.1, 3600),
@@ -109,8 +101,6 @@ def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
     found = CARD.differences(replace(CARD, **{name: OTHER[name]}))
     if name == "lossy":
         assert found == ["lossy: '', not 'f32'"]
-    elif name == "adapters":
-        assert found == ["adapter: '', not 'lora@0f'"]
     elif name in IDENTITY:
         assert found == [f"{name}: {getattr(CARD, name)!r}, not {OTHER[name]!r}"]
     else:
@@ -119,7 +109,7 @@ def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
 
 def test_differences_name_every_field_that_differs() -> None:
     found = CARD.differences(ModelCard(**OTHER))
-    assert {line.partition(":")[0] for line in found} == {NAMED_OTHERWISE.get(name, name) for name in IDENTITY}
+    assert {line.partition(":")[0] for line in found} == IDENTITY
 
 
 def test_cards_without_differences_have_one_fingerprint_and_the_other_way_round() -> None:

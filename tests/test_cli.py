@@ -45,11 +45,11 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == f"lmpool {version('lmpool')}\n"
     ended = run("--help")
     assert ended.returncode == 0
-    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench"):
+    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench", "adapters"):
         assert re.search(rf"\b{command}\b", ended.stdout)
 
 
-@pytest.mark.parametrize("command", [[], ["trie"]])
+@pytest.mark.parametrize("command", [[], ["trie"], ["adapters"]])
 def test_a_command_without_arguments_prints_its_help_and_no_error(command: list[str]) -> None:
     ended = run(*command)
     assert ended.returncode == 2
@@ -85,6 +85,27 @@ def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
     ]
     for arguments, message in cases:
         assert message in one_line(on(pool, "logprobs", *arguments))
+
+
+def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> None:
+    for version_ in ("one", "other"):
+        (tmp_path / version_).write_text(version_)
+    pool.start("--adapters", f"judge={tmp_path / 'one'}")
+    assert list(json.loads(on(pool, "adapters", "list", "--json").stdout)) == ["judge"]
+    added = on(pool, "adapters", "add", "poet", str(tmp_path / "other"))
+    revisions = json.loads(on(pool, "adapters", "list", "--json").stdout)
+    assert added.stdout == f"poet is in service, revision {revisions['poet']}\n"
+    assert re.search(rf"poet\b.*{revisions['poet']}", on(pool, "adapters", "list").stdout)
+    (best,) = json.loads(on(pool, "logprobs", "1,2", "--ids", "--top", "1", "--adapter", "poet", "--json").stdout)[
+        "top"
+    ]
+    assert best["id"] == int(synthetic_row([1, 2], vocab_size=V, adapter_revision=revisions["poet"]).argmax())
+    assert "cannot load it" in one_line(on(pool, "adapters", "add", "poet", str(tmp_path / "none")))
+    assert "must be 1 to 100 characters" in one_line(on(pool, "adapters", "add", "a@b", str(tmp_path / "one")))
+    for name in revisions:
+        assert on(pool, "adapters", "remove", name).stdout == f"{name} is not in service any more\n"
+    assert on(pool, "adapters", "list").stdout == "the model has no adapters\n"
+    assert "no adapter 'poet'; it has: none" in one_line(on(pool, "adapters", "remove", "poet"))
 
 
 def test_status_shows_models_workers_and_queues(pool: Pool) -> None:

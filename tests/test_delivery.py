@@ -9,6 +9,7 @@ from typing import Any, cast
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
 from lmpool.errors import SourceMissing
+from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.delivery import Delivery
@@ -16,6 +17,7 @@ from lmpool.workers.held import Holdings
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending
 
+NO_ADAPTERS = AdapterKeeper(cast(Any, None), cast(Any, None), {}, cast(Any, None))
 PROMPT, ASKED = b"p" * 16, b"a" * 16
 CARD = ModelCard("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 
@@ -37,7 +39,7 @@ class Ends:
 async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
     ends, held = Ends(), Holdings()
     asked = Asked(cast(Any, None), cast(Any, ends), CARD)
-    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD)
+    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS)
     job = BackendJob(PROMPT, bytes(4))
     await delivery.accept([Taken(b"1-0", ASKED, job, ask=TrieAsk("sum", "0" * 32, "inner"))])
     await delivery.accept([Taken(b"2-0", PROMPT, job)])
@@ -53,7 +55,7 @@ async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped
 async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
     ends, held = Ends(), Holdings()
     asked = Asked(cast(Any, None), cast(Any, ends), CARD)
-    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD)
+    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS)
     await delivery.accept([Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), ask=TrieAsk("sum", "0" * 32, "inner"))])
     supplied = asyncio.Event()
     supplying = asyncio.create_task(delivery.supply(supplied.set))

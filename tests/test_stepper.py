@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lmpool.errors import WorkerError
+from lmpool.errors import SettingsError, WorkerError
 from lmpool.prompts import digest_of
 from lmpool.rows import Encoding, RowBlock
 from lmpool.server import Server
@@ -213,3 +215,88 @@ async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Poo
     healthy.stop()
     await asyncio.wait_for(second, 10)
     assert pool.jobs() == 0
+
+
+# Adapters
+
+
+class Adapted(SyntheticBackend):
+    """A backend that steps only when it may, and whose adapters may break it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a={folder}"]))
+        self.may_step = threading.Event()
+        self.stepped: list[bytes] = []
+
+    def step(self) -> Finished:
+        self.may_step.wait()
+        finished = super().step()
+        self.stepped += finished.digests
+        return finished
+
+    def load_adapter(self, name: str, source: str) -> str:
+        if name == "broken":
+            raise RuntimeError("the device is gone")
+        return super().load_adapter(name, source)
+
+
+def job(number: int, adapter: str = "") -> BackendJob:
+    return BackendJob(bytes([number]) * 16, b"\1\0\0\0", adapter)
+
+
+@asynccontextmanager
+async def held_back(backend: Adapted) -> AsyncIterator[tuple[Stepper, list[Finished], list[BaseException]]]:
+    finished: list[Finished] = []
+    broken: list[BaseException] = []
+    stepper = Stepper(lambda: backend, finished.append, broken.append)
+    await stepper.start()
+    try:
+        yield stepper, finished, broken
+    finally:
+        backend.may_step.set()
+        await stepper.close()
+
+
+@pytest.fixture
+def adapter_folder(tmp_path: Path) -> Path:
+    (tmp_path / "weights").write_text("1")
+    return tmp_path
+
+
+async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    (adapter,) = backend.adapters
+    async with held_back(backend) as (stepper, finished, _):
+        stepper.submit([job(0)])  # It is computed while the others come.
+        stepper.submit([job(1, adapter), job(2), job(3, adapter)])
+        stepper.drop_adapter(adapter)
+        stepper.submit([job(4, adapter), job(5)])
+        room = stepper.room
+        backend.may_step.set()
+
+        async def ended() -> bool:
+            return not stepper.is_busy
+
+        await until_async(ended, "all have ended", 10)
+        stale = {digest[0] for one in finished for digest in one.stale}
+        assert {digest[0] for digest in backend.stepped} == {0, 2, 5} | ({1, 3} - stale)
+        assert stale >= {4}
+        assert {0, 1, 2, 3, 4, 5} == stale | {digest[0] for digest in backend.stepped}
+        assert stepper.room == room + 6
+
+
+async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    async with held_back(backend) as (stepper, _, broken):
+        revision = await stepper.load_adapter("b", str(adapter_folder))
+        assert f"b@{revision}" in backend.adapters
+        with pytest.raises(SettingsError, match="cannot be read"):
+            await stepper.load_adapter("c", str(adapter_folder / "none"))
+        assert not broken, "an adapter that cannot be loaded is no fault of the backend"
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await stepper.load_adapter("broken", str(adapter_folder))
+
+        async def is_broken() -> bool:
+            return bool(broken)
+
+        await until_async(is_broken, "the worker hears that its backend broke", 10)

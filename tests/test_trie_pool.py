@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.backend import TrieSettings
 from lmpool.workers.worker import Worker
 from tests.pool import Pool, until_async
-from tests.test_adapters import Adapted, expected, serving
+from tests.test_adapters import adapted, expected, serving, write_adapters
 from tests.trie_answers import Values, answers, answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
 V = 2048
@@ -242,14 +243,14 @@ def _has_jobs(pool: Pool, count: int) -> Any:
     return has
 
 
-async def test_the_row_of_an_adapter_is_its_own(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_row_of_an_adapter_is_its_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
-    async with serving(pool, Adapted()), trie_worker(pool), pool.producer("syn") as producer:
+    async with serving(pool, adapted(write_adapters(tmp_path))), trie_worker(pool), pool.producer("syn") as producer:
         trie = await producer.trie()
         told = answers_of(trie.structure)
         for _ in range(2):
             for adapter in ("", "one", "other"):
-                exact = told.of("sum", np.exp(expected([1, 2], adapter)))
+                exact = told.of("sum", np.exp(await expected(producer, [1, 2], adapter)))
                 assert_right(await trie.weight_sum(prompt=[1, 2], adapter=adapter), exact)
                 assert_right(await trie.weight_sum(prompt=[1, 2], adapter=adapter, local=True), exact)
                 (got,) = await trie.batch_weight_sum(prompts=[[1, 2]], adapter=adapter, nodes=[3])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import msgpack
 
 from lmpool.checks import shown
-from lmpool.errors import ProtocolError, UnknownAdapter
+from lmpool.errors import ProtocolError
 from lmpool.rows import WIRE_VERSION, Encoding
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -25,8 +25,6 @@ TRIE_SERVICE = "trie"
 """The name under which trie workers serve; no model can have it."""
 
 _MAX_CARD_BYTES = 64 * 1024
-MAX_ADAPTERS = 64
-"""Adapters that one model may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,6 @@ class ModelCard:
         dtype: the dtype of the computation, such as "float32".
         encoding: how rows travel: "f32", "bf16" or "f16".
         lossy: True when the encoding loses bits that the backend computed.
-        adapters: the adapters that a prompt may name -> what names their weights exactly.
         source: hub name or folder of the model, for its tokenizer; or "".
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         vocabulary: digest of the byte strings of its tokens (`lmpool.vocab`), which the pool has; or "".
@@ -62,7 +59,6 @@ class ModelCard:
     dtype: str
     encoding: str = "f32"
     lossy: bool = False
-    adapters: dict[str, str] = field(default_factory=dict)
     source: str = ""
     gguf_file: str = ""
     vocabulary: str = ""
@@ -82,7 +78,8 @@ class ModelCard:
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
-            "adapter": ", ".join(f"{name}@{revision}" for name, revision in sorted(self.adapters.items())),
+            # Adapters are in the names of the prompts that name them. The field stays: caches outlive releases.
+            "adapter": "",
             "wire_version": WIRE_VERSION,
         }
 
@@ -106,16 +103,6 @@ class ModelCard:
         """`encoding` as the wire's code."""
         return Encoding[self.encoding.upper()]
 
-    def check_adapter(self, adapter: object) -> None:
-        """Refuse what is neither one of the adapters nor "".
-
-        Raises:
-            UnknownAdapter: with those that there are.
-        """
-        if not isinstance(adapter, str) or (adapter and adapter not in self.adapters):
-            served = ", ".join(self.adapters) or "none"
-            raise UnknownAdapter(f"the model {self.name!r} has no adapter {shown(adapter)}; it has: {served}")
-
     def differences(self, other: ModelCard) -> list[str]:
         """The identity fields in which two cards differ, as "field: ours, theirs"."""
         mine, theirs = self.identity, other.identity
@@ -136,10 +123,10 @@ class ModelCard:
         if len(data) > _MAX_CARD_BYTES:
             raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
         try:
-            values = msgpack.unpackb(data, max_map_len=MAX_ADAPTERS, max_array_len=64)
+            values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a model card does not decode: {error}") from error
-        known = {field.name: str(field.type).partition("[")[0] for field in fields(cls)}
+        known = {field.name: field.type for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != set(known):
             raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
@@ -148,10 +135,6 @@ class ModelCard:
         for name, (least, most) in LIMITS.items():
             if not least <= values[name] <= most:  # In this form it refuses NaN too.
                 raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")
-        if "" in values["adapters"] or not all(
-            isinstance(text, str) for pair in values["adapters"].items() for text in pair
-        ):
-            raise ProtocolError(f"a model card has adapters = {shown(values['adapters'])}: expected text -> text")
         if values["encoding"].upper() not in Encoding.__members__:
             raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
         return cls(**values)

@@ -19,6 +19,7 @@
     │   ├── UnknownModel                no model of that name is served, or none at all
     │   ├── AmbiguousModel              several models are served and none was named
     │   ├── UnknownAdapter              the model has no adapter of that name
+    │   ├── AdapterRefused              a worker cannot load the adapter
     │   └── ModelMismatch               a worker's card differs from the card of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
     │   ├── DeadlineExceeded (TimeoutError)
@@ -26,6 +27,7 @@
     │   │   └── QueueFull               the model's queue stayed at its limit
     │   ├── WorkerError                 the backend failed on this prompt
     │   ├── SourceMissing               the row or the weights that a trie job names are not in the cache
+    │   ├── AdapterChanged              the adapter that a job names is not in service any more
     │   ├── CorruptRow                  what the cache holds is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was under way
     └── ProtocolError (ValueError)      a message or row does not decode
@@ -110,6 +112,10 @@ class UnknownAdapter(ModelError):
     """The model has no adapter of that name."""
 
 
+class AdapterRefused(ModelError):
+    """A worker cannot load the adapter; the one that had its name stays in service."""
+
+
 class ModelMismatch(ModelError):
     """A worker's model card differs from the card of the model that it joins."""
 
@@ -136,6 +142,10 @@ class WorkerError(RequestFailed):
 
 class SourceMissing(RequestFailed):
     """The row or the weights that a trie job names are not in the cache, or no longer."""
+
+
+class AdapterChanged(RequestFailed):
+    """The adapter that a job names is not in service any more; the client asks for the one that is."""
 
 
 class CorruptRow(RequestFailed):

@@ -80,6 +80,16 @@ class ModelKeys:
         """Prefix of the hashes {"job": entry id, reply key: ""} of prompts being computed; expire."""
         return self.base + b":waiting:"
 
+    @property
+    def adapters(self) -> bytes:
+        """Hash: adapter -> encoded `lmpool.adapters.Adapter`; "" -> the fingerprint of the model that they are for."""
+        return self.base + b":adapters"
+
+    @property
+    def offers(self) -> bytes:
+        """Hash: adapter -> encoded `lmpool.adapters.Offer` that the workers are to load; expires."""
+        return self.base + b":offers"
+
     def reply(self, client_id: str) -> bytes:
         """Stream of finished digests for one client; capped, expires."""
         return self.base + b":reply:" + client_id.encode()

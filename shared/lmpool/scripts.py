@@ -55,6 +55,9 @@ RENEW = Script("renew")
 SWEEP = Script("sweep")
 SWAP = Script("swap")
 ENTRIES = Script("entries")
+OFFER = Script("offer")
+ADOPT = Script("adopt")
+RESTORE = Script("restore")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

@@ -1,4 +1,4 @@
-"""Synthetic rows: cheap, reproducible from (seed, prompt) alone, and checkable to the last bit; and a vocabulary.
+"""Synthetic rows: cheap, made from (seed, adapter, prompt) alone, checkable to the last bit; and a vocabulary.
 
 A row is made of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is
 that of the base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so
@@ -74,9 +74,12 @@ class Draw(NamedTuple):
     shifts: tuple[int, ...]
 
 
-def draw(ids: bytes, vocab_size: int, seed: int) -> Draw:
-    """Decide the row of an encoded prompt."""
-    hashed = blake2b(ids, digest_size=2 + 4 * _PARTS, key=seed.to_bytes(8, "little", signed=True)).digest()
+def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
+    """Decide the row of an encoded prompt, with the adapter of that revision ("" for none)."""
+    # Hashed, so that a revision may have any length.
+    adapter = blake2b(revision.encode(), digest_size=32).digest() if revision else b""
+    key = seed.to_bytes(8, "little", signed=True) + adapter
+    hashed = blake2b(ids, digest_size=2 + 4 * _PARTS, key=key).digest()
     base = base_rows(vocab_size, seed)[int.from_bytes(hashed[:2], "little") % _BASES]
     shifts = []
     for part, stored in enumerate(base.bits):
@@ -94,13 +97,16 @@ def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) 
         at += size
 
 
-def synthetic_row(prompt: Iterable[int], *, vocab_size: int, seed: int = 0) -> NDArray[np.float32]:
+def synthetic_row(
+    prompt: Iterable[int], *, vocab_size: int, seed: int = 0, adapter_revision: str = ""
+) -> NDArray[np.float32]:
     """The row that a synthetic worker answers for a prompt.
 
     Args:
         prompt: token ids, each below `vocab_size`.
         vocab_size: V.
         seed: the worker's `--seed`.
+        adapter_revision: revision of the adapter that the prompt names (`Producer.adapters`); "" for none.
 
     Returns:
         float32 log-probabilities of shape (V,) whose exponentials sum to 1.
@@ -109,7 +115,7 @@ def synthetic_row(prompt: Iterable[int], *, vocab_size: int, seed: int = 0) -> N
         InvalidPrompt: the prompt is empty or has ids outside the vocabulary.
     """
     ids = encode_prompt(list(prompt), vocab_size=vocab_size, max_tokens=2**31).ids
-    base, shifts = draw(ids, vocab_size, seed)
+    base, shifts = draw(ids, vocab_size, seed, adapter_revision)
     row = np.empty(vocab_size, np.float32)
     fill(row, base.logprobs, shifts)
     return row

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.adapters import name_of
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.rows import decode_row
 from lmpool.workers.backend import Backend, BackendJob
@@ -57,10 +58,19 @@ class Opened:
         self.backend.close()
 
     def job(self, ids: Sequence[int], adapter: str = "") -> BackendJob:
-        """A job with a digest of its own, so that the backend cannot know its row already."""
+        """A job with a digest of its own, so that the backend cannot know its row already.
+
+        Args:
+            ids: the prompt.
+            adapter: name of an adapter, or "".
+        """
         card = self.backend.card
         data = encode_prompt(list(ids), vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens).ids
-        return BackendJob(digest_of(data, f"{next(_numbers)}"), data, adapter)
+        return BackendJob(digest_of(data, f"{next(_numbers)}"), data, self.qualified(adapter))
+
+    def qualified(self, adapter: str) -> str:
+        """What a job calls an adapter of that name; "" for none."""
+        return next(one for one in self.backend.adapters if name_of(one) == adapter) if adapter else ""
 
     def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
         """Hand prompts over; returns their digests."""

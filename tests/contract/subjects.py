@@ -24,7 +24,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from tests.contract.model import V, reference_row
+from tests.contract.model import V, reference_row, write_adapter
 from tests.pool import lmpool_command
 
 Row = NDArray[np.float32]
@@ -53,7 +53,8 @@ class Subject:
         reference: (ids, adapter) -> what its float32 row must be.
         tolerance: by how much an entry may differ.
         spy: see `LogitsSpy`; None when the rows come from no model.
-        has_adapters: whether it serves adapters.
+        has_adapters: whether it serves the adapters that it is started with.
+        loads_adapters: whether it loads others while it serves.
         narrow: whether it can compute in bfloat16.
         scores: whether it scores prompts' own tokens.
         command: what stands for `lmpool` where a worker is started.
@@ -67,6 +68,7 @@ class Subject:
     tolerance: float = 3e-4 if DEVICE == "cpu" else 3e-3
     spy: LogitsSpy | None = None
     has_adapters: bool = False
+    loads_adapters: bool = False
     narrow: bool = True
     scores: bool = False
     command: Callable[[], list[str]] = lmpool_command
@@ -82,15 +84,29 @@ def _synthetic() -> Subject:
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         encoding = "f32" if dtype == "float32" else "bf16"
         settings = SyntheticSettings(
-            vocab_size=V, max_batch=MAX_BATCH, max_prompt_tokens=SYNTHETIC_MAX_TOKENS, encoding=encoding
-        )
+            vocab_size=V, max_batch=MAX_BATCH, max_prompt_tokens=SYNTHETIC_MAX_TOKENS, encoding=encoding,
+            adapters=[f"{name}={place}" for name, place in adapters.items()],
+        )  # fmt: skip
         return SyntheticBackend(settings)
 
     def reference(ids: Sequence[int], adapter: str) -> Row:
-        return synthetic_row(ids, vocab_size=V)
+        return synthetic_row(ids, vocab_size=V, adapter_revision=_synthetic_revision(adapter) if adapter else "")
 
-    options = ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS)]
-    return Subject("synthetic", make, lambda folder, adapters: options, reference, scores=True)
+    def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
+        named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
+        return ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS), *named]
+
+    return Subject("synthetic", make, options, reference, has_adapters=True, loads_adapters=True, scores=True)
+
+
+@cache
+def _synthetic_revision(adapter: str) -> str:
+    """The revision of one of the contract's adapters, which is always written the same."""
+    folder = Path(mkdtemp(prefix="lmp"))
+    try:
+        return SyntheticBackend(SyntheticSettings()).load_adapter(adapter, str(write_adapter(folder, adapter)))
+    finally:
+        rmtree(folder)
 
 
 def _unigram() -> Subject:
@@ -108,7 +124,7 @@ def _unigram() -> Subject:
 
     return Subject(
         "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, narrow=False,
-        environment={"PYTHONPATH": str(_plugin().parent)},
+        environment={"PYTHONPATH": os.pathsep.join([str(_plugin().parent), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
 
 
@@ -139,12 +155,15 @@ def _hf() -> Subject:
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         from lmpool.workers.backends.hf.backend import HfBackend
 
-        return HfBackend(HfSettings(**settings(folder, dtype)))
+        return HfBackend(
+            HfSettings(**settings(folder, dtype), adapters=[f"{n}={place}" for n, place in adapters.items()])
+        )
 
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
-        return as_options(settings(folder, "float32"))
+        named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
+        return [*as_options(settings(folder, "float32")), *named]
 
-    return Subject("hf", make, options, spy=_hf_spy, scores=True)
+    return Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, scores=True)
 
 
 @contextmanager

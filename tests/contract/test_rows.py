@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lmpool.adapters import name_of
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backends.canary import check_canary
 from tests.contract.driver import Opened, prompt
@@ -218,7 +219,7 @@ def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> 
 
 
 def test_adapters_are_told_apart(opened: Opened, adapter_folders: dict[str, Path], draw: random.Random) -> None:
-    names = ["", *opened.backend.card.adapters]
+    names = ["", *map(name_of, opened.backend.adapters)]
     assert set(names) == ({"", *adapter_folders} if opened.subject.has_adapters else {""})
     prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
     for _ in range(3):

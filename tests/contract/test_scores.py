@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from lmpool.adapters import name_of
 from tests.contract.driver import Opened, prompt
 
 
@@ -42,7 +43,7 @@ def test_a_scored_prompt_may_be_as_long_as_the_longest(opened: Opened, draw: ran
 
 def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:
     if opened.subject.scores:
-        for adapter in opened.backend.card.adapters:
+        for adapter in map(name_of, opened.backend.adapters):
             ids = prompt(draw, 15)
             (scores,) = opened.score([ids], [3], adapter)
             opened.check_scores(ids, 3, scores, adapter)

@@ -91,7 +91,7 @@ async def test_clients_get_the_references_rows(served: Served) -> None:
         for _ in range(5):
             await asyncio.gather(_check(served, one, contexts), _check(served, other, contexts[::2]))
             contexts = [[*ids, draw.randrange(V)] for ids in contexts]
-        for adapter in one.model.adapters:
+        for adapter in await one.adapters():
             await _check(served, one, prompts, adapter)
 
 

@@ -22,6 +22,7 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, 
         "max_batch_tokens": MAX_BATCH_TOKENS,
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         "sessions": MAX_BATCH,
+        "max_adapters": 1,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 
@@ -47,4 +48,4 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
         yield seen
 
 
-SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True)
+SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True)

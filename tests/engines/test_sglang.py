@@ -384,7 +384,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device": "gpu 1"}, "device: 'gpu 1' is neither 'auto' nor like 'cpu' or 'cuda:1'"),
         ({"adapters": ["warm"]}, "adapters: 'warm' is not name=folder"),
         ({"adapters": ["a=b", "a=c"]}, "adapters: 'a' is given twice"),
-        ({"adapters": ["{}=b"]}, "adapters: '{}' must be 1 to 200 characters"),
+        ({"adapters": ["a@b=c"]}, "adapters: 'a@b' must be 1 to 100 characters"),
     ],
 )
 def test_malformed_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -13,10 +13,14 @@ from lmpool.prompts import Prompt, encode_prompt
 def encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
     """A prompt for a model.
 
+    Args:
+        card: the model's.
+        ids: as `Producer.logprobs` takes them.
+        adapter: "name@revision", or "" for none.
+
     Raises:
-        InvalidPrompt, UnknownAdapter: it is none for this model.
+        InvalidPrompt: it is none for this model.
     """
-    card.check_adapter(adapter)
     return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
 
 

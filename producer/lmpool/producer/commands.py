@@ -1,4 +1,4 @@
-"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench` and `trie`."""
+"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench`, `trie`, `adapters`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from lmpool.checks import check_name
 from lmpool.errors import SettingsError
 from lmpool.keys import Keys
+from lmpool.producer.adapters_command import adapters_app
 from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, run
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
@@ -34,12 +35,14 @@ def register(app: typer.Typer) -> None:
     for command in (logprobs, status, flush, bench):
         app.command()(command)
     app.add_typer(trie_app)
+    app.add_typer(adapters_app)
 
 
 def logprobs(
     text: Annotated[str, typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids.")],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
+    adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
@@ -52,7 +55,7 @@ def logprobs(
         async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
             tokenizer = None if ids else load_tokenizer(producer.model)
             tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
-            return tokens, await producer.logprobs(tokens), tokenizer
+            return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
 
     tokens, row, tokenizer = run(ask())
     best = np.argsort(row, kind="stable")[::-1][:top]

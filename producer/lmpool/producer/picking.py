@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.picks import MOST_SEED, TopK
+from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.row_asker import ask_draw, ask_scores, ask_top, read_draw
 from lmpool.producer.session import Session
@@ -56,6 +57,7 @@ class Picking:
     _rows: SessionSlot
     _timeout: float
 
+    @by_revision
     async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
         """The `k` likeliest tokens, likeliest first; of equal ones the lowest id first.
 
@@ -73,6 +75,7 @@ class Picking:
         prompt = encode(session.card, ids, adapter)
         return await ask_top(session, prompt, _check_k(k, session), within)
 
+    @by_revision
     async def batch_topk(
         self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None
     ) -> TopK:
@@ -96,6 +99,7 @@ class Picking:
         """
         return int((await self.batch_sample([ids], **options))[0])
 
+    @by_revision
     async def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
         """As `sample`, for n prompts; the i-th is drawn with `seed` + i.
 
@@ -133,6 +137,7 @@ class Picking:
         """
         return (await self.batch_score([prompt], [continuation], adapter=adapter, timeout=timeout))[0]
 
+    @by_revision
     async def batch_score(
         self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
     ) -> list[NDArray[np.float32]]:
@@ -149,6 +154,7 @@ class Picking:
             raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
         return await all_of([ask_scores(session, *pair, within) for pair in zip(firsts, seconds, strict=True)])
 
+    @by_revision
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.
 

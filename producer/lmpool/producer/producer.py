@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,8 @@ from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.checks import check_name
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
+from lmpool.producer.adapter_changes import AdapterChange
+from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
@@ -88,6 +91,7 @@ class Producer(Picking):
             lambda: Server(redis), lambda server: Session(server, self._keys, RowLRU(0), ProducerStats()), TRIE_SERVICE
         )
 
+    @by_revision
     async def logprobs(
         self,
         ids: Any,
@@ -104,7 +108,7 @@ class Producer(Picking):
             targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
                 travel.
             fresh: have the row computed now, whatever caches hold; it is not cached.
-            adapter: one of the model's adapters (`model.adapters`); "" for none.
+            adapter: one of the model's adapters (see `adapters`); "" for none.
             timeout: seconds; None for the producer's.
 
         Returns:
@@ -130,6 +134,7 @@ class Producer(Picking):
         kept = session.kept(prompt)
         return kept if kept is not None else await session.answer(prompt, within)
 
+    @by_revision
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
@@ -175,6 +180,54 @@ class Producer(Picking):
             else:
                 waiter(row)
         return waits
+
+    async def adapters(self) -> dict[str, str]:
+        """The adapters that requests may name now: name -> revision, a digest of its weights.
+
+        Raises:
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `logprobs`.
+        """
+        within = Within(self._timeout)
+        session = await self._rows.open(within)
+        return await session.adapters.all(within)
+
+    async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
+        """Have every worker of the model serve a LoRA adapter, or another one instead of that of this name.
+
+        When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces.
+        Until then, and if it fails, the one that had the name stays in service.
+
+        Args:
+            name: what requests call it.
+            source: its folder, or its name on the hub, on the workers' machines. A folder that is here is made
+                absolute.
+            timeout: seconds; None for the producer's. Replacing one takes 3 s at least.
+
+        Returns:
+            its revision, a digest of its weights.
+
+        Raises:
+            SettingsError: `name` or `source` is malformed, or the model has as many adapters as it may have.
+            AdapterRefused: a worker cannot load it (no such folder, it does not fit the model, ...), or somebody else
+                changed the adapter of this name meanwhile.
+            DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
+        """
+        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        return await AdapterChange(await self._rows.open(within), name, within).add(source)
+
+    async def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
+
+        Args:
+            name: what requests call it.
+            timeout: seconds; None for the producer's. It takes 3 s at least.
+
+        Raises:
+            UnknownAdapter: the model has no adapter of that name.
+            DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
+        """
+        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        await AdapterChange(await self._rows.open(within), name, within).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
         """The trie over a vocabulary, whose values trie workers compute.

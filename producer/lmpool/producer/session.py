@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
@@ -15,10 +17,12 @@ from lmpool.errors import (
     UnknownModel,
 )
 from lmpool.keys import Keys
+from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.entries import EntryReader, Found, Wanted
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
 from lmpool.producer.inbox import Inbox
+from lmpool.producer.lobby import WorkerInfo
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
@@ -52,6 +56,7 @@ class Session:
         loop: the event loop.
         closed: whether it has ended.
         vocabularies: what the tokens of models and tries stand for.
+        adapters: which weights the model's adapters have.
     """
 
     def __init__(self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats) -> None:
@@ -64,6 +69,7 @@ class Session:
         self._channel = Channel(server, keys, self._flights)
         self.vocabularies = Vocabularies(self._channel, keys)
         self._entries = EntryReader(self._channel, self._tasks)
+        self.adapters = Adapters(self._channel)
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
@@ -101,6 +107,22 @@ class Session:
     def fingerprint(self) -> str:
         """The fingerprint of the card."""
         return self._channel.fingerprint
+
+    async def workers(self) -> list[WorkerInfo]:
+        """The live workers of the model.
+
+        Raises:
+            RedisError, OSError: the server cannot be used.
+        """
+        return await self._channel.lobby.workers(self.card.name)
+
+    def explain(self, error: BaseException) -> LMPoolError:
+        """The exception of our tree for one of redis-py's or the system's."""
+        return self._channel.explain(error)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something in the background."""
+        self._tasks.spawn(work)
 
     def kept(self, prompt: Prompt) -> Row | None:
         """A prompt's row, if the producer has it itself: a request that ends here."""
@@ -237,6 +259,7 @@ class Session:
             await asyncio.sleep(_WATCH_S)
             try:
                 await self._reload_card()
+                await self.adapters.renew()
                 if self._flights:
                     await self._look_for_workers()
                     await self._recheck()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -151,6 +152,18 @@ class SyncProducer:
         """As `Producer.clear_cache`."""
         # In the thread that uses the cache.
         self._loop.call_soon_threadsafe(self._producer.clear_cache)
+
+    def adapters(self) -> dict[str, str]:
+        """As `Producer.adapters`."""
+        return self._wait_for(self._producer.adapters())
+
+    def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
+        """As `Producer.add_adapter`."""
+        return self._wait_for(self._producer.add_adapter(name, source, timeout=timeout))
+
+    def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """As `Producer.remove_adapter`."""
+        self._wait_for(self._producer.remove_adapter(name, timeout=timeout))
 
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
         """As `Producer.trie`; the calls of the trie return values instead of awaitables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
+from lmpool.producer.adapters import ask_by_revision, is_base
 from lmpool.producer.checks import check_timeout, iterate
 from lmpool.producer.together import all_of
 from lmpool.producer.trie_asker import Choice, TrieAsker
@@ -117,6 +118,30 @@ class PooledTrie:
 
     async def _one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
         _check_source(ws, prompt, "prompt")
+        if ws is not None or is_base(options.get("adapter", "")):
+            return await self._ask_one(op, ws, prompt, options)
+        return await self._by_revision(options, lambda chosen: self._ask_one(op, None, prompt, chosen))
+
+    async def _many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
+        _check_source(ws, prompts, "prompts")
+        if ws is not None or is_base(options.get("adapter", "")):
+            return await self._ask_many(op, ws, prompts, options)
+        # What can be gone through once only must last for another try.
+        kept = list(prompts) if isinstance(prompts, Iterator) else prompts
+        return await self._by_revision(options, lambda chosen: self._ask_many(op, None, kept, chosen))
+
+    async def _by_revision(
+        self, options: TrieOptions, ask: Callable[[TrieOptions], Coroutine[Any, Any, Values]]
+    ) -> Values:
+        """Ask with an adapter as jobs name it, and again when its weights change meanwhile."""
+        _, within, _ = self._read(options)
+
+        def ask_with(chosen: str) -> Coroutine[Any, Any, Values]:
+            return ask({**options, "adapter": chosen, "timeout": within.left})
+
+        return await ask_by_revision(self._asker.rows, options.get("adapter", ""), within, ask_with)
+
+    async def _ask_one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
         weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=False)
         choice, within, is_local = self._read(options)
         if weights is None:
@@ -129,8 +154,7 @@ class PooledTrie:
             return values
         return await self._asker.of_weights(op, weights, choice, within)
 
-    async def _many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
-        _check_source(ws, prompts, "prompts")
+    async def _ask_many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
         weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=True)
         choice, within, is_local = self._read(options)
         asker = self._asker

@@ -81,11 +81,14 @@ class TrieAsker:
         trie: the trie.
         rows: the session with the model's workers.
         tries: the session with the trie workers.
+
+    Attributes:
+        rows: as above.
     """
 
     def __init__(self, trie: Trie, rows: SessionSlot, tries: SessionSlot) -> None:
         self._trie = trie
-        self._rows = rows
+        self.rows = rows
         self._tries = tries
 
     async def of_weights(
@@ -116,7 +119,7 @@ class TrieAsker:
 
     async def encode(self, prompts: Iterable[Any], adapter: str, within: Within) -> tuple[Session, list[Prompt]]:
         """Prompts of the model, all checked before any is sent, and the session with the model's workers."""
-        models = self._rows.current(within.loop) or await self._rows.open(within)
+        models = self.rows.current(within.loop) or await self.rows.open(within)
         encoded = [encode(models.card, ids, adapter) for ids in prompts]
         self._check_fit(models)
         return models, encoded

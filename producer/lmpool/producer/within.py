@@ -28,6 +28,21 @@ class Within:
         self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + seconds
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline.
+
+        Raises:
+            DeadlineExceeded: it has passed.
+        """
+        left = self.end - self.loop.time()
+        if left <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time (timeout=)")
+
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """End what is awaited inside when the deadline passes.
@@ -36,9 +51,8 @@ class Within:
             DeadlineExceeded: it has passed already.
             TimeoutError: it passed inside.
         """
-        late = f"no answer within {self.seconds:g} s"
         if self.loop.time() >= self.end:
-            raise DeadlineExceeded(f"{late}: allow more time (timeout=)")
+            raise self._late()
         timer = asyncio.timeout_at(self.end)
         try:
             async with timer:
@@ -46,4 +60,4 @@ class Within:
         except TimeoutError as error:
             if not timer.expired():
                 raise  # A connection that timed out by itself.
-            raise TimeoutError(late) from error
+            raise TimeoutError(f"no answer within {self.seconds:g} s") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from lmpool.card import ModelCard
+from lmpool.errors import SettingsError
 from lmpool.rows import RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.tries.inputs import TrieInputs
@@ -17,7 +19,7 @@ class BackendJob(NamedTuple):
     Attributes:
         digest: names the prompt; unique among the jobs that the backend holds.
         ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
-        adapter: one of the card's adapters, or "" for none.
+        adapter: one of the backend's adapters ("name@revision"), or "" for none.
         trie: what a trie job is about; None for a prompt.
         score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
             `Finished.answers`; 0 for the row. Only backends whose card says that they score are asked.
@@ -39,11 +41,13 @@ class Finished(NamedTuple):
         blocks: the rows that are ready.
         failures: digest -> message of the prompts that the backend cannot answer.
         answers: vectors that are ready: scores, and what trie workers answer.
+        stale: prompts whose adapter the backend does not have; told by the backend's thread, not by backends.
     """
 
     blocks: list[RowBlock]
     failures: dict[bytes, str]
     answers: VectorBlock | None = None
+    stale: tuple[bytes, ...] = ()
 
     @property
     def digests(self) -> list[bytes]:
@@ -94,6 +98,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters that prompts may name now: "name@revision" -> folder or hub name."""
+        ...
+
+    @property
     def batch(self) -> int:
         """Prompts that make a full step; a worker with nothing to do takes no more than this at once."""
         ...
@@ -127,6 +136,28 @@ class Backend(Protocol):
         """Drop jobs that nobody waits for; unknown digests are ignored."""
         ...
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """Have prompts name an adapter; called between steps.
+
+        It is served beside others of that name with other weights, until these are dropped. Loading what is loaded
+        does nothing.
+
+        Args:
+            name: what people call it.
+            source: folder or hub name.
+
+        Returns:
+            its revision, a digest of its weights: the same on every machine.
+
+        Raises:
+            SettingsError: it cannot be had, does not fit the model, or this backend cannot load adapters.
+        """
+        ...
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it."""
+        ...
+
     def stats(self) -> BackendStats:
         """Counters since the start."""
         ...
@@ -134,3 +165,16 @@ class Backend(Protocol):
     def close(self) -> None:
         """Free what the backend holds."""
         ...
+
+
+class WithoutAdapters:
+    """What a backend inherits that cannot serve adapters."""
+
+    adapters: Mapping[str, str] = MappingProxyType({})
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`; refuses."""
+        raise SettingsError(f"adapters: {name!r} cannot be loaded: this backend serves no adapters")
+
+    def drop_adapter(self, adapter: str) -> None:
+        """See `Backend.drop_adapter`."""

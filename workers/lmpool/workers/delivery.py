@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
-from lmpool.errors import SourceMissing, UnknownVocabulary, WorkerError
+from lmpool.errors import AdapterChanged, SourceMissing, UnknownVocabulary, WorkerError
 from lmpool.messages import Failure
 from lmpool.rows import RowBlock
+from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.held import Holdings, Wanted
@@ -18,7 +19,7 @@ from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.tries.larder import Larder
 
-_SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__)
+_SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__, AdapterChanged.__name__)
 
 
 class Delivery:
@@ -31,13 +32,21 @@ class Delivery:
         larder: brings what trie jobs need.
         asked: answers what is asked of rows.
         card: what the worker serves.
+        adapters: which adapters it has.
 
     Attributes:
         failures: jobs that ended without a row or an answer, not counting those that clients send again.
     """
 
     def __init__(
-        self, held: Holdings, stepper: Stepper, publisher: Publisher, larder: Larder, asked: Asked, card: ModelCard
+        self,
+        held: Holdings,
+        stepper: Stepper,
+        publisher: Publisher,
+        larder: Larder,
+        asked: Asked,
+        card: ModelCard,
+        adapters: AdapterKeeper,
     ) -> None:
         self._held = held
         self._stepper = stepper
@@ -45,6 +54,7 @@ class Delivery:
         self._larder = larder
         self._asked = asked
         self._card = card
+        self._adapters = adapters
         self._to_supply: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.failures = 0
 
@@ -95,11 +105,13 @@ class Delivery:
 
     def _submit(self, digests: Iterable[bytes]) -> None:
         """Hand jobs to the backend, those that are still held."""
-        if jobs := [self._held[digest].job for digest in digests if digest in self._held]:
-            self._stepper.submit(jobs)
+        jobs = [self._held[digest].job for digest in digests if digest in self._held]
+        if served := self._adapters.served_among(jobs):
+            self._stepper.submit(served)
 
     async def publish(self, finished: Finished, worker_id: str) -> None:
         """Publish what a step brought."""
+        stale = [digest for digest in finished.stale if digest in self._held]
         for block in finished.blocks:
             await self._publish_rows(block)
         if finished.answers is not None:
@@ -109,6 +121,7 @@ class Delivery:
                 finished.answers, {name: list(wants) for name, wants in entries.items()}, overwrite
             )
             self.release(entries)
+        await self._fail({digest: self._adapters.failure_of(self._held[digest].job.adapter) for digest in stale})
         texts = {digest: f"{text} (worker {worker_id})" for digest, text in finished.failures.items()}
         await self._fail({digest: Failure(WorkerError.__name__, text) for digest, text in texts.items()})
 

@@ -8,8 +8,10 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
+from lmpool.adapters import is_qualified
 from lmpool.asks import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.card import ModelCard
+from lmpool.checks import shown
 from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
@@ -158,9 +160,12 @@ class Intake:
             return None
         try:
             check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
-            card.check_adapter(job.adapter)
-        except (InvalidPrompt, UnknownAdapter) as error:
+        except InvalidPrompt as error:
             return Failure(type(error).__name__, str(error))
+        # Whether this worker has it is seen when the backend is to compute it.
+        if job.adapter and not is_qualified(job.adapter):
+            text = f"{shown(job.adapter)} names no adapter: a job calls one name@revision"
+            return Failure(UnknownAdapter.__name__, text)
         return None
 
     def _ask_refusal(self, job: Job, ask: Ask | None) -> Failure | None:

@@ -98,7 +98,7 @@ class Presence:
                 continue
             # While prompts wait, the card stays: a worker that starts again will serve them.
             if not await self._redis.xlen(self._keys.model(model).jobs):
-                await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, b""])
+                await self._forget(model, seen)
 
     async def leave(self) -> None:
         """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
@@ -108,7 +108,13 @@ class Presence:
         seen = _bytes(await self._redis.hget(self._keys.models(), self._card.name))
         # By its fingerprint: the card may be that of another worker, with another lease.
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
-            await scripts.SWAP(self._redis, [self._keys.models()], [self._card.name, seen, b""])
+            await self._forget(self._card.name, seen)
+
+    async def _forget(self, model: str, seen: bytes | str) -> None:
+        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost."""
+        if await scripts.SWAP(self._redis, [self._keys.models()], [model, seen, b""]):
+            keys = self._keys.model(model)
+            await self._redis.delete(keys.adapters, keys.offers)
 
     async def _keep_vocabulary(self) -> None:
         """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from lmpool.card import ModelCard
+from lmpool.errors import LMPoolError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
 
-_Order = Sequence[BackendJob] | None
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An adapter to load, and who waits for its revision."""
+
+    name: str
+    source: str
+    loaded: asyncio.Future[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """An adapter to forget."""
+
+    adapter: str
+
+
+_Order = Sequence[BackendJob] | _Load | _Drop | None
 
 
 class Opened(NamedTuple):
@@ -23,6 +42,7 @@ class Opened(NamedTuple):
     batch: int
     device: str
     vocabulary: Vocabulary | None
+    adapters: Mapping[str, str]
 
 
 class Stepper:
@@ -78,6 +98,20 @@ class Stepper:
         self._sent += len(jobs)
         self._orders.put(jobs)
 
+    async def load_adapter(self, name: str, source: str) -> str:
+        """Have the backend load an adapter between two steps; returns its revision.
+
+        Raises:
+            LMPoolError: it cannot be loaded.
+        """
+        order = _Load(name, source, self._loop.create_future())
+        self._orders.put(order)
+        return await order.loaded
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
+        self._orders.put(_Drop(adapter))
+
     async def close(self) -> None:
         """End the thread after its present step and free the backend."""
         self._orders.put(None)
@@ -95,7 +129,9 @@ class Stepper:
         try:
             backend = self._make()
             try:
-                opened = Opened(backend.card, backend.batch, backend.device, backend.vocabulary())
+                opened = Opened(
+                    backend.card, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
+                )
                 self._post(self._set_ready, opened, backend.capacity())
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
@@ -109,22 +145,58 @@ class Stepper:
 
     def _serve(self, backend: Backend) -> None:
         card = backend.card
-        held: set[bytes] = set()
+        held: dict[bytes, str] = {}
         taken = 0
         while True:
             try:
                 order = self._orders.get(block=not held)
                 if order is None:
                     return
-                backend.submit(order)
-                held.update(job.digest for job in order)
-                taken += len(order)
+                stale = self._obey(backend, order, held)
+                taken += len(order) if isinstance(order, Sequence) else 0
+                if stale:
+                    self._post(
+                        self._step_done, Finished([], {}, stale=stale), backend.stats(), backend.capacity(), taken
+                    )
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
             finished = backend.step()
-            held.difference_update(check_answers(finished, held, card))
+            for digest in check_answers(finished, held, card):
+                del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
+
+    def _obey(
+        self, backend: Backend, order: Sequence[BackendJob] | _Load | _Drop, held: dict[bytes, str]
+    ) -> tuple[bytes, ...]:
+        """Do what is ordered; returns the jobs that name an adapter that the backend does not have."""
+        match order:
+            case _Load():
+                self._load(backend, order)
+                return ()
+            case _Drop():
+                stale = tuple(digest for digest, adapter in held.items() if adapter == order.adapter)
+                backend.abort(stale)
+                backend.drop_adapter(order.adapter)
+                for digest in stale:
+                    del held[digest]
+            case jobs:
+                stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
+                served = [job for job in jobs if job.digest not in stale] if stale else jobs
+                backend.submit(served)
+                held.update((job.digest, job.adapter) for job in served)
+        return stale
+
+    def _load(self, backend: Backend, order: _Load) -> None:
+        try:
+            revision = backend.load_adapter(order.name, order.source)
+        except LMPoolError as error:
+            self._post(_tell, order.loaded, error)
+        except BaseException as error:
+            self._post(_tell, order.loaded, error)
+            raise  # The backend is broken.
+        else:
+            self._post(_tell, order.loaded, revision)
 
     def _set_ready(self, opened: Opened, capacity: int) -> None:
         self._capacity = capacity
@@ -133,7 +205,7 @@ class Stepper:
 
     def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
-        self._returned += len(finished.digests)
+        self._returned += len(finished.digests) + len(finished.stale)
         self.stats = stats
         self._on_finished(finished)
 
@@ -143,3 +215,12 @@ class Stepper:
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
+
+
+def _tell(future: asyncio.Future[str], outcome: str | BaseException) -> None:
+    if future.done():
+        return  # Who waited has been cancelled.
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

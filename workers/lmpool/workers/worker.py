@@ -10,6 +10,7 @@ from dataclasses import replace
 from redis.exceptions import RedisError
 
 from lmpool import scripts
+from lmpool.adapters import AdapterRegistry
 from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
@@ -18,6 +19,7 @@ from lmpool.line import CommandLine
 from lmpool.rowcache import RedisRows
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
+from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendSettings, Finished
 from lmpool.workers.delivery import Delivery
@@ -82,7 +84,9 @@ class Worker:
             on_ready: called once with the card when the worker takes jobs.
 
         Raises:
-            ModelMismatch: the model is served with other weights, or is so by now because this worker was silent long.
+            ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
+                worker was silent long.
+            SettingsError: an adapter that is in service cannot be loaded.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke.
         """
@@ -130,16 +134,18 @@ class Worker:
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
+        registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
+        self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat)
         self._larder = Larder(self._server, keys, opened.device, settings)
         asked = Asked(self._larder, self._publisher, card)
-        self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card)
+        self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)
         try:
             await self._join()
             if on_ready is not None:
                 on_ready(card)
             await self._serve()
             await self._leave()
-        except ModelMismatch:
+        except (ModelMismatch, SettingsError):
             await self._leave()
             raise
         except LMPoolError:
@@ -155,6 +161,8 @@ class Worker:
     async def _join(self) -> None:
         await self._intake.ensure_group()
         await self._presence.join(self._counters())
+        if not self._card.is_trie:
+            await self._adapters.start()
 
     async def _leave(self) -> None:
         try:
@@ -172,6 +180,7 @@ class Worker:
             for name, part in [
                 *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
                 ("supply", self._delivery.supply(self._changed.set)),
+                *([] if self._card.is_trie else [("adapters", self._adapters.run())]),
                 ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
                 ("farewell", self._say_draining()),
                 ("leases", self._every(self._settings.lease_s / 3, self._renew)),
@@ -298,6 +307,7 @@ class Worker:
             "held": len(self._held),
             "failures": self._delivery.failures,
             "rows_per_s": round(self._meter.rate(stats.rows), 1),
+            **({} if self._card.is_trie else self._adapters.shown()),
             **stats._asdict(),
         }
 

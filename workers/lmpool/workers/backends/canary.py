@@ -66,7 +66,7 @@ def check_canary(backend: Backend) -> None:
     long = [(card.vocab_size // 3 + 7 * i) % card.vocab_size for i in range(length)]
     other = [(token + 1) % card.vocab_size for token in long]
     prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
-    prompts += [_Prompt(long, adapter) for adapter in list(card.adapters)[:_MOST_ADAPTERS]]
+    prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MOST_ADAPTERS]]
     together = _rows(backend, prompts, "together")
     for index, prompt in enumerate(prompts):
         alone = _rows(backend, [prompt], f"alone-{index}")[0]

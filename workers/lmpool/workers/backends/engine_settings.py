@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmpool.card import MAX_ADAPTERS
+from lmpool.adapters import MAX_ADAPTERS
 from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.adapter_folders import read_adapter_folders
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENCODINGS = ("exact", "f16")
@@ -29,6 +30,7 @@ class EngineSettings:
         kv_cache_bytes: memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU.
         max_prompt_tokens: longest prompt to take; None means the model's limit, which it cannot exceed.
         adapters: LoRA adapters, as name=folder; may be given several times.
+        max_adapters: further adapters that there is to be room for, to be loaded while it serves.
         engine_args: any other options of the engine, as key=value (several divided by spaces) or a TOML file;
             may be given several times.
 
@@ -47,6 +49,7 @@ class EngineSettings:
     kv_cache_bytes: int | None = None
     max_prompt_tokens: int | None = None
     adapters: list[str] = field(default_factory=list)
+    max_adapters: int = 0
     engine_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,9 +58,9 @@ class EngineSettings:
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
-        check_texts("adapters", self.adapters)
         check_texts("engine_args", self.engine_args)
         _ = self.adapter_folders  # Malformed ones are refused now.
+        check_number(self, "max_adapters", least=0, most=MAX_ADAPTERS)
         check_number(self, "max_batch", least=1, most=65_536)
         for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
             if getattr(self, name) is not None:
@@ -71,15 +74,4 @@ class EngineSettings:
     @property
     def adapter_folders(self) -> dict[str, str]:
         """Adapter -> its folder or hub name."""
-        found: dict[str, str] = {}
-        for text in self.adapters:
-            name, equals, folder = text.partition("=")
-            if not equals or not folder:
-                raise SettingsError(f"adapters: {shown(text)} is not name=folder")
-            check_name("adapters", name)
-            if name in found:
-                raise SettingsError(f"adapters: {name!r} is given twice")
-            found[name] = folder
-        if len(found) > MAX_ADAPTERS:
-            raise SettingsError(f"adapters: {len(found)} are too many: one model may have {MAX_ADAPTERS}")
-        return found
+        return read_adapter_folders(self.adapters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from lmpool.errors import SettingsError
@@ -24,9 +25,19 @@ def check_adapter(folder: Path, model: Path) -> None:
     Raises:
         SettingsError: no adapter, or one of another model.
     """
+    names = (name for path in model.glob("*.safetensors") for name in _tensor_names(path))
+    check_places(folder, places_of(names), str(model))
+
+
+def places_of(tensors: Iterable[str]) -> set[str]:
+    """The modules of a model, from the names of its weights."""
+    return {_place(name) for name in tensors}
+
+
+def check_places(folder: Path, places: Collection[str], model: str) -> None:
+    """As `check_adapter`, for the places (`places_of`) of a model; none where they are not known."""
     if not (folder / "adapter_config.json").is_file():
         raise SettingsError(f"adapters: {folder} holds no adapter_config.json: is it a LoRA adapter of peft?")
-    places = {_place(name) for path in model.glob("*.safetensors") for name in _tensor_names(path)}
     if not places or not (folder / _WEIGHTS).is_file():
         return
     names = [name.removesuffix(end) for name in _tensor_names(folder / _WEIGHTS) for end in _FACTORS if end in name]

@@ -8,20 +8,26 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
-from lmpool.checks import check_choice, check_name, check_number
+from lmpool.checks import check_choice, check_name, check_number, shown
+from lmpool.errors import SettingsError
 from lmpool.prompts import decode_ids
 from lmpool.rows import Encoding, RowBlock, VectorBlock
-from lmpool.synthetic import base_rows, draw, fill, synthetic_vocabulary
+from lmpool.synthetic import Draw, base_rows, draw, fill, synthetic_vocabulary
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.backends.adapter_folders import read_adapter_folders
+from lmpool.workers.backends.checkpoint import checkpoint_source
 
 _CRASH_EXIT = 70
 
@@ -40,6 +46,8 @@ class SyntheticSettings:
         encoding: "f32" or "bf16"; the rows are the same.
         fail_token: prompts that contain this id fail (to test error handling); -1 for none.
         crash_token: prompts that contain this id end the process; -1 for none.
+        adapters: adapters, as name=folder; may be given several times. What the folder (or file) holds decides the
+            rows.
 
     Raises:
         SettingsError: a value is malformed.
@@ -54,6 +62,7 @@ class SyntheticSettings:
     encoding: str = "f32"
     fail_token: int = -1
     crash_token: int = -1
+    adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -65,11 +74,17 @@ class SyntheticSettings:
         check_choice("encoding", self.encoding, ("f32", "bf16"))
         check_number(self, "fail_token", least=-1)
         check_number(self, "crash_token", least=-1)
+        _ = self.adapter_folders  # Malformed ones are refused now.
 
     @property
     def served_as(self) -> str:
         """`name`."""
         return self.name
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or file."""
+        return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
         """Make the backend; see `SyntheticBackend`."""
@@ -87,8 +102,11 @@ class SyntheticBackend:
         self._settings = settings
         self._encoding = Encoding[settings.encoding.upper()]
         self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
+        self._adapters: dict[str, str] = {}
         self._stats = BackendStats()
         base_rows(settings.vocab_size, settings.seed)
+        for name, folder in settings.adapter_folders.items():
+            self.load_adapter(name, folder)
 
     @property
     def card(self) -> ModelCard:
@@ -105,6 +123,11 @@ class SyntheticBackend:
             scores=True,
             note="rows are drawn from a generator, not computed by a model",
         )
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """See `Backend.adapters`."""
+        return self._adapters
 
     @property
     def batch(self) -> int:
@@ -135,11 +158,10 @@ class SyntheticBackend:
         batch = dict(islice(self._jobs.items(), self._settings.max_batch))
         failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
         good = {digest: job for digest, job in batch.items() if digest not in failures}
-        prompts = {digest: job.ids for digest, job in good.items() if not job.score_from}
+        rows = {digest: job for digest, job in good.items() if not job.score_from}
         scores = {digest: self._score(job) for digest, job in good.items() if job.score_from}
-        blocks = [self._draw(prompts)] if prompts else []
-        for digest in batch:
-            del self._jobs[digest]
+        blocks = [self._draw(rows)] if rows else []
+        self.abort(batch)
         stats, tokens = self._stats, sum(len(job.ids) // 4 for job in good.values())
         self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(good), tokens=stats.tokens + tokens)
         rest = self._settings.step_ms / 1000 - (time.monotonic() - started)
@@ -147,27 +169,28 @@ class SyntheticBackend:
             time.sleep(rest)
         return Finished(blocks, failures, VectorBlock(list(scores), list(scores.values())) if scores else None)
 
-    def _draw(self, prompts: dict[bytes, bytes]) -> RowBlock:
-        settings = self._settings
-        numbers = np.empty((len(prompts), settings.vocab_size), self._encoding.dtype)
+    def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
+        numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
         if self._encoding is Encoding.F32:
-            for out, ids in zip(numbers, prompts.values(), strict=True):
-                base, shifts = draw(ids, settings.vocab_size, settings.seed)
+            for out, job in zip(numbers, jobs.values(), strict=True):
+                base, shifts = self._drawn(job.ids, job.adapter)
                 fill(out, base.logprobs, shifts)
-            return RowBlock(list(prompts), numbers, None, self._encoding)
-        log_z = np.empty(len(prompts), np.float32)
-        for index, ids in enumerate(prompts.values()):
-            base, shifts = draw(ids, settings.vocab_size, settings.seed)
+            return RowBlock(list(jobs), numbers, None, self._encoding)
+        log_z = np.empty(len(jobs), np.float32)
+        for index, job in enumerate(jobs.values()):
+            base, shifts = self._drawn(job.ids, job.adapter)
             fill(numbers[index], base.bits, shifts)
             log_z[index] = base.log_z
-        return RowBlock(list(prompts), numbers, log_z, self._encoding)
+        return RowBlock(list(jobs), numbers, log_z, self._encoding)
+
+    def _drawn(self, ids: bytes, adapter: str) -> Draw:
+        return draw(ids, self._settings.vocab_size, self._settings.seed, adapter.rpartition("@")[2])
 
     def _score(self, job: BackendJob) -> NDArray[np.float32]:
-        vocab_size, seed = self._settings.vocab_size, self._settings.seed
-        tokens, row = decode_ids(job.ids), np.empty(vocab_size, np.float32)
+        tokens, row = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.float32)
         scores = np.empty(len(tokens) - job.score_from, np.float32)
         for index, at in enumerate(range(job.score_from, len(tokens))):
-            base, shifts = draw(job.ids[: 4 * at], vocab_size, seed)
+            base, shifts = self._drawn(job.ids[: 4 * at], job.adapter)
             fill(row, base.logprobs, shifts)
             scores[index] = row[tokens[at]]
         return scores
@@ -188,6 +211,16 @@ class SyntheticBackend:
         for digest in digests:
             self._jobs.pop(digest, None)
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
+        revision = _content_digest(Path(source).expanduser())
+        self._adapters.setdefault(qualify(name, revision), checkpoint_source(source))
+        return revision
+
+    def drop_adapter(self, adapter: str) -> None:
+        """See `Backend.drop_adapter`."""
+        self._adapters.pop(adapter, None)
+
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
         return self._stats
@@ -195,3 +228,23 @@ class SyntheticBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._jobs.clear()
+
+
+def _content_digest(place: Path) -> str:
+    """Digest of a file, or of the files in a folder with their names: 32 hexadecimal digits.
+
+    Raises:
+        SettingsError: nothing is there, or it cannot be read.
+    """
+    state = blake2b(digest_size=16)
+    try:
+        files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
+        for path in files:
+            content = path.read_bytes()
+            state.update(f"{path.name if place.is_dir() else ''} {len(content)} ".encode())
+            state.update(content)
+    except OSError as error:
+        raise SettingsError(f"adapters: {shown(str(place))} cannot be read: {error.strerror or error}") from error
+    if not files:
+        raise SettingsError(f"adapters: {shown(str(place))} is an empty folder")
+    return state.hexdigest()

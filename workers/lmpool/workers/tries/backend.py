@@ -14,7 +14,7 @@ from lmpool.errors import SettingsError
 from lmpool.kernels import open_kernels
 from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
 from lmpool.workers.tries.desk import answer
 from lmpool.workers.tries.inputs import TrieInputs
 
@@ -61,7 +61,7 @@ class TrieSettings:
         return TrieBackend(self)
 
 
-class TrieBackend:
+class TrieBackend(WithoutAdapters):
     """Answers jobs that come with all that they need.
 
     Args:

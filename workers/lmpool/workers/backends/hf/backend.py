@@ -12,15 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
 from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.hf.loading import load_model
+from lmpool.workers.backends.hf.prefix_slots import ROOT
 from lmpool.workers.backends.hf.self_check import Abilities, check_model
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.hf.waiting import Waiting
@@ -77,6 +80,7 @@ class HfBackend:
         )
         self._limit = BatchLimit(settings.max_batch)
         self._waiting: dict[bytes, Waiting] = {}
+        self._roots: dict[str, int] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
         self._card = ModelCard(
@@ -93,11 +97,19 @@ class HfBackend:
             source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
             gguf_file=settings.gguf_file or "",
         )
+        self._adapters = HfAdapters(self._forward, settings.model)
+        for name, source in settings.adapter_folders.items():
+            self.load_adapter(name, source)
 
     @property
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return self._adapters.sources
 
     @property
     def batch(self) -> int:
@@ -128,6 +140,22 @@ class HfBackend:
         for digest in digests:
             self._waiting.pop(digest, None)
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """Load a LoRA adapter with peft; returns its revision.
+
+        Raises:
+            SettingsError: peft is missing, or the adapter cannot be had or does not fit.
+        """
+        revision = self._adapters.load(name, source)
+        if self._pool is not None:
+            self._roots.setdefault(qualify(name, revision), self._pool.new_root())
+        return revision
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter. Its keys and values can be found no more, and make room in time."""
+        self._adapters.drop(adapter)
+        self._roots.pop(adapter, None)
+
     def stats(self) -> BackendStats:
         """Counters since the start."""
         return self._stats
@@ -136,7 +164,7 @@ class HfBackend:
         """Free the model, the KV pool and what waits. The backend cannot be used afterwards."""
         self._waiting.clear()
         self._pool = None
-        del self._forward
+        del self._forward, self._adapters
         self._free_memory()
 
     @torch.inference_mode()
@@ -157,8 +185,8 @@ class HfBackend:
         waiting = self._waiting[digest]
         ids, kept = waiting.part(self._rules.logits, self._rules.horizon)
         reuses = self._pool is not None and len(ids) <= self._rules.horizon and not waiting.fresh
-        path = self._pool.slots.match(ids) if self._pool and reuses else []
-        return Candidate(digest, ids, path, kept, waiting.kind)
+        path = self._pool.slots.match(ids, self._roots.get(waiting.adapter, ROOT)) if self._pool and reuses else []
+        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter)
 
     def _answer(self, batch: Sequence[Candidate]) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
@@ -185,9 +213,12 @@ class HfBackend:
         prompts = [one.ids for one in batch]
         lengths = [len(ids) for ids in prompts]
         new = max(one.new for one in batch)
-        pool = self._pool if max(lengths) <= self._rules.horizon and batch[0].kind != "fresh" else None
-        logits = self._forward.last_logits(prompts, [one.kept for one in batch], [one.path for one in batch], pool)
-        if batch[0].kind == "score":
+        first = batch[0]
+        pool = self._pool if max(lengths) <= self._rules.horizon and first.kind != "fresh" else None
+        self._adapters.use(first.adapter)
+        kept, paths = [one.kept for one in batch], [one.path for one in batch]
+        logits = self._forward.last_logits(prompts, kept, paths, pool, self._roots.get(first.adapter, ROOT))
+        if first.kind == "score":
             answer = self._score(batch, logits)
         else:
             answer = _Answer(*self._encoder.encode([one.digest for one in batch], logits[:, -1]), {})

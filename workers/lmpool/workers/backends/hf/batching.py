@@ -25,6 +25,7 @@ class Candidate(NamedTuple):
         path: the KV pool's slots of its held prefix.
         kept: of how many of its last tokens the logits are wanted.
         kind: only prompts of one kind run together.
+        adapter: only prompts of one adapter run together.
     """
 
     digest: bytes
@@ -32,6 +33,7 @@ class Candidate(NamedTuple):
     path: list[int]
     kept: int = 1
     kind: str = ""
+    adapter: str = ""
 
     @property
     def new(self) -> int:
@@ -79,7 +81,8 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
         return batch
     started = {first.unshared}
     new, longest, needed, kept = first.new, len(first.ids), first.new, first.kept
-    for other in _by_likeness(first, [one for one in waiting[1:] if one.kind == first.kind]):
+    alike = [one for one in waiting[1:] if (one.kind, one.adapter) == (first.kind, first.adapter)]
+    for other in _by_likeness(first, alike):
         if len(batch) == rows:
             break
         if len(other.ids) > rules.horizon or (len(other.ids) != longest and not rules.pads):

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.prefix_slots import ROOT
 
 
 def new_tokens(length: int, held: int, kept: int = 1) -> int:
@@ -36,7 +37,11 @@ class Forward:
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
     def logits(
-        self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]] = (), pool: KVPool | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        paths: Sequence[list[int]] = (),
+        pool: KVPool | None = None,
+        root: int = ROOT,
     ) -> Tensor:
         """The logits of the token after each prompt.
 
@@ -44,11 +49,12 @@ class Forward:
             prompts: token ids, each at least one.
             paths: per prompt the slots of its held prefix (`PrefixSlots.match`); only with a pool.
             pool: where to take keys and values from, and where to keep the new ones.
+            root: that the paths begin at.
 
         Returns:
             tensor of shape (n, V) in the dtype that the model returns.
         """
-        return self.last_logits(prompts, [1] * len(prompts), paths, pool)[:, -1]
+        return self.last_logits(prompts, [1] * len(prompts), paths, pool, root)[:, -1]
 
     def last_logits(
         self,
@@ -56,6 +62,7 @@ class Forward:
         kept: Sequence[int],
         paths: Sequence[list[int]] = (),
         pool: KVPool | None = None,
+        root: int = ROOT,
     ) -> Tensor:
         """The logits of the tokens after each prompt's last tokens.
 
@@ -64,6 +71,7 @@ class Forward:
             kept: per prompt of how many last tokens.
             paths: as `logits`.
             pool: as `logits`.
+            root: as `logits`.
 
         Returns:
             tensor of shape (n, max(kept), V), right-aligned.
@@ -76,7 +84,7 @@ class Forward:
         new = max(most, *(new_tokens(length, len(path), own) for length, path, own in wants))
         block = pool.gather(lengths, paths, new)
         logits = self._run(prompts, lengths, new, most, {"use_cache": True, "past_key_values": block.cache})
-        pool.store(prompts, paths, block)
+        pool.store(prompts, paths, block, root)
         return logits
 
     def _run(

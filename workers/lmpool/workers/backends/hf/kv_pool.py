@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,11 @@ class KVPool:
         # Padding is read from the root's slot: masked or not, what is not finite would spread.
         self._storage[ROOT].zero_()
         self._scratch = self._storage[:0]
+        self._roots = count(capacity + 1)
+
+    def new_root(self) -> int:
+        """A root for prompts that must not share keys and values with others, for `PrefixSlots.match`; never twice."""
+        return next(self._roots)
 
     @property
     def capacity(self) -> int:
@@ -134,11 +140,11 @@ class KVPool:
         self.slots.begin(paths)
         total = max(lengths)
         past = total - new
-        count = len(lengths) * total
-        if count > len(self._scratch):
+        size = len(lengths) * total
+        if size > len(self._scratch):
             # Kept between steps: the page faults of fresh memory cost more than the copy.
-            self._scratch = self._storage.new_empty(count, self.layout.width)
-        flat = self._scratch[:count]
+            self._scratch = self._storage.new_empty(size, self.layout.width)
+        flat = self._scratch[:size]
         if past:
             index = np.full((len(lengths), total), ROOT)
             for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
@@ -147,13 +153,16 @@ class KVPool:
             torch.index_select(self._storage, 0, torch.from_numpy(index.ravel()).to(flat.device), out=flat)
         return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
 
-    def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]], block: KVBlock) -> None:
+    def store(
+        self, prompts: Sequence[Sequence[int]], paths: Sequence[list[int]], block: KVBlock, root: int = ROOT
+    ) -> None:
         """End a step: keep the tokens of the block that the pool does not hold, as far as there is room.
 
         Args:
             prompts: the ids of each prompt.
             paths: as passed to `gather`; they grow in place.
             block: what `gather` returned, after the forward.
+            root: that the paths begin at.
         """
         targets: list[int] = []
         sources: list[int] = []
@@ -161,7 +170,7 @@ class KVPool:
         copied = False
         try:
             for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
-                fresh = self.slots.extend(ids, path)
+                fresh = self.slots.extend(ids, path, root)
                 end = row * total + total - len(ids) + len(path)
                 sources += range(end - len(fresh), end)
                 targets += fresh

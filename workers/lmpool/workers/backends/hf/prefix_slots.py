@@ -35,9 +35,15 @@ class PrefixSlots:
         """Slots in use."""
         return len(self._children)
 
-    def match(self, ids: Sequence[int]) -> list[int]:
-        """The slots of the longest held prefix of a prompt, first token first."""
-        return self._match_from(ROOT, ids, 0)
+    def match(self, ids: Sequence[int], root: int = ROOT) -> list[int]:
+        """The slots of the longest held prefix of a prompt, first token first.
+
+        Args:
+            ids: the prompt.
+            root: what its first token follows. Prompts with different roots share nothing; beside `ROOT` a root is a
+                number above `capacity`, which no slot has.
+        """
+        return self._match_from(root, ids, 0)
 
     def begin(self, paths: Iterable[Sequence[int]]) -> None:
         """Start a step that uses these paths; nothing used in a step is freed before the next one."""
@@ -45,23 +51,24 @@ class PrefixSlots:
         for path in paths:
             self._touch(path)
 
-    def extend(self, ids: Sequence[int], path: list[int]) -> list[int]:
+    def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
         """Give slots to the tokens of a prompt that have none, as far as there is room.
 
         Args:
             ids: the prompt.
             path: what `match` or an earlier `extend` of this step found of it; grows in place.
+            root: as for `match`.
 
         Returns:
             the new slots; they are the last ones of `path` and belong to the tokens there.
         """
-        path += self._match_from(path[-1] if path else ROOT, ids, len(path))
+        path += self._match_from(path[-1] if path else root, ids, len(path))
         self._touch(path)
         missing = len(ids) - len(path)
         if missing > len(self._free):
             self._make_room(missing - len(self._free))
         fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
-        parent = path[-1] if path else ROOT
+        parent = path[-1] if path else root
         for slot, token in zip(fresh, ids[len(path) :], strict=False):
             edge = parent << 32 | token
             self._children[edge] = slot

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
 from lmpool.workers.backend import Backend
+from lmpool.workers.backends.adapter_folders import read_adapter_folders
 from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS
 from lmpool.workers.backends.requirements import require
 
@@ -30,6 +31,7 @@ class HfSettings:
         kv_cache_bytes: memory for the keys and values of recent prompts, 0 for none. A step gathers at
             most as much again.
         max_prompt_tokens: longest prompt to take; None means the model's limit, which it cannot exceed.
+        adapters: LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves.
 
     Raises:
         SettingsError: a value is malformed, or a package that it needs is not installed.
@@ -47,10 +49,11 @@ class HfSettings:
     max_batch_tokens: int = 8192
     kv_cache_bytes: int = 1 << 30
     max_prompt_tokens: int | None = None
+    adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for field in ("model", "gguf_file", "revision", "device"):
-            _check_text(field, getattr(self, field), optional=field in ("gguf_file", "revision"))
+        for name in ("model", "gguf_file", "revision", "device"):
+            _check_text(name, getattr(self, name), optional=name in ("gguf_file", "revision"))
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
@@ -62,11 +65,18 @@ class HfSettings:
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
+        if self.adapter_folders:
+            require("adapters", "lmpool[lora]", "peft")
 
     @property
     def served_as(self) -> str:
         """`name`, or the last part of `model`."""
         return self.name or Path(self.model).name or self.model
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or hub name."""
+        return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
         """Make the backend; see `HfBackend`."""

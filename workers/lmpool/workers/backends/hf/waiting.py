@@ -22,18 +22,20 @@ class Waiting:
         ids: the prompt.
         next: position of the next token to score; 0 when the row is wanted.
         fresh: nothing that is kept may be used.
+        adapter: "name@revision", or "".
         scores: of the tokens that have been scored.
     """
 
     ids: list[int]
     next: int = 0
     fresh: bool = False
+    adapter: str = ""
     scores: list[NDArray[np.float32]] = field(default_factory=list)
 
     @classmethod
     def of(cls, job: BackendJob) -> Waiting:
         """What is to be done for a job."""
-        return cls(decode_ids(job.ids).tolist(), job.score_from, job.fresh)
+        return cls(decode_ids(job.ids).tolist(), job.score_from, job.fresh, job.adapter)
 
     @property
     def kind(self) -> str:

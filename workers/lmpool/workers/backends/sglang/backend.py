@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lmpool.adapters import qualify
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
-from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.sglang.settings import SglangSettings
@@ -37,6 +38,7 @@ class SglangBackend:
         self._settings = settings
         launched = launch(settings)
         self._device = launched.device
+        self._adapters = launched.adapters
         self._engine = engine = launched.engine
         facts = engine.facts
         self._encoder = RowEncoder(facts.dtype, lossy=settings.encoding == "f16")
@@ -52,7 +54,6 @@ class SglangBackend:
             max_prompt_tokens=launched.max_prompt_tokens,
             revision=launched.revision,
             dtype=str(facts.dtype).removeprefix("torch."),
-            adapters=launched.adapters,
             source=checkpoint_source(settings.model),
         )
         try:
@@ -70,6 +71,11 @@ class SglangBackend:
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return self._adapters
 
     @property
     def batch(self) -> int:
@@ -151,6 +157,24 @@ class SglangBackend:
         digest = self._digests.pop(name)
         del self._held[digest]
         return digest
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """Find an adapter that it was started with; SGLang is told of no others.
+
+        Raises:
+            SettingsError: it is another one.
+        """
+        revision = checkpoint_revision(checkpoint_folder("adapters", source))
+        if qualify(name, revision) in self._adapters:
+            return revision
+        raise SettingsError(
+            f"adapters: a worker of SGLang cannot load {name!r} while it serves: start it anew with "
+            f"--adapters {name}={source}"
+        )
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Take no more prompts that name an adapter; its memory is free when the worker ends."""
+        self._adapters.pop(adapter, None)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""

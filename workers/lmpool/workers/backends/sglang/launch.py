@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmpool.adapters import qualify
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.engine_args import parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
@@ -40,7 +41,7 @@ class Launched:
         engine: the engine.
         max_prompt_tokens: the longest prompt to take.
         revision: digest of the checkpoint and of the options that decide rows.
-        adapters: adapter -> digest of its weights.
+        adapters: "name@revision" -> folder or hub name.
         device: where the model lies: "cpu", or a torch device such as "cuda:0".
     """
 
@@ -59,7 +60,10 @@ def launch(settings: SglangSettings) -> Launched:
     """
     version = require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
-    adapters = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
+    places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
+    # By the qualified name: SGLang tells prefixes of different adapters apart by it.
+    adapters = {qualify(name, checkpoint_revision(place)): place for name, place in places.items()}
+    sources = dict(zip(adapters, map(checkpoint_source, settings.adapter_folders.values()), strict=True))
     device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
     _prepare(device)
     try:
@@ -82,13 +86,12 @@ def launch(settings: SglangSettings) -> Launched:
         options.setdefault("max_total_tokens", tokens)
     options.setdefault("context_length", context_length(settings.max_prompt_tokens, facts.positions))
     revision = checkpoint_revision(folder, also=row_deciding(given))
-    revisions = {name: checkpoint_revision(place) for name, place in adapters.items()}
     engine = Engine(options)
     try:
         if (trouble := engine.wait()) is not None:
             raise _explained(trouble, f"SGLang {version} cannot serve {settings.model}") from trouble
         most = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-        return Launched(engine, most, revision, revisions, _place(options))
+        return Launched(engine, most, revision, sources, _place(options))
     except BaseException:
         engine.close()
         raise

@@ -13,18 +13,25 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
+from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import (
+    checkpoint_dtype,
+    checkpoint_folder,
+    checkpoint_revision,
+    checkpoint_source,
+)
 from lmpool.workers.backends.engine_args import check_engine_args, check_one_process, parse_engine_args
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.vllm.settings import VllmSettings
 
 Adapters = dict[str, tuple[LoRARequest, str]]
-"""Adapter -> what a request names it by, and the digest of its weights."""
+"""Adapter ("name@revision") -> what a request names it by, and its folder or hub name."""
 
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
 _MANY = 1 << 30
+_LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
@@ -74,10 +81,22 @@ def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
     """
     found: Adapters = {}
     for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
-        folder = checkpoint_folder("adapters", place)
-        check_adapter(folder, model)
-        found[name] = (LoRARequest(name, number, str(folder)), checkpoint_revision(folder))
+        adapter, request = read_adapter(name, place, number, model)
+        found[adapter] = (request, checkpoint_source(place))
     return found
+
+
+def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, LoRARequest]:
+    """An adapter in a folder or on the hub, as jobs and as vLLM name it.
+
+    Raises:
+        SettingsError: there is no such folder, or no adapter for this model in it.
+    """
+    folder = checkpoint_folder("adapters", place)
+    check_adapter(folder, model)
+    adapter = qualify(name, checkpoint_revision(folder))
+    # By the qualified name: vLLM's prefix cache tells adapters apart by it.
+    return adapter, LoRARequest(adapter, number, str(folder))
 
 
 def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:
@@ -104,12 +123,20 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
             "block_size": _CPU_BLOCK,
             "kv_cache_memory_bytes": settings.kv_cache_bytes or _CPU_KV_BYTES,
         }
-    if adapters:
+    if adapters or settings.max_adapters:
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
-        most = len(adapters) + 1
-        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values())
+        most = adapter_places(settings) + 1
+        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
+        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
+
+
+def adapter_places(settings: VllmSettings) -> int:
+    """Adapters that may be loaded at once."""
+    further = settings.max_adapters
+    # One that is replaced stays until all workers have the new one.
+    return len(settings.adapters) + (further + 1 if further else 0)
 
 
 def fitting_sessions(settings: VllmSettings, places: int) -> int:

@@ -74,7 +74,6 @@ class VllmBackend:
             max_prompt_tokens=engine.max_prompt_tokens,
             revision=engine.revision,
             dtype=engine.dtype,
-            adapters={name: revision for name, (_, revision) in engine.adapters.items()},
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
             scores=not engine.adapters,
@@ -95,6 +94,11 @@ class VllmBackend:
     def card(self) -> ModelCard:
         """What the backend serves."""
         return self._card
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that prompts may name, and where they came from."""
+        return {adapter: source for adapter, (_, source) in self._engine.adapters.items()}
 
     @property
     def batch(self) -> int:
@@ -287,6 +291,15 @@ class VllmBackend:
             self._engine.captured.drop(digest)
             self._scores.pop(digest, None)
         self._close(names)
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """Load a LoRA adapter; see `Engine.load_adapter`."""
+        return self._engine.load_adapter(name, source)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter, and the sessions of prompts that named it."""
+        self._close(self._sessions.close_adapter(adapter))
+        self._engine.drop_adapter(adapter)
 
     def stats(self) -> BackendStats:
         """Counters since the start."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +24,11 @@ from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.vllm.arguments import (
     Adapters,
+    adapter_places,
     engine_arguments,
     find_adapters,
     fitting_sessions,
+    read_adapter,
     row_deciding,
     user_arguments,
 )
@@ -55,7 +60,10 @@ class Engine:
         block: tokens of a block of them.
         revision: digest of the weights and of the options that change rows.
         source: folder or hub name.
-        adapters: what a request names them by, and their digests.
+        adapters: "name@revision" -> what a request names it by, and its folder or hub name.
+        folder: of the checkpoint.
+        places: adapters that may be loaded at once.
+        numbers: of adapters to come.
     """
 
     core: InprocClient
@@ -70,6 +78,34 @@ class Engine:
     revision: str
     source: str
     adapters: Adapters
+    folder: Path
+    places: int
+    numbers: Iterator[int]
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """Load an adapter; returns its revision.
+
+        Raises:
+            SettingsError: it cannot be had, does not fit the model, or there is no room for it.
+        """
+        adapter, request = read_adapter(name, source, next(self.numbers), self.folder)
+        if adapter not in self.adapters:
+            if len(self.adapters) >= self.places:
+                raise SettingsError(
+                    f"adapters: this worker has room for {self.places}, and {name!r} would be one more: start the "
+                    "workers anew with --max-adapters"
+                )
+            try:
+                _load_adapter(self.core, request)
+            except START_ERRORS as error:
+                raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
+            self.adapters[adapter] = (request, checkpoint_source(source))
+        return adapter.rpartition("@")[2]
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter that no request names any more."""
+        if (found := self.adapters.pop(adapter, None)) is not None:
+            self.core.remove_lora(found[0].lora_int_id)
 
 
 def open_engine(settings: VllmSettings) -> Engine:
@@ -112,6 +148,9 @@ def open_engine(settings: VllmSettings) -> Engine:
         revision=revision,
         source=checkpoint_source(settings.model),
         adapters=adapters,
+        folder=folder,
+        places=adapter_places(settings),
+        numbers=count(len(adapters) + 1),
     )
 
 

@@ -74,6 +74,14 @@ class Sessions:
             closed += self.close_oldest(1)
         return closed
 
+    def close_adapter(self, adapter: str) -> list[str]:
+        """Forget the sessions of an adapter that wait; returns their requests."""
+        keys = [key for key in self._idle if key[0] == adapter]
+        closed = [self._idle.pop(key) for key in keys]
+        for request in closed:
+            self.forget(request)
+        return closed
+
     def close_oldest(self, number: int) -> list[str]:
         """Forget the sessions that have waited longest; returns their requests."""
         closed = []

@@ -1,0 +1,241 @@
+"""Loading, replacing and removing adapters: offered to all workers, put in service when all have loaded it.
+
+A change is over when every live worker has followed it, and when `KNOWN_FOR_S` have passed in which clients may still
+have used what they knew before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from lmpool.adapters import (
+    KNOWN_FOR_S,
+    Adapter,
+    AdapterRegistry,
+    Offer,
+    check_adapter_name,
+    check_source,
+    name_of,
+    qualify,
+)
+from lmpool.backoff import delays
+from lmpool.checks import shown
+from lmpool.errors import (
+    AdapterRefused,
+    DeadlineExceeded,
+    LMPoolError,
+    NoWorker,
+    ServerError,
+    SettingsError,
+    UnknownAdapter,
+)
+from lmpool.producer.channel import TROUBLE
+from lmpool.producer.lobby import WorkerInfo
+from lmpool.producer.session import Session
+from lmpool.producer.within import Within
+
+T = TypeVar("T")
+
+_LOOK_S = 0.1
+_MARGIN_S = 0.5
+_OUTLIVES_S = 10.0
+
+
+class _Told(NamedTuple):
+    """What a worker has told of the adapters of one name with its heartbeat.
+
+    Attributes:
+        worker_id: the worker.
+        served: those in service that it has, as "name@revision".
+        nonce: names the last offer that it has tried, or "".
+        revision: what it has loaded then.
+        refusal: why it could not.
+    """
+
+    worker_id: str
+    served: list[str]
+    nonce: str
+    revision: str
+    refusal: str
+
+
+class AdapterChange:
+    """One change of a model's adapters.
+
+    Args:
+        session: the session with the model's workers.
+        name: of the adapter.
+        within: for how long.
+
+    Raises:
+        SettingsError: `name` is none.
+    """
+
+    def __init__(self, session: Session, name: str, within: Within) -> None:
+        self._session = session
+        self._name = check_adapter_name("name", name)
+        self._within = within
+        self._waits_for = "the server has not answered"
+
+    async def add(self, source: str | Path) -> str:
+        """Have all workers serve it; see `Producer.add_adapter`."""
+        place = _resolved(source)
+        before = (await self._session.adapters.all(self._within)).get(self._name)
+        offer = Offer(place, secrets.token_hex(8))
+        try:
+            revision = await self._limited(partial(self._put_in_service, offer), "it is not in service")
+        except BaseException:
+            self._session.spawn(self._withdraw(offer.nonce))
+            raise
+        is_other = before not in (None, revision)
+        await self._limited(partial(self._settle, revision, is_other=is_other), "it is in service")
+        return revision
+
+    async def remove(self) -> None:
+        """Have no worker serve it; see `Producer.remove_adapter`."""
+        known = await self._session.adapters.all(self._within)
+        if self._name not in known or not await self._limited(self._take_out, "it is in service"):
+            served = ", ".join(known) or "none"
+            model = self._session.card.name
+            raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
+        await self._limited(partial(self._settle, "", is_other=True), "it is not in service any more")
+
+    # Parts
+
+    async def _put_in_service(self, offer: Offer) -> str:
+        lifetime = self._within.left + _OUTLIVES_S
+        for wait in delays():
+            if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
+                break
+            await asyncio.sleep(wait)  # Workers write down what the server has lost.
+        loaded = await self._until_loaded(offer)
+        if not await self._insist(partial(self._registry.adopt, self._name, loaded)):
+            # A first try whose answer was lost may have done it.
+            known = await self._insist(self._registry.read)
+            if known.adapters.get(self._name) != Adapter(loaded.source, loaded.revision):
+                raise self._interrupted()
+        return loaded.revision
+
+    async def _until_loaded(self, offer: Offer) -> Offer:
+        """Wait until all workers have loaded what is offered; returns the offer with its revision."""
+        while True:
+            found = (await self._insist(self._registry.read)).offers.get(self._name)
+            if found is None or found.nonce != offer.nonce:
+                raise self._interrupted()
+            told = await self._told()
+            tried = [worker for worker in told if worker.nonce == offer.nonce]
+            for worker in tried:
+                if worker.refusal:
+                    raise AdapterRefused(f"the worker {worker.worker_id} cannot load it: {worker.refusal}")
+                if found.revision and worker.revision != found.revision:
+                    raise AdapterRefused(
+                        f"the workers have found different weights in {offer.source}: {worker.worker_id} has revision "
+                        f"{worker.revision}, others {found.revision}; was it written just now?"
+                    )
+            if found.revision and told and len(tried) == len(told):
+                return found
+            slow = ", ".join(worker.worker_id for worker in told if worker not in tried)
+            self._waits_for = f"still loading or silent: {slow}" if slow else ""
+            await asyncio.sleep(_LOOK_S)
+
+    async def _take_out(self) -> bool:
+        # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.
+        while not await self._insist(partial(self._registry.remove, self._name)):
+            if self._name not in await self._session.adapters.all(self._within):
+                return False
+        return True
+
+    async def _settle(self, revision: str, *, is_other: bool) -> None:
+        """Wait until nobody uses another revision any more.
+
+        Args:
+            revision: what is in service now; "" for none.
+            is_other: another one was in service before.
+        """
+        loop = asyncio.get_running_loop()
+        self._session.adapters.doubt()
+        end = loop.time() + (KNOWN_FOR_S + _MARGIN_S if is_other else 0.0)
+        wanted = [qualify(self._name, revision)] if revision else []
+        while behind := [worker.worker_id for worker in await self._told() if worker.served != wanted]:
+            self._waits_for = f"have not followed yet: {', '.join(behind)}"
+            await asyncio.sleep(_LOOK_S)
+        self._waits_for = "clients may use what they know for a moment"
+        await asyncio.sleep(max(0.0, end - loop.time()))
+
+    async def _withdraw(self, nonce: str) -> None:
+        try:
+            await self._registry.withdraw(self._name, nonce)
+        except TROUBLE:
+            pass  # It expires.
+
+    # What they have in common
+
+    @property
+    def _registry(self) -> AdapterRegistry:
+        return self._session.adapters.registry
+
+    async def _told(self) -> list[_Told]:
+        """What the live workers have told."""
+        workers = [one for one in await self._insist(self._session.workers) if one.fields.get("state") != "draining"]
+        if not workers:
+            self._waits_for = ""
+        return [self._read(worker) for worker in workers]
+
+    def _read(self, worker: WorkerInfo) -> _Told:
+        try:
+            served = json.loads(worker.fields.get("adapters", "[]"))
+            nonce, revision, refusal = json.loads(worker.fields.get("adapter_offers", "{}")).get(self._name, ("",) * 3)
+            own = [adapter for adapter in served if name_of(adapter) == self._name]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ServerError(f"what the worker {worker.worker_id} tells of its adapters does not decode") from error
+        return _Told(worker.worker_id, own, nonce, revision, refusal)
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until the server answers."""
+        for wait in delays():
+            try:
+                return await attempt()
+            except (SettingsError, AdapterRefused):
+                raise
+            except TROUBLE as error:
+                self._waits_for = str(self._session.explain(error))
+            await asyncio.sleep(wait)
+        raise AssertionError("the waits never end")
+
+    async def _limited(self, work: Callable[[], Awaitable[T]], state: str) -> T:
+        try:
+            async with self._within.limit():
+                return await work()
+        except DeadlineExceeded:
+            raise
+        except TimeoutError as error:
+            raise self._late(state) from error
+
+    def _late(self, state: str) -> LMPoolError:
+        model = self._session.card
+        text = f"not done within {self._within.seconds:g} s with the adapter {self._name!r} of {model.name!r}: {state}"
+        if not self._waits_for:
+            return NoWorker(f"{text}, and no live worker serves the model; start one with `{model.start_command}`")
+        return DeadlineExceeded(f"{text} ({self._waits_for}); allow more time (timeout=)")
+
+    def _interrupted(self) -> AdapterRefused:
+        return AdapterRefused(
+            f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile, or the server has "
+            "lost the request; look at what is in service, and try again"
+        )
+
+
+def _resolved(source: str | Path) -> str:
+    """A folder that is here by its full path: workers run in other folders."""
+    text = check_source("source", str(source) if isinstance(source, Path) else source)
+    try:
+        place = Path(text).expanduser()
+        return check_source("source", str(place.resolve())) if place.exists() else text
+    except (OSError, RuntimeError, ValueError):  # Too long for a path, or ~somebody who is not known here.
+        return text

@@ -1,0 +1,208 @@
+"""What a client knows of a model's adapters, and asking with one whose weights may change meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+
+from lmpool.adapters import KNOWN_FOR_S, AdapterRegistry, Registered, qualify
+from lmpool.backoff import delays
+from lmpool.checks import shown
+from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, UnknownAdapter
+from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.checks import check_timeout
+from lmpool.producer.within import Within
+
+if TYPE_CHECKING:
+    from lmpool.producer.slot import SessionSlot
+
+_NEVER = float("-inf")
+_IN_USE_S = 60.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Adapters:
+    """Knows which weights the adapters of one session's model have at present.
+
+    What was read may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter waits for as
+    long, so that afterwards nobody asks for what was replaced, nor takes it from a cache.
+
+    Args:
+        channel: the connections.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._known: dict[str, str] = {}
+        self._owner = ""
+        self._as_of = _NEVER
+        self._used = _NEVER
+        self._reading = asyncio.Lock()
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        """The adapters of the model as it is now."""
+        channel = self._channel
+        return AdapterRegistry(channel.redis, channel.model, channel.fingerprint)
+
+    async def qualified(self, name: object, within: Within) -> str:
+        """What a job calls an adapter: "name@revision".
+
+        Raises:
+            UnknownAdapter: the model has no adapter of that name.
+            DeadlineExceeded, ServerError: the server does not tell in time.
+        """
+        loop = self._loop
+        self._used = loop.time()
+        if self._is_fresh and isinstance(name, str) and (revision := self._known.get(name)) is not None:
+            return qualify(name, revision)
+        await self._read_since(loop.time(), within)
+        if isinstance(name, str) and (revision := self._known.get(name)) is not None:
+            return qualify(name, revision)
+        served = ", ".join(self._known) or "none"
+        raise UnknownAdapter(f"the model {self._channel.card.name!r} has no adapter {shown(name)}; it has: {served}")
+
+    async def all(self, within: Within) -> dict[str, str]:
+        """All adapters in service now: name -> revision.
+
+        Raises:
+            DeadlineExceeded, ServerError: the server does not tell in time.
+        """
+        await self._read_since(self._loop.time(), within)
+        return dict(self._known)
+
+    def doubt(self) -> None:
+        """What is known has turned out to be old."""
+        self._as_of = _NEVER
+
+    async def renew(self) -> None:
+        """Read again if that is likely to spare a request the time.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        if self._loop.time() - self._used < _IN_USE_S and not self._reading.locked():
+            async with self._reading:
+                await self._read()
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._owner == self._channel.fingerprint
+
+    async def _read_since(self, begin: float, within: Within) -> None:
+        """Read what the server says now or has said since `begin`; tries until the deadline."""
+        seen: BaseException | None = None
+        try:
+            async with within.limit(), self._reading:
+                for wait in delays():
+                    if self._as_of >= begin and self._is_fresh:
+                        return
+                    try:
+                        if await self._read():
+                            return
+                        seen = None
+                    except TROUBLE as trouble:
+                        seen = trouble
+                        self._channel.note(trouble)
+                    await asyncio.sleep(wait)
+        except DeadlineExceeded:
+            raise
+        except TimeoutError as late:
+            # Who waited for another to read has seen no error.
+            if (why := seen or self._channel.trouble) is not None:
+                raise self._channel.explain(why) from late
+            raise NoWorker(
+                f"within {within.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
+                f"is one running? start it with `{self._channel.card.start_command}`"
+            ) from late
+
+    async def _read(self) -> bool:
+        """Read once; False when the server has lost the adapters, or has those of other weights under this name."""
+        begin = self._loop.time()
+        fingerprint = self._channel.fingerprint
+        found: Registered = await self.registry.read()
+        if found.owner != fingerprint:
+            return False
+        self._known = {name: adapter.revision for name, adapter in found.adapters.items()}
+        self._owner, self._as_of = fingerprint, begin
+        return True
+
+
+def is_base(adapter: object) -> bool:
+    """Whether a caller names no adapter; what is no text is none of the model's."""
+    return isinstance(adapter, str) and not adapter
+
+
+class _Owner(Protocol):
+    """Who has methods that name an adapter: a producer."""
+
+    _rows: SessionSlot
+    _timeout: float
+
+
+O = TypeVar("O", bound=_Owner)  # noqa: E741
+Method = Callable[Concatenate[O, P], Coroutine[Any, Any, T]]
+
+
+def by_revision(method: Method[O, P, T]) -> Method[O, P, T]:
+    """Have a method be called with `adapter` as jobs name it, and again when its weights change meanwhile.
+
+    The method takes `adapter` and `timeout` by name. Without an adapter nothing is done.
+    """
+
+    @wraps(method)
+    def call(self: O, *args: Any, **options: Any) -> Coroutine[Any, Any, T]:
+        adapter = options.get("adapter", "")
+        if is_base(adapter):
+            return method(self, *args, **options)
+        # What can be gone through once only must last for another try.
+        kept = [list(one) if isinstance(one, Iterator) else one for one in args]
+        options = {name: list(one) if isinstance(one, Iterator) else one for name, one in options.items()}
+        timeout = options.pop("timeout", None)
+        again: Callable[..., Coroutine[Any, Any, T]] = method
+
+        async def ask() -> T:
+            within = Within(self._timeout if timeout is None else check_timeout(timeout))
+            return await ask_by_revision(
+                self._rows,
+                adapter,
+                within,
+                lambda chosen: again(self, *kept, **options | {"adapter": chosen, "timeout": within.left}),
+            )
+
+        return ask()
+
+    return cast(Method[O, P, T], call)
+
+
+async def ask_by_revision(
+    slot: SessionSlot, adapter: object, within: Within, ask: Callable[[str], Coroutine[Any, Any, T]]
+) -> T:
+    """Ask with an adapter until no worker says that its weights have changed meanwhile.
+
+    Args:
+        slot: the session with the model's workers.
+        adapter: its name.
+        within: for how long.
+        ask: asks with "name@revision".
+
+    Raises:
+        UnknownAdapter: the model has no adapter of that name.
+        DeadlineExceeded, ServerError: it changes again and again, or the server cannot be used.
+        LMPoolError: whatever else `ask` ends in.
+    """
+    waits = delays()
+    while True:
+        session = slot.current(within.loop) or await slot.open(within)
+        chosen = await session.adapters.qualified(adapter, within)
+        try:
+            return await ask(chosen)
+        except AdapterChanged:
+            session.adapters.doubt()
+        # A worker may have seen the change before the server tells of it to us.
+        await asyncio.sleep(next(waits))

@@ -1,0 +1,80 @@
+"""The commands `lmpool adapters list`, `add` and `remove`: which LoRA adapters the workers of a model serve."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, Timeout, run
+from lmpool.producer.producer import Producer
+
+adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
+
+AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
+
+
+@adapters_app.command("list")
+def list_adapters(
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the adapters that requests may name."""
+
+    async def ask() -> dict[str, str]:
+        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+            return await producer.adapters()
+
+    found = run(ask())
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    if not found:
+        typer.echo("the model has no adapters")
+        return
+    table = Table("adapter", "revision")
+    for name, revision in sorted(found.items()):
+        table.add_row(name, revision)
+    Console().print(table)
+
+
+@adapters_app.command()
+def add(
+    name: AdapterName,
+    source: Annotated[str, typer.Argument(help="Its folder, or its name on the hub, on the workers' machines.")],
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+) -> None:
+    """Have all workers serve an adapter, or another one instead of that of this name."""
+
+    async def change() -> str:
+        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+            return await producer.add_adapter(name, source)
+
+    typer.echo(f"{name} is in service, revision {run(change())}")
+
+
+@adapters_app.command()
+def remove(
+    name: AdapterName,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+) -> None:
+    """Have no worker serve an adapter any more."""
+
+    async def change() -> None:
+        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+            await producer.remove_adapter(name)
+
+    run(change())
+    typer.echo(f"{name} is not in service any more")

@@ -1,0 +1,393 @@
+"""Adapters that come and go while workers serve: all workers follow, and nothing that was replaced is served again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lmpool.adapters import MAX_ADAPTERS, Adapter
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter, WorkerError
+from lmpool.producer import Producer, SyncProducer, adapter_changes
+from lmpool.producer import adapters as adapters_module
+from lmpool.producer import session as session_module
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend import WithoutAdapters
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.pool import Pool, until_async
+from tests.test_adapters import serving
+
+V = 64
+QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What clients know expires soon, so that changes take less time: for tests that are not about that."""
+    for module in (adapters_module, adapter_changes):
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
+    monkeypatch.setattr(adapter_changes, "_MARGIN_S", 0.1)
+
+
+def write(folder: Path, name: str, content: str) -> Path:
+    """An adapter of the synthetic backend."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "weights").write_text(content)
+    return folder / name
+
+
+def expected(ids: list[int], revision: str = "") -> NDArray[np.float32]:
+    return synthetic_row(ids, vocab_size=V, adapter_revision=revision)
+
+
+async def check(producer: Producer, adapter: str, revision: str, *prompts: list[int]) -> None:
+    for ids in prompts or ([1], [2, 3]):
+        assert np.array_equal(await producer.logprobs(ids, adapter=adapter), expected(ids, revision)), ids
+
+
+@asynccontextmanager
+async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
+    async with pool.producer("syn") as one, pool.producer("syn") as other:
+        yield one, other
+
+
+async def test_an_adapter_that_is_added_reaches_every_worker(pool: Pool, tmp_path: Path) -> None:
+    workers = [pool.start(*QUICK) for _ in range(2)]
+    async with two_clients(pool) as (one, other):
+        assert await one.adapters() == {}
+        with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: none"):
+            await other.logprobs([1], adapter="poet")
+        revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
+        assert await other.adapters() == {"poet": revision}
+        await check(other, "poet", revision)
+        await check(one, "", "")
+        # Each of them by itself.
+        workers[0].signal(signal.SIGTERM)
+        assert workers[0].wait() == 0
+        await check(one, "poet", revision, [4], [5])
+    assert all("serving the adapter 'poet'" in worker.text for worker in workers)
+
+
+async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Then what clients know is as old as it may ever be.
+    monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
+    for _ in range(2):
+        pool.start(*QUICK)
+    folders = [write(tmp_path, f"v{version}", str(version)) for version in range(4)]
+    backend = SyntheticBackend(SyntheticSettings(vocab_size=V))
+    revisions = [backend.load_adapter("poet", str(folder)) for folder in folders]
+    rows = {expected([token], revision).tobytes(): n for n, revision in enumerate(revisions) for token in range(4)}
+    async with two_clients(pool) as clients:
+        assert await clients[0].add_adapter("poet", folders[0]) == revisions[0]
+        in_service = 0
+        seen: set[int] = set()
+        done = asyncio.Event()
+
+        async def hammer(producer: Producer, seed: int) -> None:
+            draw = random.Random(seed)
+            while not done.is_set():
+                # Few prompts: most rows are in the cache, or in the producer's own memory.
+                token, oldest = draw.randrange(4), in_service
+                found = rows[(await producer.logprobs([token], adapter="poet")).tobytes()]
+                assert found >= oldest, f"a row of version {found} after {oldest} had been put in service"
+                seen.add(found)
+                await asyncio.sleep(0)
+
+        hammers = [asyncio.create_task(hammer(producer, seed)) for seed in range(3) for producer in clients]
+        for version in (1, 2, 3):
+            assert await clients[version % 2].add_adapter("poet", folders[version]) == revisions[version]
+            in_service = version
+            for producer in clients:
+                await check(producer, "poet", revisions[version], [0], [1], [2], [3])
+                assert await producer.adapters() == {"poet": revisions[version]}
+        done.set()
+        await asyncio.gather(*hammers)
+        assert seen >= {0, 1, 2}, "requests went on while adapters were replaced"
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK, "--step-ms", 100)
+    async with two_clients(pool) as (one, other):
+        old = await one.add_adapter("poet", write(tmp_path, "old", "1"))
+        base = asyncio.gather(*(other.logprobs([5, token]) for token in range(V)))
+        asked = [
+            asyncio.create_task(other.logprobs([token, at], adapter="poet")) for token in range(V) for at in range(9)
+        ]
+        batch = asyncio.create_task(other.batch_logprobs(iter([[at] for at in range(V)]), adapter="poet"))
+        await asyncio.sleep(0)
+        new = await one.add_adapter("poet", write(tmp_path, "new", "2"))
+        rows = await asyncio.gather(*asked)
+        olds = 0
+        for (token, at), row in zip(((t, a) for t in range(V) for a in range(9)), rows, strict=True):
+            is_old = np.array_equal(row, expected([token, at], old))
+            olds += is_old
+            assert is_old or np.array_equal(row, expected([token, at], new))
+        assert 0 < olds < len(rows)
+        batched = await batch
+        wanted = [np.stack([expected([at], revision) for at in range(V)]) for revision in (old, new)]
+        assert any(np.array_equal(batched, rows) for rows in wanted), "a batch is of one revision"
+        for token, row in enumerate(await base):
+            assert np.array_equal(row, expected([5, token]))
+
+
+async def test_what_is_removed_is_unknown_to_everybody(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK)
+    async with two_clients(pool) as (one, other):
+        await one.add_adapter("poet", write(tmp_path, "a", "1"))
+        revision = await other.add_adapter("judge", write(tmp_path, "b", "2"))
+        await check(other, "poet", (await one.adapters())["poet"])
+        await one.remove_adapter("poet")
+        for producer in (one, other):
+            with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: judge"):
+                await producer.logprobs([1], adapter="poet")
+            with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: judge"):
+                await producer.remove_adapter("poet")
+        await check(other, "judge", revision)
+        await check(one, "", "")
+        again = await other.add_adapter("poet", write(tmp_path, "c", "3"))
+        await check(one, "poet", again)
+
+
+async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_path: Path) -> None:
+    first = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        second = pool.start(*QUICK)
+        first.signal(signal.SIGKILL)
+        await check(producer, "poet", revision, [7], [8])
+        assert "serving the adapter 'poet'" in second.text
+        second.signal(signal.SIGKILL)
+        second.wait()
+        waiting = asyncio.create_task(producer.logprobs([9], adapter="poet"))
+        pool.start(*QUICK)
+        assert np.array_equal(await waiting, expected([9], revision)), "a killed worker's adapters stay registered"
+
+
+async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert pool.names("{syn}:adapters") == []
+    pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        assert await producer.adapters() == {}
+
+
+async def test_a_worker_that_cannot_load_what_is_in_service_does_not_start(pool: Pool, tmp_path: Path) -> None:
+    pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        folder = write(tmp_path, "a", "1")
+        revision = await producer.add_adapter("poet", folder)
+        (folder / "weights").write_text("changed since")
+        late = pool.start(*QUICK, wait=False)
+        assert late.wait() == 2
+        assert "has other weights on this worker" in late.text
+        (folder / "weights").unlink()
+        late = pool.start(*QUICK, wait=False)
+        assert late.wait() == 2
+        assert "is an empty folder" in late.text
+        await check(producer, "poet", revision, [1], [2])
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_a_server_that_loses_everything_is_told_again(
+    pool: Pool, tmp_path: Path, own_server: EmbeddedServer
+) -> None:
+    pool = Pool(own_server.url, "lost", tmp_path)
+    try:
+        for _ in range(2):
+            pool.start(*QUICK)
+        async with two_clients(pool) as (one, other):
+            revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
+            await one.add_adapter("gone", write(tmp_path, "b", "2"))
+            await one.remove_adapter("gone")
+            for round_ in range(3):
+                pool.redis.flushall()
+                await check(other, "poet", revision, [round_], [round_, 1])
+                with pytest.raises(UnknownAdapter, match="has no adapter 'gone'; it has: poet"):
+                    await one.logprobs([1], adapter="gone")
+            pool.redis.flushall()
+            newer = await one.add_adapter("poet", write(tmp_path, "c", "3"))
+            pool.redis.flushall()
+            await check(other, "poet", newer, [1], [2])
+    finally:
+        pool.end()
+
+
+# Refusals
+
+
+async def test_what_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:
+    workers = [pool.start(*QUICK) for _ in range(2)]
+    async with two_clients(pool) as (one, other):
+        revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
+        (tmp_path / "empty").mkdir()
+        for source, why in [
+            (tmp_path / "none", "cannot be read: No such file"),
+            (tmp_path / "empty", "an empty folder"),
+        ]:
+            with pytest.raises(AdapterRefused, match=rf"the worker \S+ cannot load it: adapters: .*{why}"):
+                await other.add_adapter("poet", source)
+            with pytest.raises(AdapterRefused, match=why):
+                await other.add_adapter("new", str(source))
+        assert await one.adapters() == {"poet": revision}
+        await check(other, "poet", revision, [1], [2])
+        await until_async(no_offers(pool), "offers are taken back")
+    assert all(worker.is_running for worker in workers)
+
+
+def no_offers(pool: Pool) -> Any:
+    async def none() -> bool:
+        return not pool.names("{syn}:offers")
+
+    return none
+
+
+async def test_a_backend_without_adapters_says_so(pool: Pool, tmp_path: Path) -> None:
+    async with serving(pool, NoAdapters(SyntheticSettings(name="syn", vocab_size=V))), pool.producer("syn") as producer:
+        with pytest.raises(AdapterRefused, match="'poet' cannot be loaded: this backend serves no adapters"):
+            await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+
+
+class NoAdapters(WithoutAdapters, SyntheticBackend):
+    """A backend that has none."""
+
+    def __init__(self, settings: SyntheticSettings) -> None:
+        super().__init__(settings)
+
+
+@pytest.mark.parametrize("name", ["", "a@b", "a,b", "a=b", "a\n", "x" * 101, " a", 5, None])
+async def test_bad_names_are_refused(pool: Pool, tmp_path: Path, name: Any) -> None:
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        for change in (producer.add_adapter(name, write(tmp_path, "a", "1")), producer.remove_adapter(name)):
+            with pytest.raises(SettingsError, match=r"^name: .* must be 1 to 100 characters"):
+                await change
+        for source in ("", " ", "a\nb", "x" * 5000, 5, None, b"a"):
+            with pytest.raises(SettingsError, match="^source: "):
+                await producer.add_adapter("poet", source)  # type: ignore[arg-type]
+        assert await producer.adapters() == {}
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Path) -> None:
+    folder = write(tmp_path, "a", "1")
+    backend = SyntheticBackend(
+        SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a{number}={folder}" for number in range(MAX_ADAPTERS)])
+    )
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        assert len(await producer.adapters()) == MAX_ADAPTERS
+        with pytest.raises(SettingsError, match="'more' is one too many: a model may have 64"):
+            await producer.add_adapter("more", folder)
+        revision = await producer.add_adapter("a3", write(tmp_path, "b", "2"))
+        await check(producer, "a3", revision)
+        await producer.remove_adapter("a4")
+        await check(producer, "more", await producer.add_adapter("more", folder))
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        worker.signal(signal.SIGSTOP)
+        with pytest.raises(
+            DeadlineExceeded, match=r"not done within 1 s .*it is not in service \(still loading or silent"
+        ):
+            await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=1)
+        worker.signal(signal.SIGKILL)
+        with pytest.raises(NoWorker, match="no live worker serves the model; start one with `lmpool worker`"):
+            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=4)
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_changes_without_asyncio(pool: Pool, tmp_path: Path) -> None:
+    pool.start(*QUICK)
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        revision = producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        assert producer.adapters() == {"poet": revision}
+        assert np.array_equal(producer.logprobs([1], adapter="poet"), expected([1], revision))
+        producer.remove_adapter("poet")
+        with pytest.raises(UnknownAdapter):
+            producer.batch_logprobs([[1]], adapter="poet")
+
+
+# Changes that meet
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_of_two_changes_at_once_one_is_told_and_the_other_is_in_service(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK)
+    folders = [write(tmp_path, name, name) for name in "ab"]
+    async with two_clients(pool) as clients:
+        changes = [one.add_adapter("poet", folder) for one, folder in zip(clients, folders, strict=True)]
+        outcomes = await asyncio.gather(*changes, return_exceptions=True)
+        (refused,) = [one for one in outcomes if isinstance(one, BaseException)]
+        (revision,) = [one for one in outcomes if isinstance(one, str)]
+        assert isinstance(refused, AdapterRefused)
+        assert "somebody else has changed it meanwhile" in str(refused)
+        for producer in clients:
+            assert await producer.adapters() == {"poet": revision}
+            await check(producer, "poet", revision)
+        others = await asyncio.gather(*(one.add_adapter(f"n{n}", folders[n]) for n, one in enumerate(clients)))
+        assert await clients[0].adapters() == {"poet": revision, "n0": others[0], "n1": others[1]}
+
+
+async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        worker.signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "b", "2")))
+
+        async def is_offered() -> bool:
+            return bool(pool.names("{syn}:offers"))
+
+        await until_async(is_offered, "the adapter is offered")
+        change.cancel()
+        await until_async(no_offers(pool), "the offer is taken back")
+        worker.signal(signal.SIGCONT)
+        assert await producer.adapters() == {"poet": revision}
+        await check(producer, "poet", revision)
+
+
+@pytest.mark.usefixtures("short_memory")
+async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, tmp_path: Path) -> None:
+    workers = [pool.start(*QUICK) for _ in range(2)]
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        workers[0].signal(signal.SIGSTOP)
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "b", "2")))
+        await asyncio.sleep(0)
+        workers[0].signal(signal.SIGKILL)
+        revision = await change
+        await check(producer, "poet", revision, [5], [6])
+
+
+async def test_what_a_worker_cannot_load_any_more_fails_with_its_reason(pool: Pool, tmp_path: Path) -> None:
+    """A registry that names what is not there, as after a mistake of other software."""
+    pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        lost = Adapter(str(tmp_path / "nowhere"), "0f")
+        pool.redis.hset(pool.keys.model("syn").adapters, "lost", lost.pack())
+        with pytest.raises(WorkerError, match="cannot load the adapter 'lost': .*nowhere.* cannot be read"):
+            await producer.logprobs([1], adapter="lost")
+        await check(producer, "", "")

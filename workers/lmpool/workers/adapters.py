@@ -1,0 +1,202 @@
+"""The adapters that a worker serves: kept as the server says, loaded before they are needed, dropped when replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from redis.exceptions import RedisError
+
+from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify
+from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, SettingsError, WorkerError
+from lmpool.messages import Failure
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.stepper import Stepper
+
+_log = logging.getLogger("lmpool.worker")
+
+_LOOK_S = 0.5
+_AGAIN_S = 5.0
+
+
+class AdapterKeeper:
+    """Has the backend serve the adapters that the server names, no others.
+
+    Args:
+        registry: what the server names.
+        stepper: the backend.
+        loaded: what the backend has loaded by itself: "name@revision" -> source.
+        on_change: called when what `shown` tells has changed.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        stepper: Stepper,
+        loaded: Mapping[str, str],
+        on_change: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._registry = registry
+        self._stepper = stepper
+        self._on_change = on_change
+        self._loaded = dict(loaded)
+        self._in_service: dict[str, Adapter] = {}
+        self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
+        self._refused: dict[str, tuple[float, str]] = {}  # Of those in service: when it was tried, why not.
+        self._waiting: list[BackendJob] = []
+        self._wake = asyncio.Event()
+
+    async def start(self) -> None:
+        """Register what the backend was started with, and load what else is in service.
+
+        Raises:
+            ModelMismatch: an adapter of that name with other weights is in service.
+            SettingsError: an adapter that is in service cannot be loaded.
+        """
+        own = {
+            name_of(adapter): Adapter(source, adapter.rpartition("@")[2]) for adapter, source in self._loaded.items()
+        }
+        registry = self._registry
+        while (known := await registry.read()).owner != registry.fingerprint:
+            # The card is ours by now, so what is there are the adapters of other weights.
+            await registry.restore(own, instead_of=known.owner)
+        if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
+            raise SettingsError(
+                f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with less, "
+                "or remove some first"
+            )
+        for name, adapter in own.items():
+            if name not in known.adapters:
+                await registry.register(name, adapter)
+        known = await registry.read()
+        for name, adapter in own.items():
+            served = known.adapters.get(name)
+            if served is not None and served.revision != adapter.revision:
+                raise ModelMismatch(
+                    f"adapters: {name!r} is in service with other weights (revision {served.revision} of "
+                    f"{served.source}, not {adapter.revision}): replace it with `lmpool adapters add` first, or give "
+                    "yours another name"
+                )
+        for name, adapter in known.adapters.items():
+            if qualify(name, adapter.revision) not in self._loaded:
+                await self._load(name, adapter.source, adapter.revision)
+                await self._on_change()
+        self._in_service = known.adapters
+        await self._on_change()
+
+    async def run(self) -> None:
+        """Follow the server; never returns."""
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                waiting = len(self._waiting)
+                await self._follow()
+            except (RedisError, OSError, LMPoolError) as error:
+                _log.warning("cannot look for adapters, will try again: %s", error)
+                await asyncio.sleep(_LOOK_S)
+                continue
+            # Those that came since had better wait for the next look.
+            jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
+            if jobs:
+                self._stepper.submit(jobs)
+
+    def served_among(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
+        """The jobs that the backend can have now; the others get it as soon as the server has been looked at again."""
+        if missing := [job for job in jobs if job.adapter and job.adapter not in self._loaded]:
+            self._waiting += missing
+            self._wake.set()
+            return [job for job in jobs if job not in missing]
+        return jobs
+
+    def failure_of(self, adapter: str) -> Failure:
+        """Why a job that names an adapter which the backend does not have ends."""
+        if adapter in self._refused:
+            text = f"a worker that serves the model cannot load the adapter {name_of(adapter)!r}"
+            return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter][1]}")
+        return Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
+
+    def shown(self) -> dict[str, str]:
+        """What clients that load and remove adapters must know, for the heartbeat."""
+        served = [qualify(name, one.revision) for name, one in self._in_service.items()]
+        return {
+            "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
+            "adapter_offers": json.dumps(self._offered),
+        }
+
+    async def _follow(self) -> None:
+        """Read what the server names, load what is new and drop what is gone."""
+        registry, before = self._registry, self.shown()
+        known = await registry.read()
+        if not known.owner:
+            await registry.restore(self._in_service)
+            known = await registry.read()
+        if known.owner != registry.fingerprint:
+            return  # Others have taken the model's name; the heartbeat finds out.
+        for name, adapter in known.adapters.items():
+            await self._serve(name, adapter)
+        for name, offer in known.offers.items():
+            await self._try(name, offer)
+        self._in_service = known.adapters
+        self._offered = {name: self._offered[name] for name in known.offers}
+        self._drop_others(known)
+        if self.shown() != before:
+            await self._on_change()
+
+    async def _serve(self, name: str, adapter: Adapter) -> None:
+        """Have an adapter that is in service."""
+        qualified, now = qualify(name, adapter.revision), asyncio.get_running_loop().time()
+        if qualified in self._loaded or now - self._refused.get(qualified, (now - _AGAIN_S, ""))[0] < _AGAIN_S:
+            return
+        try:
+            await self._load(name, adapter.source, adapter.revision)
+        except SettingsError as error:
+            _log.warning("the adapter %r is in service and cannot be loaded: %s", name, error)
+            self._refused[qualified] = (now, str(error))
+        else:
+            self._refused.pop(qualified, None)
+
+    async def _try(self, name: str, offer: Offer) -> None:
+        """Load an adapter that is offered, and say what came of it."""
+        if (seen := self._offered.get(name)) is not None and seen[0] == offer.nonce:
+            return
+        try:
+            revision = await self._load(name, offer.source, offer.revision)
+        except SettingsError as error:
+            _log.warning("cannot load the adapter %r: %s", name, error)
+            self._offered[name] = (offer.nonce, "", str(error))
+            return
+        self._offered[name] = (offer.nonce, revision, "")
+        if not offer.revision:
+            await self._registry.fill(name, offer, revision)
+
+    async def _load(self, name: str, source: str, expected: str) -> str:
+        """Load an adapter; returns its revision.
+
+        Raises:
+            SettingsError: it cannot be loaded, or has another revision than the other workers have found.
+        """
+        revision = await self._stepper.load_adapter(name, source)
+        self._loaded[qualify(name, revision)] = source
+        if expected and revision != expected:
+            raise SettingsError(
+                f"adapters: {source} has other weights on this worker (revision {revision}) than on others "
+                f"({expected}): has it changed? `lmpool adapters add` loads it anew"
+            )
+        _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
+        return revision
+
+    def _drop_others(self, known: Registered) -> None:
+        wanted = {qualify(name, adapter.revision) for name, adapter in known.adapters.items()}
+        wanted |= {qualify(name, revision) for name, (_, revision, _) in self._offered.items()}
+        for adapter in [adapter for adapter in self._loaded if adapter not in wanted]:
+            _log.info("dropping the adapter %r", adapter)
+            del self._loaded[adapter]
+            self._stepper.drop_adapter(adapter)
+        self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
