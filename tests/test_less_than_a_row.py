@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from lmpool.errors import (
     PromptTooLong,
     SettingsError,
     TokenOutOfRange,
+    UnknownAdapter,
     WorkerError,
 )
 from lmpool.keys import Keys
@@ -263,9 +266,33 @@ async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool
         assert found[2] == draw(ROW, Draw(1.0, 1.0, 5))
         assert np.array_equal(found[3], ROW[[9]])
         assert np.array_equal(found[4].ids, top(ROW, 4).ids)
-        worker.signal(__import__("signal").SIGTERM)
+        worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
         assert pool.jobs() == 0
+
+
+async def test_everything_is_asked_of_an_adapter_too_and_of_the_weights_that_it_has_now(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.start()
+    (tmp_path / "weights").write_text("first")
+    options: Any = {"adapter": "poet"}
+    async with pool.producer() as producer:
+        for content in ("first", "second"):
+            (tmp_path / "weights").write_text(content)
+            revision = await producer.add_adapter("poet", tmp_path)
+            row = synthetic_row(PROMPT, vocab_size=V, adapter_revision=revision)
+            for _ in range(2):
+                assert np.array_equal(await producer.logprobs(PROMPT, targets=[3, 4], **options), row[[3, 4]])
+                assert np.array_equal((await producer.topk(PROMPT, 3, **options)).ids, top(row, 3).ids)
+                assert await producer.sample(PROMPT, seed=2, **options) == draw(row, Draw(1.0, 1.0, 2))
+                assert (await producer.score(PROMPT, [7], **options))[0] == row[7]
+                assert np.array_equal(await producer.logprobs(PROMPT, fresh=True, **options), row)
+            await producer.warm(PROMPT, **options)
+            assert np.array_equal(await producer.batch_logprobs(iter([PROMPT]), targets=[1], **options), row[None, [1]])
+        with pytest.raises(UnknownAdapter, match="no adapter 'judge'; it has: poet"):
+            await producer.topk(PROMPT, 3, adapter="judge")
+        assert np.array_equal(await producer.logprobs(PROMPT), ROW)
 
 
 BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +27,15 @@ except ImportError as error:
 
 class UnknownLora(UnknownAdapter, ValueError):
     """The model has no adapter of that name; a ValueError too, as genlm-backend raises."""
+
+
+@contextmanager
+def _as_genlm_says() -> Iterator[None]:
+    """Raise what users of genlm-backend expect for an adapter that the model does not have."""
+    try:
+        yield
+    except UnknownAdapter as error:
+        raise UnknownLora(str(error)) from None
 
 
 class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
@@ -121,17 +131,13 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         Returns:
             float32 tensor of shape (V,), not to be changed in place.
         """
-        try:
+        with _as_genlm_says():
             return tensor_over(await self._connection.producer.logprobs(token_ids, adapter=lora_name or ""))
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
-        try:
+        with _as_genlm_says():
             return tensor_over(self._connection.sync.logprobs(token_ids, adapter=lora_name or ""))
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -145,27 +151,21 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         Returns:
             float32 tensor of shape (n, V), the caller's own.
         """
-        try:
+        with _as_genlm_says():
             rows = await self._connection.producer.batch_logprobs(token_ids_list, adapter=lora_name or "")
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
-        try:
+        with _as_genlm_says():
             return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or ""))
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
-        try:
+        with _as_genlm_says():
             return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or ""))
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     async def sample(
         self,
@@ -205,20 +205,16 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         return generated
 
     async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
-        try:
+        with _as_genlm_says():
             return await self._connection.producer.sample(token_ids, temperature=temperature, adapter=lora_name or "")
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
 
         A hint: workers drop the keys and values that were used least recently.
         """
-        try:
+        with _as_genlm_says():
             self._connection.sync.warm(prompt_tokens, adapter=lora_name or "")
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     def clear_cache(self) -> None:
         """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
@@ -248,10 +244,8 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         Raises:
             As `Producer.remove_adapter`.
         """
-        try:
+        with _as_genlm_says():
             self._connection.sync.remove_adapter(lora_name)
-        except UnknownAdapter as error:
-            raise UnknownLora(str(error)) from None
 
     def close(self) -> None:
         """Close the connections; closing twice does nothing. Without it, they are closed when the model is dropped."""
