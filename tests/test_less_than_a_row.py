@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lmpool.card import ModelCard
 from lmpool.errors import (
     EmptyPrompt,
     LMPoolError,
@@ -25,8 +27,12 @@ from lmpool.keys import Keys
 from lmpool.picks import Draw, draw, top
 from lmpool.producer import Producer, SyncProducer
 from lmpool.prompts import digest_of, encode_prompt
+from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, until_async
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.pool import Pool, Prepared, V, until_async
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -166,6 +172,33 @@ async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, en
         assert np.array_equal(second, [synthetic_row([1], vocab_size=V)[5], synthetic_row([1, 5], vocab_size=V)[6]])
         # One forward each, and no rows of prefixes.
         assert producer.stats().computed == 3
+
+
+class Unscoring(SyntheticBackend):
+    """Says nothing of scores, as a backend of one's own."""
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(super().card, scores=False)
+
+
+async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
+    backend = Unscoring(SyntheticSettings("syn", vocab_size=V))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda card: ready.set()))
+    await asyncio.wait_for(ready.wait(), 10)
+    async with pool.producer() as knowing, pool.producer() as told_otherwise:
+        # As after another worker of the model, which does, has joined.
+        session = told_otherwise._rows.session
+        assert session is not None
+        session._channel.card = replace(session.card, scores=True)
+        for producer in (knowing, told_otherwise):
+            whole = [*PROMPT, 20, 21, 22]
+            expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
+            assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
+    worker.stop()
+    await asyncio.wait_for(running, 10)
 
 
 async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:

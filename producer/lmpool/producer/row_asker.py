@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lmpool.asks import DrawAsk, FreshAsk, ScoreAsk, TopAsk
 from lmpool.card import ModelCard
 from lmpool.checks import shown
-from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, TokenOutOfRange
+from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, SourceMissing, TokenOutOfRange
 from lmpool.picks import MOST_SEED, Draw, TopK, draw, top, unpack_token, unpack_top
 from lmpool.producer.entries import Wanted
 from lmpool.producer.session import Session
@@ -147,7 +147,10 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, wit
         )
     if card.scores:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
-        return await session.answer(whole.asking(ScoreAsk(start).pack(), end - start), within)
+        try:
+            return await session.answer(whole.asking(ScoreAsk(start).pack(), end - start), within)
+        except SourceMissing:
+            pass  # Another worker of this model does not score.
     # One after the other would be slow; workers keep what prefixes have in common.
     prefixes = [ids[: 4 * at] for at in range(start, end)]
     prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]

@@ -12,7 +12,15 @@ from lmpool.adapters import is_qualified
 from lmpool.asks import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.card import ModelCard
 from lmpool.checks import shown
-from lmpool.errors import InvalidPrompt, ModelMismatch, ProtocolError, ServerError, UnknownAdapter, WorkerError
+from lmpool.errors import (
+    InvalidPrompt,
+    ModelMismatch,
+    ProtocolError,
+    ServerError,
+    SourceMissing,
+    UnknownAdapter,
+    WorkerError,
+)
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import Failure, Job, unpack_job
@@ -179,7 +187,7 @@ class Intake:
             return Failure(ProtocolError.__name__, text)
         if isinstance(ask, ScoreAsk):
             if not card.scores:
-                return Failure(WorkerError.__name__, f"the workers of the model {card.name!r} do not score")
+                return Failure(SourceMissing.__name__, "this worker does not score: ask for the rows of all prefixes")
             if ask.start >= len(job.ids) // 4:
                 text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
                 return Failure(ProtocolError.__name__, text)

@@ -76,7 +76,7 @@ class VllmBackend:
             dtype=engine.dtype,
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
-            scores=not engine.adapters,
+            scores=not engine.places,
         )
         try:
             self._card = completed_card(self)
