@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
 from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding, RowBlock
+from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.backends import canary
 from lmpool.workers.backends.canary import check_canary
@@ -24,7 +24,15 @@ V = 64
 Rows = NDArray[np.float32]
 
 
-class Faulty(SyntheticBackend):
+class Rowed(SyntheticBackend):
+    """A backend that answers rows only."""
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(super().card, scores=False)
+
+
+class Faulty(Rowed):
     """A backend whose rows are spoilt.
 
     Args:
@@ -259,7 +267,7 @@ def test_what_is_rounding_depends_on_the_dtype(dtype: str, passes: bool) -> None
             check_canary(backend)
 
 
-class Adapted(SyntheticBackend):
+class Adapted(Rowed):
     """Serves two adapters with rows of their own; mixes them up in one step if told to."""
 
     def __init__(self, *, mixes: bool) -> None:
@@ -286,7 +294,7 @@ class Adapted(SyntheticBackend):
 
 
 def test_a_prompt_that_grows_is_tried_too() -> None:
-    class Forgetful(SyntheticBackend):
+    class Forgetful(Rowed):
         """Has wrong rows for what continues the prompt before."""
 
         last = b"?"
@@ -306,3 +314,42 @@ def test_adapters_are_tried_too() -> None:
     check_canary(Adapted(mixes=False))
     with pytest.raises(SettingsError, match="a prompt's row differs by .* when others run beside it"):
         check_canary(Adapted(mixes=True))
+
+
+class Scored(SyntheticBackend):
+    """A backend whose scores are spoilt.
+
+    Args:
+        spoil: what becomes of the scores of a prompt; None for no scores at all.
+    """
+
+    def __init__(self, spoil: Callable[[Rows], Rows | None]) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V))
+        self._spoil = spoil
+
+    def step(self) -> Finished:
+        finished = super().step()
+        if finished.answers is None:
+            return finished
+        spoilt = [self._spoil(scores) for scores in finished.answers.vectors]
+        kept = [(digest, own) for digest, own in zip(finished.answers.digests, spoilt, strict=True) if own is not None]
+        return finished._replace(answers=VectorBlock(*map(list, zip(*kept, strict=True))) if kept else None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda scores: scores - 1, r"a token scores \[.*\], and its entry in the row is"),
+        (lambda scores: np.full_like(scores, np.nan), r"a token scores \[nan\]"),
+        (lambda scores: np.append(scores, scores), "a token scores"),
+        (lambda scores: None, "has not scored a plain prompt after"),
+    ],
+    ids=["another", "NaN", "too many", "none"],
+)
+def test_wrong_scores_are_refused(
+    spoil: Callable[[Rows], Rows | None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(canary, "_MOST_STEPS", 20)
+    check_canary(Scored(lambda scores: scores))
+    with pytest.raises(SettingsError, match=message):
+        check_canary(Scored(spoil))

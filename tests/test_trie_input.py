@@ -324,9 +324,9 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
         if job.fingerprint == "0" * 32:
             continue  # It has the name of another.
         reasons[digest] = reason
-        shared.redis.hset(
-            keys.waiting + digest, mapping={"job": shared.redis.xadd(keys.jobs, {"m": packed}), reply: ""}
-        )
+        # Before the job: it may be ended at once.
+        shared.redis.hset(keys.waiting + digest, reply, "")
+        shared.redis.xadd(keys.jobs, {"m": packed})
     told: dict[bytes, str | None] = {}
 
     async def all_told() -> bool:
