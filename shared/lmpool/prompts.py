@@ -142,6 +142,9 @@ def _from_sequence(ids: Sequence[Any], max_tokens: int) -> tuple[bytes, int, int
 def _as_int(value: Any, index: int) -> int:
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return int(value)
+    # Arrays and tensors of no dimension are among what samplers return.
+    if getattr(value, "shape", None) == () and (number := np.asarray(value)).dtype.kind in "iu":
+        return int(number)
     raise NotTokenIds(f"element {index} of the prompt is {_described(value)}: token ids are integers")
 
 

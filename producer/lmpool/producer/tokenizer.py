@@ -20,25 +20,45 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(card: ModelCard) -> Tokenizer:
+def load_tokenizer(card: ModelCard, option: str = "text", otherwise: str = "pass token ids with --ids") -> Tokenizer:
     """The tokenizer that belongs to a served model; needs transformers.
+
+    Args:
+        card: the model's card.
+        option: what the user has given or left out, for an error.
+        otherwise: what the user can do instead, for an error.
 
     Raises:
         SettingsError: the model has none, or it cannot be loaded here.
     """
     if not card.source:
-        raise SettingsError(f"text: the model {card.name!r} has no tokenizer; pass token ids with --ids")
+        raise SettingsError(f"{option}: the model {card.name!r} has no tokenizer; {otherwise}")
+    return read_tokenizer(card.source, card.gguf_file, option=option, otherwise=otherwise)
+
+
+def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str) -> Tokenizer:
+    """The tokenizer of a hub name or folder; needs transformers.
+
+    Args:
+        source: the hub name or folder.
+        gguf_file: the GGUF file in it that holds the tokenizer, or "".
+        option: as `load_tokenizer`.
+        otherwise: as `load_tokenizer`.
+
+    Raises:
+        SettingsError: it cannot be loaded here.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise SettingsError(
-            "text: needs the tokenizer of transformers: pip install 'lmpool[hf]', or use --ids"
+            f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
         ) from error
     try:
-        found: Any = AutoTokenizer.from_pretrained(card.source, gguf_file=card.gguf_file or None)
+        found: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingsError(f"text: the tokenizer of {card.source!r} does not load: {first}; or use --ids") from error
+        raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {first}; or {otherwise}") from error
     tokenizer: Tokenizer = found
     return tokenizer
 

@@ -1,6 +1,13 @@
-"""Tries with the names, the node numbers and the results of genlm-backend's, on lmpool's trie and kernels.
+"""genlm-backend's language model, answered by a pool, and its tries, on lmpool's kernels.
 
-They compute in the calling process and need `lmpool[trie]`. genlm-control's samplers take them in place of those:
+The model needs `lmpool[genlm]` and runs the programs of genlm-control, genlm-bytes and llamppl:
+
+    from lmpool.producer.genlm import PooledLM
+
+    llm = PooledLM.from_name("smollm2")  # instead of genlm.backend.load_model_by_name(...)
+
+The tries have the names, the node numbers and the results of genlm-backend's. They compute in the calling process and
+need `lmpool[trie]`. genlm-control's samplers take them in place of those:
 
     from lmpool.producer.genlm import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie
 
@@ -9,8 +16,36 @@ They compute in the calling process and need `lmpool[trie]`. genlm-control's sam
     masses[trie.trie.root]
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lmpool.producer.genlm.asynchronous import AsyncTokenCharacterTrie
 from lmpool.producer.genlm.token import Token
 from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharacterTrie
 
-__all__ = ["AsyncTokenCharacterTrie", "ParallelTokenCharacterTrie", "Token", "TokenCharacterTrie"]
+if TYPE_CHECKING:
+    from lmpool.producer.genlm.language_model import PooledLM
+    from lmpool.producer.genlm.loading import load_model_by_name
+
+__all__ = [
+    "AsyncTokenCharacterTrie",
+    "ParallelTokenCharacterTrie",
+    "PooledLM",
+    "Token",
+    "TokenCharacterTrie",
+    "load_model_by_name",
+]
+
+# Imported at their first use: they need torch and genlm-backend, which the tries do not.
+_LATE = {
+    "PooledLM": "lmpool.producer.genlm.language_model",
+    "load_model_by_name": "lmpool.producer.genlm.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)

@@ -1,0 +1,179 @@
+"""The connection of a language model: one producer a thread for coroutines, one more for synchronous calls."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lmpool.errors import ProducerClosed
+from lmpool.producer.producer import Producer, RedisLike
+from lmpool.producer.sync import SyncProducer
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Which model, where it is, and how to ask for it; the arguments of `Producer`.
+
+    Attributes:
+        model: name of the served model; None for the only one.
+        redis: URL or redis-py client; None for the environment's, then this user's embedded server.
+        timeout: seconds that a request may take.
+        cache_bytes: bytes of rows that a producer keeps.
+        prefix: prefix of the pool's Redis keys.
+    """
+
+    model: str | None = None
+    redis: RedisLike | None = None
+    timeout: float = 60.0
+    cache_bytes: int = 256 * 1024 * 1024
+    prefix: str = "lmpool"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of `Producer` and `SyncProducer`."""
+        return {"redis": self.redis, "timeout": self.timeout, "cache_bytes": self.cache_bytes, "prefix": self.prefix}
+
+
+class Owned(Protocol):
+    """What lives as long as a connection."""
+
+    def close(self) -> None:
+        """End it; ending it twice does nothing."""
+        ...
+
+
+class Connection:
+    """Producers for whoever asks: a coroutine in any event loop, or a synchronous caller in any thread.
+
+    It survives a fork: the child connects for itself, and leaves alone what its parent has open.
+
+    Args:
+        address: see `Address`.
+        owned: what is closed with it.
+    """
+
+    def __init__(self, address: Address, owned: Owned | None = None) -> None:
+        self._address = address
+        self._owned = owned
+        self._start_afresh()
+        _connections.add(self)
+        atexit.register(self.close)
+
+    def _start_afresh(self) -> None:
+        # Two event loops at once are in two threads, and a producer has one session at a time.
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._sync: SyncProducer | None = None
+        self._closed = False
+
+    def after_fork(self) -> None:
+        """Begin anew in a child process."""
+        # Closing them would take descriptors out of the epoll instances that the child shares with its parent.
+        _left_to_the_parent.append((self._of_thread, self._sync, self._owned))
+        closed = self._closed
+        self._owned = None
+        self._start_afresh()
+        self._closed = closed
+
+    @property
+    def producer(self) -> Producer:
+        """The producer of coroutines in this thread.
+
+        Raises:
+            ProducerClosed: the connection is closed.
+        """
+        self._check_open()
+        producer: Producer | None = getattr(self._of_thread, "producer", None)
+        if producer is None:
+            producer = self._of_thread.producer = Producer(self._address.model, **self._address.options)
+        return producer
+
+    @property
+    def sync(self) -> SyncProducer:
+        """The producer of synchronous callers; connects at the first use.
+
+        Raises:
+            ProducerClosed: the connection is closed.
+            As `SyncProducer`.
+        """
+        if (sync := self._sync) is not None:
+            return sync
+        with self._lock:
+            self._check_open()
+            if self._sync is None:
+                self._sync = SyncProducer(self._address.model, **self._address.options)
+            return self._sync
+
+    def forget_rows(self) -> None:
+        """Drop the rows that this thread's producers keep."""
+        producer: Producer | None = getattr(self._of_thread, "producer", None)
+        for one in (producer, self._sync):
+            if one is not None:
+                one.clear_cache()
+
+    def close(self) -> None:
+        """Close what is open, and what is owned; closing twice does nothing.
+
+        The session of an event loop that runs in another thread ends with that loop.
+        """
+        self._closed = True
+        producer: Producer | None = getattr(self._of_thread, "producer", None)
+        if producer is not None and (loop := _running_loop()) is not None:
+            task = loop.create_task(producer.close())
+            _closing.add(task)
+            task.add_done_callback(_closing.discard)
+        with self._lock:
+            sync, self._sync = self._sync, None
+            if sync is not None:
+                sync.close()
+            if self._owned is not None:
+                self._owned.close()
+        atexit.unregister(self.close)
+
+    async def aclose(self) -> None:
+        """As `close`, without blocking the event loop."""
+        self._closed = True
+        producer: Producer | None = getattr(self._of_thread, "producer", None)
+        if producer is not None:
+            await producer.close()
+        await asyncio.to_thread(self.close)
+
+    def abandon(self) -> None:
+        """Close in a thread of its own: the garbage collector calls this, in any thread and at any moment."""
+        if self._sync is None and self._owned is None:
+            atexit.unregister(self.close)
+            return
+        try:
+            threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
+        except RuntimeError:  # The interpreter is ending and starts no more threads.
+            self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProducerClosed("this PooledLM is closed")
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+_closing: set[asyncio.Task[None]] = set()
+_left_to_the_parent: list[Any] = []
+
+
+def _after_fork() -> None:
+    for connection in list(_connections):
+        connection.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,306 @@
+"""The language model that genlm-control, genlm-bytes and llamppl run on, answered by a pool."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lmpool.card import ModelCard
+from lmpool.errors import SettingsError, UnknownAdapter
+from lmpool.producer.genlm.aliases import tensor_over
+from lmpool.producer.genlm.connection import Address, Connection, Owned
+from lmpool.producer.producer import RedisLike
+from lmpool.producer.tokenizer import load_tokenizer
+from lmpool.vocab import decode_vocab
+
+try:
+    from genlm.backend.llm import AsyncLM, AsyncTransformer
+    from genlm.backend.tokenization import Token
+except ImportError as error:
+    raise ImportError(f"PooledLM needs genlm-backend: pip install 'lmpool[genlm]' ({error})") from error
+
+
+class UnknownLora(UnknownAdapter, ValueError):
+    """The model has no adapter of that name; a ValueError too, as genlm-backend raises."""
+
+
+class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
+    """A genlm-backend `AsyncLM` whose rows come from a pool; make it with `from_name`.
+
+    Coroutines ask in their own event loop, one `asyncio.run` after another; the synchronous methods work inside a
+    running event loop too. It may be used from several threads, and after a fork. A copy is the model itself; a
+    pickled one connects again where it is unpickled, by the same settings.
+
+    Rows are torch float32 tensors of shape (V,) on the CPU, V being the model's, in the memory of the producer's
+    cache: they must not be changed in place.
+
+    Wherever it takes `lora_name`, an adapter that the model does not have raises `UnknownLora`, which is an
+    `UnknownAdapter` and a ValueError; otherwise all methods raise what `Producer.logprobs` raises.
+
+    Args:
+        address: which model, and where.
+        tokenizer: the model's; None for the one that the model's card names.
+        owned: what is closed with it.
+
+    Attributes:
+        tokenizer: the tokenizer, one of transformers.
+        byte_vocab: genlm-backend's `Token` of every id of the tokenizer.
+        str_vocab: the text of every id of the tokenizer.
+        device: where the rows are, the CPU.
+
+    Raises:
+        ServerError, UnknownModel, AmbiguousModel: as `Producer.open`.
+        SettingsError: a value is malformed, or the tokenizer cannot be loaded.
+        InvalidVocabulary: the tokenizer's tokens cannot be read.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, address: Address, *, tokenizer: Any = None, owned: Owned | None = None) -> None:
+        connection = Connection(address, owned)
+        try:
+            # Connects, so that a wrong name fails here and not in the middle of somebody's inference.
+            card = connection.sync.model
+            self._take(address, connection, _tokenizer_of(card) if tokenizer is None else tokenizer)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _take(self, address: Address, connection: Connection, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        tokens, self.str_vocab = decode_vocab(tokenizer)
+        self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
+        self._address = address
+        self._connection = connection
+        weakref.finalize(self, connection.abandon).atexit = False
+
+    @classmethod
+    def from_name(
+        cls,
+        name: str | None = None,
+        *,
+        redis: RedisLike | None = None,
+        timeout: float = 60.0,
+        cache_bytes: int = 256 * 1024 * 1024,
+        prefix: str = "lmpool",
+        tokenizer: Any = None,
+    ) -> Self:
+        """Connect to a pool.
+
+        Args:
+            name: what the model is served as; None for the only one that is served.
+            redis: URL, or a redis-py client whose address and credentials are taken over (the model cannot be
+                pickled then); None means `LMPOOL_REDIS_URL`, then this user's embedded server.
+            timeout: seconds that a request may take.
+            cache_bytes: bytes of rows that are kept for coroutines of one thread, and as much again for synchronous
+                calls; 0 for none.
+            prefix: prefix of the pool's Redis keys.
+            tokenizer: the model's; None for the one that the model's card names.
+
+        Raises:
+            As the class.
+        """
+        return cls(Address(name, redis, timeout, cache_bytes, prefix), tokenizer=tokenizer)
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's card: V (`vocab_size`), limits, adapters."""
+        return self._connection.sync.model
+
+    async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        """The log-probabilities of the token that follows a prompt.
+
+        Args:
+            token_ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
+            lora_name: an adapter; None for none.
+
+        Returns:
+            float32 tensor of shape (V,), not to be changed in place.
+        """
+        try:
+            return tensor_over(await self._connection.producer.logprobs(token_ids, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
+        try:
+            return tensor_over(self._connection.sync.logprobs(token_ids, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Iterable[Any], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """The rows of several prompts.
+
+        Args:
+            token_ids_list: prompts, each as `next_token_logprobs` takes it.
+            lora_name: an adapter for all of them; None for none.
+
+        Returns:
+            float32 tensor of shape (n, V), the caller's own.
+        """
+        try:
+            rows = await self._connection.producer.batch_logprobs(token_ids_list, adapter=lora_name or "")
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+        return torch.from_numpy(rows)
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Iterable[Any], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """As `batch_next_token_logprobs`, for synchronous callers."""
+        try:
+            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
+        try:
+            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or ""))
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    async def sample(
+        self,
+        prompt_token_ids: Any,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """A continuation of a prompt, sampled token by token.
+
+        With a seed the tokens are drawn here from full rows, by a torch generator: the tokens that genlm-backend draws
+        from the same rows. Without one the workers draw, so that no row travels, and `torch.manual_seed` has no effect.
+
+        Args:
+            prompt_token_ids: the prompt, as `next_token_logprobs` takes it.
+            max_tokens: most tokens to draw.
+            eos_token_ids: tokens that end the continuation and are no part of it.
+            temperature: what log-probabilities are divided by.
+            seed: of the generator.
+            lora_name: an adapter; None for none.
+
+        Returns:
+            the token ids after the prompt.
+        """
+        prompt = [int(token) for token in prompt_token_ids]
+        if seed is not None:
+            drawn: list[int] = await super().sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
+            return drawn
+        generated: list[int] = []
+        while len(generated) < max_tokens:
+            token = await self._draw(prompt + generated, temperature, lora_name)
+            if token in eos_token_ids:
+                break
+            generated.append(token)
+        return generated
+
+    async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
+        try:
+            return await self._connection.producer.sample(token_ids, temperature=temperature, adapter=lora_name or "")
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
+        """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
+
+        A hint: workers drop the keys and values that were used least recently.
+        """
+        try:
+            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "")
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def clear_cache(self) -> None:
+        """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
+        self._connection.forget_rows()
+
+    def clear_kv_cache(self) -> None:
+        """Nothing: keys and values are the workers', which bound them."""
+
+    def reset_async_queries(self) -> None:
+        """Nothing: a request whose caller has gone is taken back by itself."""
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load an adapter on every worker of the model; one of the same name is replaced.
+
+        Args:
+            lora_path: folder or hub name of the adapter, as the workers see it.
+            lora_name: its name from now on.
+
+        Raises:
+            As `Producer.add_adapter`.
+        """
+        self._connection.sync.add_adapter(lora_name, lora_path)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter from every worker of the model.
+
+        Raises:
+            As `Producer.remove_adapter`.
+        """
+        try:
+            self._connection.sync.remove_adapter(lora_name)
+        except UnknownAdapter as error:
+            raise UnknownLora(str(error)) from None
+
+    def close(self) -> None:
+        """Close the connections; closing twice does nothing. Without it, they are closed when the model is dropped."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._connection.aclose()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        redis = self._address.redis
+        if redis is not None and not isinstance(redis, str):
+            raise SettingsError(
+                "redis: a model that was made with a redis-py client cannot be pickled: make it with a URL"
+            )
+        return _reconnected, (type(self), self._address, self.tokenizer)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._address.model!r})"
+
+
+# llamppl decides by genlm-backend's classes which methods a model has; PooledLM has those of this one.
+AsyncTransformer.register(PooledLM)
+
+
+def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> PooledLM:
+    """A model that has been pickled; it connects at the first request."""
+    model = kind.__new__(kind)
+    model._take(address, Connection(address), tokenizer)
+    return model
+
+
+def _tokenizer_of(card: ModelCard) -> Any:
+    return load_tokenizer(card, option="tokenizer", otherwise="pass tokenizer=")

@@ -1,0 +1,446 @@
+"""`PooledLM` on random rows: what it gives, how it may be called, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+import torch
+from genlm.backend.llm import AsyncLM, AsyncTransformer
+from genlm.backend.tokenization import decode_vocab as their_decode_vocab
+from llamppl import CachedCausalLM
+
+from lmpool.errors import EmptyPrompt, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
+from lmpool.producer.genlm import PooledLM
+from lmpool.synthetic import synthetic_row
+from tests.genlm.small import SIZE
+from tests.pool import Pool, until, until_async
+
+IDS = [72, 105, 33]
+PROMPTS = [[1], [1, 2], IDS, [1]]
+ENDS_WITHIN_S = 30
+
+
+def expected(ids: list[int]) -> torch.Tensor:
+    return torch.from_numpy(synthetic_row(ids, vocab_size=SIZE).copy())
+
+
+def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
+    return PooledLM.from_name("syn", redis=pool.url, prefix=pool.prefix, tokenizer=tokenizer, **options)
+
+
+def threads_of_ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
+
+
+async def finished(call: Callable[[], Any]) -> Any:
+    """The result of a call, which may be a coroutine."""
+    result = call()
+    return await result if asyncio.iscoroutine(result) else result
+
+
+# What it gives
+
+
+async def test_every_way_to_ask_gives_the_row_of_the_pool(small: PooledLM) -> None:
+    for row in (await small.next_token_logprobs(IDS), small.next_token_logprobs_sync(IDS)):
+        assert row.dtype == torch.float32
+        assert row.device == small.device
+        assert torch.equal(row, expected(IDS))
+    wanted = torch.stack([expected(ids) for ids in PROMPTS])
+    for rows in (await small.batch_next_token_logprobs(PROMPTS), small.batch_next_token_logprobs_sync(PROMPTS)):
+        assert rows.dtype == torch.float32
+        assert torch.equal(rows, wanted)
+
+
+async def test_no_prompts_give_no_rows(small: PooledLM) -> None:
+    assert (await small.batch_next_token_logprobs([])).shape == (0, SIZE)
+    assert small.batch_next_token_logprobs_sync([]).shape == (0, SIZE)
+
+
+async def test_tensors_lie_in_the_memory_of_the_rows(small: PooledLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, again = await small.next_token_logprobs(IDS), await small.next_token_logprobs(IDS)
+        first_sync, again_sync = small.next_token_logprobs_sync(IDS), small.next_token_logprobs_sync(IDS)
+        batch = np.zeros((1, SIZE), np.float32)
+
+        async def batch_logprobs(*_: Any, **__: Any) -> Any:
+            return batch
+
+        monkeypatch.setattr(small._connection.producer, "batch_logprobs", batch_logprobs)
+        rows = await small.batch_next_token_logprobs([IDS])
+    row = await small._connection.producer.logprobs(IDS)
+    assert not row.flags.writeable
+    assert first.data_ptr() == again.data_ptr() == row.ctypes.data
+    assert first_sync.data_ptr() == again_sync.data_ptr()
+    assert rows.data_ptr() == batch.ctypes.data
+
+
+async def test_a_tensor_outlives_the_cache_and_the_model(small_pool: Pool, tokenizer: Any) -> None:
+    async with connect(small_pool, tokenizer, cache_bytes=0) as model:
+        row = await model.next_token_logprobs(IDS)
+    del model
+    gc.collect()
+    assert torch.equal(row, expected(IDS))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda ids: [np.int64(i) for i in ids],
+        lambda ids: [torch.tensor(i) for i in ids],
+        lambda ids: [*ids[:-1], np.array(ids[-1])],
+    ],
+    ids=["tuple", "numpy array", "tensor", "numpy integers", "tensors", "array of no dimension"],
+)
+async def test_token_ids_may_be_of_any_kind(small: PooledLM, make: Callable[[list[int]], Any]) -> None:
+    assert torch.equal(await small.next_token_logprobs(make(IDS)), expected(IDS))
+    assert torch.equal(small.next_token_logprobs_sync(make(IDS)), expected(IDS))
+    assert torch.equal((await small.batch_next_token_logprobs([make(IDS)]))[0], expected(IDS))
+
+
+def test_the_vocabulary_is_that_of_genlm_backend(small: PooledLM, tokenizer: Any) -> None:
+    tokens, texts = their_decode_vocab(tokenizer)
+    assert small.tokenizer is tokenizer
+    assert small.byte_vocab == tokens
+    assert [(type(one), one.byte_string) for one in small.byte_vocab] == [(type(t), t.byte_string) for t in tokens]
+    assert small.str_vocab == texts
+
+
+class RowsOfAPool(AsyncLM):  # type: ignore[misc]
+    """genlm-backend's base class over the same rows."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+
+    async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        return expected(token_ids)
+
+    def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+        return expected(token_ids)
+
+
+async def test_a_seed_draws_what_genlm_backend_draws(small: PooledLM, tokenizer: Any) -> None:
+    theirs = RowsOfAPool(tokenizer)
+    for seed, temperature in ((1, 1.0), (2, 0.5), (3, 2.0)):
+        wanted = await theirs.sample(IDS, 12, [5], temperature, seed)
+        assert await small.sample(IDS, 12, [5], temperature, seed) == wanted
+        batch = await theirs.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed)
+        assert await small.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed) == batch
+
+
+async def test_without_a_seed_workers_draw_and_no_row_is_kept(small: PooledLM) -> None:
+    drawn = [await small.sample(torch.tensor(IDS), 6, []) for _ in range(3)]
+    assert all(len(tokens) == 6 and set(tokens) <= set(range(SIZE)) for tokens in drawn)
+    assert len(set(map(tuple, drawn))) > 1
+    assert await small.sample(IDS, 6, range(SIZE)) == []
+    assert [len(tokens) for tokens in await small.batch_sample(PROMPTS, 2, [])] == [2] * len(PROMPTS)
+    likeliest = int(expected(IDS).argmax())
+    assert await small.sample(IDS, 1, [], temperature=0.001) == [likeliest]
+
+
+# Caches
+
+
+async def test_cleared_rows_are_fetched_again(small: PooledLM) -> None:
+    rows = await small.next_token_logprobs(IDS), small.next_token_logprobs_sync(IDS)
+    small.clear_cache()
+    small.clear_kv_cache()
+    small.reset_async_queries()
+    again = await small.next_token_logprobs(IDS), small.next_token_logprobs_sync(IDS)
+    for old, new in zip(rows, again, strict=True):
+        assert torch.equal(old, new)
+        assert old.data_ptr() != new.data_ptr()
+
+
+def test_a_warmed_prompt_is_in_the_cache(small: PooledLM, small_pool: Pool) -> None:
+    before = len(small_pool.names("row:*"))
+    small.cache_kv([200, 201, 202])
+    assert len(small_pool.names("row:*")) == before + 1
+
+
+def test_an_uncached_row_is_the_same_row(small: PooledLM) -> None:
+    assert torch.equal(small.next_token_logprobs_uncached(IDS), expected(IDS))
+    with pytest.raises(EmptyPrompt):
+        small.next_token_logprobs_uncached([])
+
+
+# What is refused
+
+
+async def test_an_unknown_adapter_is_an_error_of_both_libraries(small: PooledLM) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: small.next_token_logprobs(IDS, lora_name="gone"),
+        lambda: small.batch_next_token_logprobs([IDS], lora_name="gone"),
+        lambda: small.sample(IDS, 2, [], lora_name="gone"),
+        lambda: small.sample(IDS, 2, [], seed=1, lora_name="gone"),
+        lambda: small.next_token_logprobs_sync(IDS, lora_name="gone"),
+        lambda: small.batch_next_token_logprobs_sync([IDS], lora_name="gone"),
+        lambda: small.next_token_logprobs_uncached(IDS, lora_name="gone"),
+        lambda: small.cache_kv(IDS, lora_name="gone"),
+        lambda: small.remove_lora("gone"),
+    ]
+    for call in calls:
+        with pytest.raises(UnknownAdapter, match="gone") as caught:
+            await finished(call)
+        assert isinstance(caught.value, ValueError)
+
+
+async def test_an_empty_prompt_is_a_value_error(small: PooledLM) -> None:
+    for kind in (ValueError, EmptyPrompt):
+        with pytest.raises(kind):
+            await small.next_token_logprobs([])
+        with pytest.raises(kind):
+            small.next_token_logprobs_sync([])
+        with pytest.raises(kind):
+            await small.batch_next_token_logprobs([IDS, []])
+
+
+def test_what_genlm_backend_removed_says_so_here_too(small: PooledLM) -> None:
+    with pytest.raises(RuntimeError, match="lora_name="):
+        small.set_lora("folder", "name")
+    with pytest.raises(RuntimeError, match="lora_name"):
+        small.clear_lora()
+
+
+def test_a_wrong_name_fails_at_once(small_pool: Pool, tokenizer: Any) -> None:
+    with pytest.raises(UnknownModel, match="other"):
+        PooledLM.from_name("other", redis=small_pool.url, prefix=small_pool.prefix, tokenizer=tokenizer)
+    assert not threads_of_ours()
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool) -> None:
+    with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; pass tokenizer="):
+        PooledLM.from_name(redis=small_pool.url, prefix=small_pool.prefix)
+    assert not threads_of_ours()
+
+
+def test_unknown_and_malformed_options_are_refused(small_pool: Pool, tokenizer: Any) -> None:
+    with pytest.raises(TypeError, match="batch_size"):
+        PooledLM.from_name("syn", redis=small_pool.url, batch_size=3)  # type: ignore[call-arg]
+    with pytest.raises(SettingsError, match="timeout"):
+        connect(small_pool, tokenizer, timeout=-1)
+
+
+# How it may be called
+
+
+def test_one_model_serves_one_event_loop_after_another(small: PooledLM) -> None:
+    for first in range(20):
+        rows = asyncio.run(small.batch_next_token_logprobs([[first], [first, first]]))
+        assert torch.equal(rows[0], expected([first]))
+
+
+def test_event_loops_in_several_threads_do_not_disturb_each_other(small: PooledLM) -> None:
+    failures: list[BaseException] = []
+    start = threading.Barrier(4)
+
+    async def ask(thread: int) -> None:
+        start.wait(ENDS_WITHIN_S)
+        for token in range(60):
+            ids = [thread, token]
+            assert torch.equal(await small.next_token_logprobs(ids), expected(ids))
+            assert torch.equal(small.next_token_logprobs_sync(ids[::-1]), expected(ids[::-1]))
+
+    def run(thread: int) -> None:
+        try:
+            asyncio.run(ask(thread))
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ENDS_WITHIN_S)
+        assert not thread.is_alive()
+    assert failures == []
+
+
+def test_a_copy_is_the_model_itself(small: PooledLM) -> None:
+    assert copy.copy(small) is small
+    assert copy.deepcopy({"model": small})["model"] is small
+
+
+def test_a_pickled_model_connects_again(small: PooledLM) -> None:
+    other = pickle.loads(pickle.dumps(small))  # noqa: S301
+    try:
+        assert other is not small
+        assert other.byte_vocab == small.byte_vocab
+        assert other.str_vocab == small.str_vocab
+        assert torch.equal(other.next_token_logprobs_sync(IDS), expected(IDS))
+        assert torch.equal(asyncio.run(other.next_token_logprobs(IDS)), expected(IDS))
+    finally:
+        other.close()
+
+
+def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokenizer: Any) -> None:
+    with redis.Redis.from_url(small_pool.url) as client:
+        model = PooledLM.from_name("syn", redis=client, prefix=small_pool.prefix, tokenizer=tokenizer)
+        with model:
+            assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
+            with pytest.raises(SettingsError, match="redis: .* cannot be pickled: .* URL"):
+                pickle.dumps(model)
+
+
+def ask_both_ways(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
+    """In another process: its id, and the sums of the row asked both ways."""
+    return (
+        os.getpid(),
+        float(asyncio.run(model.next_token_logprobs(ids)).sum()),
+        float(model.next_token_logprobs_sync(ids).sum()),
+    )
+
+
+def send_both_ways(model: PooledLM, ids: list[int], answers: Any) -> None:
+    answers.put(ask_both_ways(model, ids))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_ask_for_themselves(small: PooledLM, method: str) -> None:
+    async def fork_inside_a_running_loop() -> tuple[int, float, float]:
+        await small.next_token_logprobs([9])
+        small.next_token_logprobs_sync([9])
+        context: Any = multiprocessing.get_context(method)
+        answers = context.Queue()
+        child = context.Process(target=send_both_ways, args=(small, IDS, answers))
+        child.start()
+        found: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
+        await asyncio.to_thread(child.join, ENDS_WITHIN_S)
+        assert child.exitcode == 0
+        # The parent's connections have not suffered.
+        for token in range(20, 40):
+            assert torch.equal(await small.next_token_logprobs([token]), expected([token]))
+            assert torch.equal(small.next_token_logprobs_sync([token, 1]), expected([token, 1]))
+        return found
+
+    pid, *sums = asyncio.run(fork_inside_a_running_loop())
+    assert pid != os.getpid()
+    assert sums == [float(expected(IDS).sum())] * 2
+
+
+def test_llamppl_takes_it_for_the_class_whose_methods_it_has(small: PooledLM) -> None:
+    assert isinstance(small, AsyncLM)
+    assert isinstance(small, AsyncTransformer)
+    model = CachedCausalLM(small)
+    assert model.backend == "hf"
+    assert model.str_vocab == small.str_vocab
+    row = model.next_token_logprobs_unbatched(IDS)
+    assert np.array_equal(row, expected(IDS).numpy())
+    model.clear_kv_cache()
+    model.reset_async_queries()
+
+
+# How it ends
+
+
+async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any) -> None:
+    model = connect(small_pool, tokenizer)
+    await model.next_token_logprobs(IDS)
+    async with model:
+        pass
+    model.close()
+    for call in (model.next_token_logprobs_sync, model.batch_next_token_logprobs_sync):
+        with pytest.raises(ProducerClosed):
+            call([IDS])
+    with pytest.raises(ProducerClosed):
+        await model.next_token_logprobs(IDS)
+    assert not threads_of_ours()
+
+
+async def test_a_model_closed_inside_an_event_loop_leaves_no_connection(own_server: Any, tokenizer: Any) -> None:
+    with redis.Redis.from_url(own_server.url) as client:
+        pool = Pool(own_server.url, "alone", own_server.log_path.parent)
+        try:
+            pool.start("--vocab-size", SIZE)
+            async with connect(pool, tokenizer) as model:
+                await model.next_token_logprobs(IDS)  # The worker opens its connections for rows, too.
+            before = len(client.client_list())
+            with connect(pool, tokenizer) as model:
+                await model.next_token_logprobs(IDS)
+                model.next_token_logprobs_sync(IDS)
+                assert len(client.client_list()) > before
+
+            async def are_gone() -> bool:
+                return len(client.client_list()) == before
+
+            await until_async(are_gone, "the model's connections end")
+        finally:
+            pool.end()
+
+
+def test_a_dropped_model_leaves_no_thread(small_pool: Pool, tokenizer: Any) -> None:
+    model = connect(small_pool, tokenizer)
+    model.next_token_logprobs_sync(IDS)
+    assert len(threads_of_ours()) == 1
+    del model
+    gc.collect()
+    until(lambda: not threads_of_ours(), "the thread of the dropped model ends")
+
+
+ASK_AND_DROP = """
+asyncio.run(llm.next_token_logprobs([1]))
+llm.next_token_logprobs_sync([1])
+other = connect()
+other.next_token_logprobs_sync([2])
+del other
+"""
+LEAVE_A_LOOP_AND_A_THREAD_BEHIND = """
+asyncio.new_event_loop().run_until_complete(llm.next_token_logprobs([1]))
+def ask():
+    while True:
+        llm.next_token_logprobs_sync([1])
+threading.Thread(target=ask, daemon=True).start()
+"""
+
+
+def ended(pool: Pool, program: str) -> subprocess.CompletedProcess[str]:
+    """A program that has a model `llm` and does not close it."""
+    begin = f"""
+import asyncio, threading
+from lmpool.producer.genlm import PooledLM
+from tests.genlm.small import byte_tokenizer
+def connect():
+    return PooledLM.from_name("syn", redis={pool.url!r}, prefix={pool.prefix!r}, tokenizer=byte_tokenizer())
+llm = connect()
+"""
+    command = [sys.executable, "-c", begin + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * ENDS_WITHIN_S)
+
+
+def test_the_interpreter_exits_quietly_without_close(small_pool: Pool) -> None:
+    done = ended(small_pool, ASK_AND_DROP)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_interpreter_exits_while_somebody_still_asks(small_pool: Pool) -> None:
+    assert ended(small_pool, LEAVE_A_LOOP_AND_A_THREAD_BEHIND).returncode == 0
+
+
+def test_without_genlm_backend_one_line_says_what_to_install() -> None:
+    program = (
+        "import sys\nsys.modules['genlm'] = None\n"
+        "from lmpool.producer.genlm import TokenCharacterTrie\n"
+        "assert 'torch' not in sys.modules\n"
+        "from lmpool.producer.genlm import PooledLM"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=ENDS_WITHIN_S)
+    assert "ImportError: PooledLM needs genlm-backend: pip install 'lmpool[genlm]'" in done.stderr.splitlines()[-1]
