@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 from rich.progress import Progress
 
 from lmpool.errors import LMPoolError
@@ -32,7 +33,7 @@ from lmpool.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer
 
 TEXTS_AT_ONCE = 32
-DTYPES = {"I64": np.int64, "F32": np.float32}
+DTYPES = {"I64": "<i8", "F32": "<f4"}
 
 
 def create(path: Path, layout: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.memmap[Any, Any]]:
@@ -42,18 +43,20 @@ def create(path: Path, layout: dict[str, tuple[str, tuple[int, ...]]]) -> dict[s
         path: the file, which must not exist.
         layout: dtype and shape of each tensor.
     """
-    header, size = {}, 0
+    header: dict[str, dict[str, Any]] = {}
+    size = 0
     for name, (dtype, shape) in layout.items():
         end = size + int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (size, end)}
         size = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # Tensors begin where 8 bytes do.
+    text += b" " * (-len(text) % 8)  # Tensors begin at a multiple of 8 bytes.
+    start = 8 + len(text)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(file.tell() + size)
+        file.truncate(start + size)
     return {
-        name: np.memmap(path, DTYPES[dtype], "r+", 8 + len(text) + header[name]["data_offsets"][0], shape)
+        name: np.memmap(path, DTYPES[dtype], "r+", start + header[name]["data_offsets"][0], shape)
         for name, (dtype, shape) in layout.items()
     }
 
@@ -69,7 +72,7 @@ async def distill(given: argparse.Namespace, texts: list[str]) -> int:
         file = create(given.output, layout if given.full else {**layout, "ids": ("I64", (total, width))})
         try:
             file["tokens"][:], file["starts"][:] = np.concatenate(prompts), starts
-            with Progress() as progress:
+            with Progress(console=Console(stderr=True)) as progress:
                 bar = progress.add_task("rows", total=total)
                 for some, rows in beginnings(prompts, starts):
                     if given.full:
@@ -108,6 +111,8 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
+    if given.output.exists():
+        parser.error(f"{given.output} exists already, and is not replaced")
     texts = [line for line in given.texts.read_text("utf-8").splitlines() if line.strip()]
     if not texts:
         parser.error(f"{given.texts} has no text")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import track
 
 from lmpool.errors import LMPoolError
@@ -45,7 +46,7 @@ async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:
         ids = load_tokenizer(producer.model).encode(text)
         pairs = list(windows(ids, given.window, given.overlap))
         tokens, nats = 0, 0.0
-        for first in track(range(0, len(pairs), AT_ONCE), "scoring"):
+        for first in track(range(0, len(pairs), AT_ONCE), "scoring", console=Console(stderr=True)):
             contexts, continuations = zip(*pairs[first : first + AT_ONCE], strict=True)
             for scores in await producer.batch_score(contexts, continuations):
                 tokens += len(scores)

@@ -45,7 +45,6 @@ class Inference(NamedTuple):
 
 def infer(given: argparse.Namespace, seed: int) -> Inference:
     """Run SMC; this is what each process does."""
-    import torch
     from genlm.control import AWRS, BoolFSA, PromptedLLM
 
     from lmpool.producer.genlm import PooledLM
@@ -55,7 +54,7 @@ def infer(given: argparse.Namespace, seed: int) -> Inference:
     class Noting(PooledLM):
         """Notes the prompts that genlm-control asks for, a batch for each step of the particles."""
 
-        async def batch_next_token_logprobs(self, token_ids_list: Any, lora_name: str | None = None) -> torch.Tensor:
+        async def batch_next_token_logprobs(self, token_ids_list: Any, lora_name: str | None = None) -> Any:
             asked.extend(map(tuple, token_ids_list))
             return await super().batch_next_token_logprobs(token_ids_list, lora_name)
 
