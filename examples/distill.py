@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer
 
@@ -66,6 +66,9 @@ async def distill(given: argparse.Namespace, texts: list[str]) -> int:
     async with Producer(given.model, redis=given.redis, cache_bytes=0) as producer:
         tokenizer = load_tokenizer(producer.model)
         prompts = [tokenizer.encode(text) for text in texts]
+        longest, limit = max(map(len, prompts)), producer.model.max_prompt_tokens
+        if longest > limit:
+            raise SettingsError(f"texts: one has {longest} tokens, and {limit} are the most that this model takes")
         starts = np.cumsum([0, *map(len, prompts)])
         total, width = int(starts[-1]), producer.model.vocab_size if given.full else given.top
         layout = {"tokens": ("I64", (total,)), "starts": ("I64", starts.shape), "logprobs": ("F32", (total, width))}

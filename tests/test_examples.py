@@ -164,11 +164,11 @@ def test_teacher_rows_are_the_rows_after_every_token(
 
 
 def test_distill_leaves_no_half_file_and_replaces_none(url: str, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("Hi\n" + "word " * 9000, "utf-8")
+    (tmp_path / "texts.txt").write_text("Hi", "utf-8")
     target = tmp_path / "rows.safetensors"
     code, _, err = run("distill.py", tmp_path / "texts.txt", target, "--top", 0, "--redis", url)
     assert (code, target.exists()) == (1, False)
-    assert err.startswith("error: k: 0 ")
+    assert err.splitlines()[-1].startswith("error: k: 0 ")
     target.write_bytes(b"mine")
     code, _, err = run("distill.py", tmp_path / "texts.txt", target, "--redis", url)
     assert (code, target.read_bytes()) == (2, b"mine")
