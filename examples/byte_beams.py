@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import warnings
 
 import numpy as np
 from rich.console import Console
@@ -32,6 +33,7 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
 
     from lmpool.producer.genlm import PooledLM
 
+    warnings.filterwarnings("ignore", "Sparse", UserWarning)  # What torch says of genlm-bytes' matrices.
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         end = model.byte_vocab[model.tokenizer.eos_token_id]
         params = BeamParams(K=given.beam, prune_threshold=0.01, eos_byte_strings=[bytes(end)])

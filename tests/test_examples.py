@@ -10,7 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ ASKING: dict[str, tuple[str, ...]] = {
     "distill.py": (str(ROOT / "LICENSE"), "out.safetensors"),
     "perplexity.py": (str(ROOT / "LICENSE"),),
 }
-# These import torch before they connect; here it is imported already.
+# These import torch before they connect.
 SLOW = ("awrs_regex.py", "byte_beams.py")
 NOBODY = "redis://127.0.0.1:1"
 UNREACHABLE = f"error: no Redis server answers at {NOBODY}"
@@ -67,12 +67,14 @@ def tokenizer(smollm2_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2_folder)
 
 
-def run(name: str, *arguments: str | int, folder: Path | None = None, **environment: str) -> tuple[int, str, str]:
+def run(
+    name: str, *arguments: str | int | Path, folder: Path | None = None, **environment: str
+) -> tuple[int, str, str]:
     """Run an example; returns its exit code, its output and what it wrote to stderr."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "160", **environment},
+        env={**os.environ, "COLUMNS": "160", **(environment or {})},
         capture_output=True,
         text=True,
         timeout=100,
@@ -80,11 +82,19 @@ def run(name: str, *arguments: str | int, folder: Path | None = None, **environm
     return done.returncode, done.stdout, done.stderr
 
 
-def output(name: str, *arguments: str | int, **environment: str) -> str:
+def output(name: str, *arguments: str | int | Path, environment: Mapping[str, str] | None = None) -> str:
     """What an example prints when all goes well."""
-    code, out, err = run(name, *arguments, **environment)
+    code, out, err = run(name, *arguments, environment=environment)
     assert code == 0, err
     return out
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | int | Path) -> SystemExit:
+    """How an example ends in this process, which has imported torch already; a code that is a text means 1."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return caught.value
 
 
 def cells(out: str) -> list[list[str]]:
@@ -93,7 +103,7 @@ def cells(out: str) -> list[list[str]]:
 
 
 def test_next_words_are_the_likeliest_ones(url: str, producer: SyncProducer, tokenizer: Any) -> None:
-    found = cells(output("next_words.py", "--top", 3, LMPOOL_REDIS_URL=url))
+    found = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
     row = producer.logprobs(tokenizer.encode("The capital of France is"))
     best = np.argsort(row)[::-1][:3]
     assert found[:3] == [
@@ -163,16 +173,33 @@ def test_teacher_rows_are_the_rows_after_every_token(
         np.testing.assert_array_equal(np.take_along_axis(rows, file["ids"], 1), file["logprobs"])
 
 
-def test_distill_leaves_no_half_file_and_replaces_none(url: str, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("Hi", "utf-8")
-    target = tmp_path / "rows.safetensors"
-    code, _, err = run("distill.py", tmp_path / "texts.txt", target, "--top", 0, "--redis", url)
-    assert (code, target.exists()) == (1, False)
-    assert err.splitlines()[-1].startswith("error: k: 0 ")
-    target.write_bytes(b"mine")
-    code, _, err = run("distill.py", tmp_path / "texts.txt", target, "--redis", url)
-    assert (code, target.read_bytes()) == (2, b"mine")
+def test_distill_leaves_no_half_file(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, target = tmp_path / "texts.txt", tmp_path / "rows.safetensors"
+    texts.write_text("Hi", "utf-8")
+    error = ended(monkeypatch, "distill.py", texts, target, "--top", 0, "--redis", url)
+    assert str(error.code).startswith("error: k: 0 ")
+    assert "rows" in capsys.readouterr().err  # It had begun.
+    assert not target.exists()
+
+
+def test_distill_replaces_no_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.safetensors").write_bytes(b"mine")
+    code, _, err = run("distill.py", tmp_path / "texts.txt", tmp_path / "rows.safetensors")
+    assert code == 2
     assert "exists already" in err
+    assert (tmp_path / "rows.safetensors").read_bytes() == b"mine"
+
+
+def test_distill_refuses_a_text_that_the_model_does_not_take(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, target = tmp_path / "texts.txt", tmp_path / "rows.safetensors"
+    texts.write_text("Hi\n" + "word " * 9000, "utf-8")
+    error = ended(monkeypatch, "distill.py", texts, target, "--redis", url)
+    assert re.fullmatch(r"error: texts: one has 9\d+ tokens, and 8192 are the most .*", str(error.code))
+    assert not target.exists()
 
 
 def test_perplexity_is_that_of_transformers_on_the_same_windows(
@@ -222,11 +249,8 @@ def test_a_missing_server_ends_in_one_line(name: str, tmp_path: Path) -> None:
 def test_wrong_names_and_missing_servers_end_programs_that_import_torch(
     name: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for options, message in ((["--model", "smollm3", "--redis", url], NOT_SERVED), (["--redis", NOBODY], UNREACHABLE)):
-        monkeypatch.setattr(sys, "argv", [name, *options])
-        # A text that a program exits with goes to stderr, and its code is 1.
-        with pytest.raises(SystemExit, match=rf"^{message}[^\n]*$"):
-            runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    for options, message in ((("--model", "smollm3", "--redis", url), NOT_SERVED), (("--redis", NOBODY), UNREACHABLE)):
+        assert re.fullmatch(rf"{message}[^\n]*", str(ended(monkeypatch, name, *options).code))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +261,7 @@ def test_a_missing_package_ends_in_one_line(name: str, package: str, url: str, t
     (tmp_path / "genlm").mkdir()
     (tmp_path / "genlm" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    code, _, err = run(name, "--redis", url, PYTHONPATH=path)
+    code, _, err = run(name, "--redis", url, environment={"PYTHONPATH": path})
     assert code == 1
     assert err == f"error: No module named 'genlm.{package}': pip install genlm-{package} 'lmpool[genlm]'\n"
 
