@@ -68,7 +68,7 @@ def tokenizer(smollm2_folder: Path) -> Any:
 
 
 def run(
-    name: str, *arguments: str | int | Path, folder: Path | None = None, **environment: str
+    name: str, *arguments: str | int | Path, folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
     """Run an example; returns its exit code, its output and what it wrote to stderr."""
     done = subprocess.run(
