@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from lmpool.producer import SyncProducer
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[1]
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "__init__.py")
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb") and path.stem[0] != "_"
+)
 # What each of those that ask a running pool is given.
 ASKING: dict[str, tuple[str, ...]] = {
     "next_words.py": (),
@@ -266,14 +269,40 @@ def test_a_missing_package_ends_in_one_line(name: str, package: str, url: str, t
     assert err == f"error: No module named 'genlm.{package}': pip install genlm-{package} 'lmpool[genlm]'\n"
 
 
+def test_the_notebook_draws_the_picture_that_it_shows(
+    url: str, monkeypatch: pytest.MonkeyPatch, producer: SyncProducer
+) -> None:
+    notebook = json.loads((ROOT / "examples/surprise.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    monkeypatch.setenv("LMPOOL_REDIS_URL", url)
+    scope: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), scope)
+    scope["producer"].close()
+
+    prompt, text, nats = scope["prompt"], scope["text"], scope["nats"]
+    rows = producer.batch_logprobs([prompt + text[:end] for end in range(len(text))])
+    np.testing.assert_allclose(nats, -rows[np.arange(len(text)), text], atol=1e-3)
+    assert scope["tokenizer"].decode([text[int(np.argmax(nats))]]) == " Tokyo"
+    drawn, stored = scope["picture"].data, "".join(cells[-1]["outputs"][0]["data"]["image/svg+xml"])
+    ElementTree.fromstring(drawn)
+    for part in (r"<text[^>]* rotate\(60\)\">([^<]*)<", r'fill="gray">([^<]*)<', r'fill="(steelblue|firebrick)"'):
+        assert re.findall(part, drawn) == re.findall(part, stored) != []
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_explained_and_listed(path: Path) -> None:
-    text = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-    assert text is not None
-    # That of a backend is no program.
-    assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
+    source = path.read_text("utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(source))
+        assert text is not None
+        # That of a backend is no program.
+        assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
+    else:
+        assert json.loads(source)["cells"][0]["cell_type"] == "markdown"
     assert f"[{path.name}](examples/{path.name})" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_every_example_that_asks_a_pool_is_tested() -> None:
-    assert {path.name for path in EXAMPLES} - set(ASKING) == {"demo.py", "own_backend.py", "smollm2.py"}
+    others = {"demo.py", "own_backend.py", "smollm2.py", "surprise.ipynb"}
+    assert {path.name for path in EXAMPLES} == others | set(ASKING)
