@@ -96,11 +96,11 @@ def beginnings(
 
     A beginning comes after the one that it is a token longer than: the model pays for the new token only.
     """
+    lengths = np.diff(starts)
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
         texts = np.arange(first, min(first + TEXTS_AT_ONCE, len(prompts)))
-        lengths = np.diff(starts)[texts]
-        for length in range(1, lengths.max() + 1):
-            alive = texts[lengths >= length]
+        for length in range(1, lengths[texts].max() + 1):
+            alive = texts[lengths[texts] >= length]
             yield [prompts[text][:length] for text in alive], starts[alive] + length - 1
 
 
