@@ -80,3 +80,5 @@ if __name__ == "__main__":
         main()
     except (LMPoolError, OSError, UnicodeDecodeError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
