@@ -1,0 +1,110 @@
+"""Sequential Monte Carlo in two processes at once, on one model: JSON of a given form, written by a language model.
+
+    python examples/smc_json.py --particles 16
+
+Each process steers a cloud of particles with genlm-control, under a regular expression that describes the JSON. Both
+start from the same prompt and often write the same beginnings; a row that one has asked for is there for the other.
+
+Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lmpool.errors import LMPoolError
+from lmpool.producer import SyncProducer
+
+PROMPT = 'Large cities in JSON:\n{"city": "London", "millions": 9}\n{"city": "Berlin", "millions": 4}\n'
+PATTERN = r'\{"city": "[A-Z][a-z]{2,11}", "millions": [1-9][0-9]?\}'
+
+
+class Inference(NamedTuple):
+    """What one process found.
+
+    Attributes:
+        particles: each text with its share of the weight.
+        asked: rows that it asked for.
+        prompts: the prompts of these rows; particles that agree so far have the same one.
+    """
+
+    particles: list[tuple[str, float]]
+    asked: int
+    prompts: set[tuple[int, ...]]
+
+
+def infer(given: argparse.Namespace, seed: int) -> Inference:
+    """Run SMC; this is what each process does."""
+    from genlm.control import AWRS, BoolFSA, PromptedLLM
+
+    from lmpool.producer.genlm import PooledLM
+
+    asked: list[tuple[int, ...]] = []
+
+    class Noting(PooledLM):
+        """Notes the prompts that genlm-control asks for, a batch for each step of the particles."""
+
+        async def batch_next_token_logprobs(self, token_ids_list: Any, lora_name: str | None = None) -> Any:
+            asked.extend(map(tuple, token_ids_list))
+            return await super().batch_next_token_logprobs(token_ids_list, lora_name)
+
+    with Noting.from_name(given.model, redis=given.redis) as model:
+        language = PromptedLLM(model, prompt_ids=model.tokenizer.encode(given.prompt))
+        form = BoolFSA.from_regex(given.pattern).coerce(language, f=b"".join)
+        sampler = AWRS(language, form, seed=seed)
+        found = asyncio.run(sampler.smc(n_particles=given.particles, ess_threshold=0.5, max_tokens=given.tokens))
+    texts = [b"".join(token for token in tokens if isinstance(token, bytes)).decode() for tokens, _ in found]
+    return Inference(list(zip(texts, map(float, found.normalized_weights), strict=True)), len(asked), set(asked))
+
+
+def show(results: list[Inference]) -> None:
+    """Print the particles of all processes, and what they had in common."""
+    table = Table("process", "particles", "what they wrote", "weight")
+    for number, result in enumerate(results, 1):
+        table.add_section()
+        weights: defaultdict[str, list[float]] = defaultdict(list)
+        for text, weight in result.particles:
+            weights[text].append(weight)
+        for text, equal in sorted(weights.items(), key=lambda item: -sum(item[1])):
+            table.add_row(str(number), str(len(equal)), Text(text), f"{sum(equal):.3f}")
+    console = Console()
+    console.print(table)
+    for number, result in enumerate(results, 1):
+        console.print(f"process {number} asked for {result.asked} rows of {len(result.prompts)} different prompts")
+    shared = set.intersection(*(result.prompts for result in results))
+    console.print(f"prompts that both asked for, and a worker computed once: {len(shared)}")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompt", default=PROMPT, help="what the model reads first")
+    parser.add_argument("--pattern", default=PATTERN, help="regular expression of what it may write")
+    parser.add_argument("--particles", type=int, default=16, help="of each process (default: 16)")
+    parser.add_argument("--tokens", type=int, default=24, help="most tokens of a particle (default: 24)")
+    parser.add_argument("--seed", type=int, default=1, help="of the first process; the second has the next one")
+    parser.add_argument("--model", help="name of the served model (default: the only one)")
+    parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
+    given = parser.parse_args()
+    SyncProducer(given.model, redis=given.redis).close()  # A wrong name fails here, before two processes start.
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        show(list(processes.map(infer, [given, given], [given.seed, given.seed + 1])))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LMPoolError as error:
+        sys.exit(f"error: {error}")
+    except ImportError as error:
+        sys.exit(f"error: {error}: pip install genlm-control 'lmpool[genlm]'")
