@@ -141,6 +141,25 @@ async def test_without_a_seed_workers_draw_and_no_row_is_kept(small: PooledLM) -
 # Caches
 
 
+async def test_a_temperature_of_zero_takes_the_likeliest_tokens_with_and_without_a_seed(small: PooledLM) -> None:
+    expected: list[int] = []
+    for _ in range(4):
+        expected.append(int((await small.next_token_logprobs([1, 2, *expected])).argmax()))
+    for seed in (None, 3):
+        assert await small.sample([1, 2], 4, [], temperature=0, seed=seed) == expected
+
+
+async def test_it_tells_its_name_and_what_became_of_its_requests(small_pool: Pool, tokenizer: Any) -> None:
+    options: Any = {"redis": small_pool.url, "prefix": small_pool.prefix, "tokenizer": tokenizer}
+    with PooledLM.from_name(**options) as model:
+        assert repr(model) == "PooledLM('syn')"
+        assert model.stats().requests == 0
+        await model.batch_next_token_logprobs([[1, 7], [1, 8]])
+        model.next_token_logprobs_sync([1, 7])
+        model.next_token_logprobs_sync([1, 7])
+        assert (model.stats().requests, model.stats().local_hits) == (4, 1)
+
+
 async def test_cleared_rows_are_fetched_again(small: PooledLM) -> None:
     rows = await small.next_token_logprobs(IDS), small.next_token_logprobs_sync(IDS)
     small.clear_cache()

@@ -181,7 +181,8 @@ class Intake:
         if card.is_trie:
             if isinstance(ask, TrieAsk):
                 return None
-            return Failure(ProtocolError.__name__, "a trie worker was asked for something else than values of a trie")
+            what = "a row" if ask is None else "something else than values of a trie"
+            return Failure(ProtocolError.__name__, f"a trie worker was asked for {what}")
         if isinstance(ask, TopAsk) and ask.k > card.vocab_size:
             text = f"the {ask.k} largest entries of a row that has {card.vocab_size}"
             return Failure(ProtocolError.__name__, text)

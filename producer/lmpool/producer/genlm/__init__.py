@@ -7,7 +7,7 @@ The model needs `lmpool[genlm]` and runs the programs of genlm-control, genlm-by
     llm = PooledLM.from_name("smollm2")  # instead of genlm.backend.load_model_by_name(...)
 
 The tries have the names, the node numbers and the results of genlm-backend's. They compute in the calling process and
-need `lmpool[trie]`. genlm-control's samplers take them in place of those:
+need `lmpool[trie]`. They stand in for those wherever a trie is passed:
 
     from lmpool.producer.genlm import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie
 
@@ -26,7 +26,7 @@ from lmpool.producer.genlm.token import Token
 from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharacterTrie
 
 if TYPE_CHECKING:
-    from lmpool.producer.genlm.language_model import PooledLM
+    from lmpool.producer.genlm.language_model import PooledLM, UnknownLora
     from lmpool.producer.genlm.loading import load_model_by_name
 
 __all__ = [
@@ -35,12 +35,14 @@ __all__ = [
     "PooledLM",
     "Token",
     "TokenCharacterTrie",
+    "UnknownLora",
     "load_model_by_name",
 ]
 
 # Imported at their first use: they need torch and genlm-backend, which the tries do not.
 _LATE = {
     "PooledLM": "lmpool.producer.genlm.language_model",
+    "UnknownLora": "lmpool.producer.genlm.language_model",
     "load_model_by_name": "lmpool.producer.genlm.loading",
 }
 

@@ -7,11 +7,12 @@ import atexit
 import os
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from lmpool.errors import ProducerClosed
 from lmpool.producer.producer import Producer, RedisLike
+from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer
 
 
@@ -115,6 +116,16 @@ class Connection:
         for one in (producer, self._sync):
             if one is not None:
                 one.clear_cache()
+
+    def stats(self) -> ProducerStats:
+        """What became of the requests of this thread's producers."""
+        total = ProducerStats()
+        producer: Producer | None = getattr(self._of_thread, "producer", None)
+        for one in (producer, self._sync):
+            if one is not None:
+                for name, count in asdict(one.stats()).items():
+                    total.add(name, count)
+        return total
 
     def close(self) -> None:
         """Close what is open, and what is owned; closing twice does nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned
 from lmpool.producer.producer import RedisLike
+from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer
 from lmpool.vocab import decode_vocab
 
@@ -75,7 +77,9 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         try:
             # Connects, so that a wrong name fails here and not in the middle of somebody's inference.
             card = connection.sync.model
-            self._take(address, connection, _tokenizer_of(card) if tokenizer is None else tokenizer)
+            # Under its name from now on: others may be served by the time it is pickled or connects again.
+            named = replace(address, model=card.name)
+            self._take(named, connection, _tokenizer_of(card) if tokenizer is None else tokenizer)
         except BaseException:
             connection.close()
             raise
@@ -185,7 +189,7 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
             prompt_token_ids: the prompt, as `next_token_logprobs` takes it.
             max_tokens: most tokens to draw.
             eos_token_ids: tokens that end the continuation and are no part of it.
-            temperature: what log-probabilities are divided by.
+            temperature: what log-probabilities are divided by; 0 takes the likeliest token each time.
             seed: of the generator.
             lora_name: an adapter; None for none.
 
@@ -193,7 +197,8 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
             the token ids after the prompt.
         """
         prompt = [int(token) for token in prompt_token_ids]
-        if seed is not None:
+        # The likeliest token needs no seed; genlm-backend would divide by 0.
+        if seed is not None and temperature != 0:
             drawn: list[int] = await super().sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
             return drawn
         generated: list[int] = []
@@ -246,6 +251,10 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         """
         with _as_genlm_says():
             self._connection.sync.remove_adapter(lora_name)
+
+    def stats(self) -> ProducerStats:
+        """What became of this thread's requests and of the synchronous ones, together."""
+        return self._connection.stats()
 
     def close(self) -> None:
         """Close the connections; closing twice does nothing. Without it, they are closed when the model is dropped."""
