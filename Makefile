@@ -36,7 +36,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # In two processes: many tests wait for processes to start, or for a lease to pass.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(MAKE) test-vllm test-sglang
+	$(MAKE) -j2 --output-sync=target test-vllm test-sglang
 
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
 # scheduling ahead.
