@@ -23,7 +23,8 @@ from lmpool.errors import SettingsError
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.rows import Encoding, RowBlock, decode_row, widen_bf16
 from lmpool.workers.backend import BackendJob, Finished
-from lmpool.workers.backends import requirements
+from lmpool.workers.backends import requirements, row_encoder
+from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf import self_check
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
@@ -673,3 +674,44 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
     backend.submit([one])
     (finished,) = drain(backend)
     assert finished.failures == {one.digest: "the model returned logits that are no distribution: NaN or infinite"}
+
+
+def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def scores_of(logits: Tensor, tokens: Sequence[int]) -> Logprobs:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found_by_model(logits, tokens)
+
+    found_by_model = row_encoder.scores_of
+    monkeypatch.setattr(hf_backend, "scores_of", scores_of)
+    backend = tiny.backend()
+    prompts = random_prompts(3, (10, 10))
+    jobs = [job(ids)._replace(score_from=4) for ids in prompts]
+    backend.submit(jobs)
+    found: dict[bytes, Logprobs] = {}
+    for finished in drain(backend):
+        assert not finished.failures
+        if finished.answers is not None:
+            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    for one, ids in zip(jobs, prompts, strict=True):
+        expected = [tiny.reference("llama").row(ids[:at])[ids[at]] for at in range(4, 10)]
+        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+
+
+def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
+    backend = tiny.backend()
+    (prompt,) = random_prompts(1, (20, 20))
+    serve(backend, [prompt])
+    assert backend._pool is not None
+    held = len(backend._pool.slots)
+    with torch.inference_mode():
+        backend._pool._storage.fill_(7.0)  # Whatever used it would be wrong.
+    fresh = job(prompt)._replace(digest=b"f" * 16, fresh=True)
+    backend.submit([fresh, job(prompt[:7])._replace(digest=b"g" * 16, fresh=True)])
+    rows = {digest: row for one in drain(backend) for digest, row in decode(one.blocks).items()}
+    tiny.reference("llama").check({prompt: rows[fresh.digest], prompt[:7]: rows[b"g" * 16]})
+    assert len(backend._pool.slots) == held

@@ -201,7 +201,7 @@ def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> 
     block = np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)  # type: ignore[arg-type]  # none is None
     expected = _HEADER.pack(MAGIC, WIRE_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
     log_z = np.ascontiguousarray(block[:, _LOG_Z_AT:HEADER_SIZE]).view("<f4")
-    numbers = np.ascontiguousarray(block[:, HEADER_SIZE:]).view(encoding.dtype)
+    numbers = block[:, HEADER_SIZE:].copy().view(encoding.dtype)
     entries = numbers if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
     is_sound = (block[:, :_LOG_Z_AT] == np.frombuffer(expected, np.uint8)).all() and np.isfinite(log_z).all()
     return entries if is_sound and entries.max() <= _MOST_LOGPROB else None

@@ -15,10 +15,12 @@ def test_a_backend_says_whether_it_scores(opened: Opened) -> None:
 
 
 def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
-    """Have prompts scored together, and check what comes."""
-    if opened.subject.scores:  # The others are never asked.
-        for ids, start, scores in zip(prompts, starts, opened.score(prompts, starts), strict=True):
-            opened.check_scores(ids, start, scores)
+    """Have prompts scored together, and check what comes; others than those that score are never asked."""
+    if not opened.subject.scores:
+        assert not opened.backend.card.scores
+        return
+    for ids, start, scores in zip(prompts, starts, opened.score(prompts, starts), strict=True):
+        opened.check_scores(ids, start, scores)
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])

@@ -367,7 +367,10 @@ async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any) -> None:
     assert not threads_of_ours()
 
 
-async def test_a_model_closed_inside_an_event_loop_leaves_no_connection(own_server: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
+async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
+    own_server: Any, tokenizer: Any, is_closed: bool
+) -> None:
     with redis.Redis.from_url(own_server.url) as client:
         pool = Pool(own_server.url, "alone", own_server.log_path.parent)
         try:
@@ -375,12 +378,16 @@ async def test_a_model_closed_inside_an_event_loop_leaves_no_connection(own_serv
             async with connect(pool, tokenizer) as model:
                 await model.next_token_logprobs(IDS)  # The worker opens its connections for rows, too.
             before = len(client.client_list())
-            with connect(pool, tokenizer) as model:
-                await model.next_token_logprobs(IDS)
-                model.next_token_logprobs_sync(IDS)
-                assert len(client.client_list()) > before
+            model = connect(pool, tokenizer)
+            await model.next_token_logprobs(IDS)
+            model.next_token_logprobs_sync(IDS)
+            assert len(client.client_list()) > before
+            if is_closed:
+                model.close()
+            del model
 
             async def are_gone() -> bool:
+                gc.collect()
                 return len(client.client_list()) == before
 
             await until_async(are_gone, "the model's connections end")

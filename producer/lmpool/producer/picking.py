@@ -158,7 +158,8 @@ class Picking:
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.
 
-        The worker that computes it also keeps its keys and values for prompts that extend it.
+        The worker that computes it also keeps its keys and values for prompts that extend it. A row that is cached is
+        not computed again, so then no worker is warmed.
 
         Args:
             ids: a prompt, as for `Producer.logprobs`.

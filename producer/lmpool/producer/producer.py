@@ -112,7 +112,7 @@ class Producer(Picking):
             timeout: seconds; None for the producer's.
 
         Returns:
-            read-only float32 array of shape (V,); with `targets` one of shape (k,), in their order.
+            read-only float32 array of shape (V,); with `targets` one of shape (k,), in their order, the caller's own.
 
         Raises:
             InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of it.
@@ -156,8 +156,8 @@ class Producer(Picking):
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         if targets is not None:
-            wanted = Targets.read_batch(targets, len(encoded), card)
-            return await ask_entries_of_all(session, encoded, wanted, within)
+            wanted, count = Targets.read_batch(targets, len(encoded), card)
+            return await ask_entries_of_all(session, encoded, wanted, count, within)
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)
         timer = session.loop.call_at(within.end, _expire_first, session, waits, within.seconds)
@@ -276,6 +276,11 @@ class Producer(Picking):
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
         await self._rows.open(Within(self._timeout))
+
+    def close_soon(self) -> None:
+        """As `close`, from any thread and without waiting: what is open ends in its own event loop."""
+        self._tries.close_soon()
+        self._rows.close_soon()
 
     async def close(self) -> None:
         """End the requests that are under way and close the connections. The producer can be opened again."""

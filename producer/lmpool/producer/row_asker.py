@@ -56,14 +56,18 @@ class Targets:
         return cls(ids, entry_ranges(ids.tolist(), card.row_encoding))
 
     @classmethod
-    def read_batch(cls, targets: Any, count: int, card: ModelCard) -> list[Targets]:
-        """As `read`, for `count` prompts: the same targets for all of them, or as many lists of equal length."""
+    def read_batch(cls, targets: Any, count: int, card: ModelCard) -> tuple[list[Targets], int]:
+        """As `read`, for `count` prompts: the same targets for all of them, or as many lists of equal length.
+
+        Returns:
+            the targets of each prompt, and how many each has.
+        """
         ids = _read_ids(targets, 2)
         if ids.ndim == 1:
-            return [cls.read(ids, card)] * count
+            return [cls.read(ids, card)] * count, len(ids)
         if len(ids) != count:
             raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
-        return [cls.read(own, card) for own in ids]
+        return [cls.read(own, card) for own in ids], ids.shape[1]
 
 
 def _read_ids(targets: Any, most_axes: int) -> NDArray[np.int64]:
@@ -168,10 +172,10 @@ async def ask_fresh(session: Session, prompt: Prompt, within: Within) -> Row:
 
 
 async def ask_entries_of_all(
-    session: Session, prompts: Sequence[Prompt], targets: Sequence[Targets], within: Within
+    session: Session, prompts: Sequence[Prompt], targets: Sequence[Targets], count: int, within: Within
 ) -> NDArray[np.float32]:
-    """Some entries of each of several rows, float32 (n, k)."""
-    out = np.empty((len(prompts), len(targets[0].ids) if targets else 0), np.float32)
+    """Some entries of each of several rows, `count` each: float32 (n, count)."""
+    out = np.empty((len(prompts), count), np.float32)
 
     async def ask(at: int) -> None:
         out[at] = await ask_entries(session, prompts[at], targets[at], within)

@@ -222,8 +222,12 @@ class Session:
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""
         if not self.closed:
-            self._supervisor.cancel()
+            self.close_soon()
             await asyncio.wait([self._supervisor])
+
+    def close_soon(self) -> None:
+        """As `close`, without waiting for it."""
+        self._supervisor.cancel()
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,6 +86,13 @@ class SessionSlot:
         await session.open(self._model)
         self.session = session
         return session
+
+    def close_soon(self) -> None:
+        """End the session, in its own event loop and without waiting; from any thread."""
+        session, self.session = self.session, None
+        if session is not None and not session.closed:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, and everything in it has ended.
+                session.loop.call_soon_threadsafe(session.close_soon)
 
     async def close(self) -> None:
         """End the session, if it is one of the running loop."""

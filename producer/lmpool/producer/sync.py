@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -19,9 +21,12 @@ from lmpool.producer.picking import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
+from lmpool.tasks import end_tasks
 from lmpool.vocab import Vocabulary
 
 T = TypeVar("T")
+
+_CLOSED = "this SyncProducer is closed"
 
 Wait = Callable[[Coroutine[Any, Any, Values]], Values]
 
@@ -87,13 +92,16 @@ class SyncProducer:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self._producer = Producer(model, **settings)
+        self._process = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lmpool-producer", daemon=True)
         self._thread.start()
         try:
             self._wait_for(self._producer.open())
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
     def logprobs(
@@ -150,8 +158,11 @@ class SyncProducer:
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`."""
+        self._wait_for(self._clear_cache())
+
+    async def _clear_cache(self) -> None:
         # In the thread that uses the cache.
-        self._loop.call_soon_threadsafe(self._producer.clear_cache)
+        self._producer.clear_cache()
 
     def adapters(self) -> dict[str, str]:
         """As `Producer.adapters`."""
@@ -179,10 +190,20 @@ class SyncProducer:
         return self._producer.stats()
 
     def close(self) -> None:
-        """Close the connections and end the background thread; closing twice does nothing."""
-        if not self._loop.is_closed():
-            self._wait_for(self._producer.close())
-            self._stop()
+        """Close the connections and end the background thread; closing twice does nothing.
+
+        Calls that other threads wait for end with `ProducerClosed`.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        if os.getpid() != self._process:
+            return  # It is the parent's.
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,17 +214,23 @@ class SyncProducer:
         self.close()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if os.getpid() != self._process:
             work.close()
-            raise ProducerClosed("this SyncProducer is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise ProducerClosed("this SyncProducer was made before a fork: make another one in this process")
+        with self._closing:  # What is handed over before it is closed is ended with it.
+            if self._closed:
+                work.close()
+                raise ProducerClosed(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise ProducerClosed(_CLOSED) from None
         except BaseException:
             future.cancel()  # Ctrl-C while waiting: the request must not stay behind.
             raise
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    async def _end(self) -> None:
+        """End everything in the event loop: whoever waits in another thread must hear of it."""
+        await self._producer.close()
+        await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})

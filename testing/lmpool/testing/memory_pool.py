@@ -103,6 +103,8 @@ class MemoryPool:
         return self._start(Gate(), TrieSettings(), WorkerSettings(prefix=self._prefix))
 
     def _start(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:
+        if not self._url:
+            raise LMPoolError("the pool is not open: enter it first, `with lmpool.testing.pool() as pool:`")
         return self._thread.call(self._start_worker(gate, backend, settings))
 
     async def _start_worker(self, gate: Gate, backend: BackendSettings, settings: WorkerSettings) -> MemoryWorker:

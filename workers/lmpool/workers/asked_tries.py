@@ -11,7 +11,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, SourceMissing, WorkerError
 from lmpool.messages import Failure
 from lmpool.rowcache import Row
-from lmpool.workers.held import Asks, Holdings
+from lmpool.workers.held import Asks, Holdings, by_answer
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.tries.desk import answer
 from lmpool.workers.tries.inputs import TrieInputs
@@ -85,13 +85,7 @@ class AskedTries:
 
     async def _finish(self, asks: Asks, inputs: Mapping[bytes, TrieInputs], failures: dict[bytes, Failure]) -> None:
         """Compute and publish answers; end the jobs."""
-        entries: dict[bytes, list[bytes]] = {}
-        overwrite = set()
-        for wants in asks.values():
-            for entry, wanted in wants.items():
-                entries.setdefault(wanted.digest, []).append(entry)
-                if wanted.overwrite:
-                    overwrite.add(wanted.digest)
+        entries, overwrite = by_answer(asks)
         answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
         if answers is not None:
             await self._publisher.publish(answers, entries, overwrite)

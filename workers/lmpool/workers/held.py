@@ -29,6 +29,18 @@ Asks = Mapping[bytes, Mapping[bytes, Wanted]]
 """Digest of a prompt -> entry of the queue -> what it wants."""
 
 
+def by_answer(asks: Asks) -> tuple[dict[bytes, list[bytes]], set[bytes]]:
+    """The entries that want each answer, and the answers that must replace what is stored."""
+    entries: dict[bytes, list[bytes]] = {}
+    overwrite = set()
+    for wants in asks.values():
+        for entry, wanted in wants.items():
+            entries.setdefault(wanted.digest, []).append(entry)
+            if wanted.overwrite:
+                overwrite.add(wanted.digest)
+    return entries, overwrite
+
+
 @dataclass(slots=True)
 class Held:
     """A prompt that this worker holds.

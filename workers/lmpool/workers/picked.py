@@ -14,7 +14,7 @@ from lmpool.errors import CorruptRow
 from lmpool.picks import draw, pack_token, pack_top, top
 from lmpool.rowcache import Row
 from lmpool.rows import VectorBlock
-from lmpool.workers.held import Asks, Holdings, Wanted
+from lmpool.workers.held import Asks, Holdings, Wanted, by_answer
 from lmpool.workers.publisher import Publisher
 from lmpool.workers.tries.larder import Larder
 
@@ -59,13 +59,7 @@ class Picked:
         answers = await asyncio.to_thread(_pick_all, asks, rows)
         if not answers:
             return
-        entries: dict[bytes, list[bytes]] = {}
-        overwrite = set()
-        for wants in asks.values():
-            for entry, wanted in wants.items():
-                entries.setdefault(wanted.digest, []).append(entry)
-                if wanted.overwrite:
-                    overwrite.add(wanted.digest)
+        entries, overwrite = by_answer(asks)
         await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), entries, overwrite)
 
 

@@ -7,7 +7,7 @@ import atexit
 import os
 import threading
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lmpool.errors import ProducerClosed
@@ -29,7 +29,7 @@ class Address:
     """
 
     model: str | None = None
-    redis: RedisLike | None = None
+    redis: RedisLike | None = field(default=None, repr=False)  # It may hold a password.
     timeout: float = 60.0
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
@@ -68,6 +68,7 @@ class Connection:
     def _start_afresh(self) -> None:
         # Two event loops at once are in two threads, and a producer has one session at a time.
         self._of_thread = threading.local()
+        self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._sync: SyncProducer | None = None
         self._closed = False
@@ -92,6 +93,7 @@ class Connection:
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is None:
             producer = self._of_thread.producer = Producer(self._address.model, **self._address.options)
+            self._producers.add(producer)
         return producer
 
     @property
@@ -130,14 +132,11 @@ class Connection:
     def close(self) -> None:
         """Close what is open, and what is owned; closing twice does nothing.
 
-        The session of an event loop that runs in another thread ends with that loop.
+        Sessions of event loops end in these, as soon as they run.
         """
         self._closed = True
-        producer: Producer | None = getattr(self._of_thread, "producer", None)
-        if producer is not None and (loop := _running_loop()) is not None:
-            task = loop.create_task(producer.close())
-            _closing.add(task)
-            task.add_done_callback(_closing.discard)
+        for producer in list(self._producers):
+            producer.close_soon()
         with self._lock:
             sync, self._sync = self._sync, None
             if sync is not None:
@@ -155,7 +154,9 @@ class Connection:
         await asyncio.to_thread(self.close)
 
     def abandon(self) -> None:
-        """Close in a thread of its own: the garbage collector calls this, in any thread and at any moment."""
+        """Close without waiting: the garbage collector calls this, in any thread and at any moment."""
+        for producer in list(self._producers):
+            producer.close_soon()
         if self._sync is None and self._owned is None:
             atexit.unregister(self.close)
             return
@@ -169,15 +170,7 @@ class Connection:
             raise ProducerClosed("this PooledLM is closed")
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
 _connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_closing: set[asyncio.Task[None]] = set()
 _left_to_the_parent: list[Any] = []
 
 

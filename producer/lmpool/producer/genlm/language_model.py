@@ -216,7 +216,8 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
 
-        A hint: workers drop the keys and values that were used least recently.
+        A hint: one worker is warmed, and none where the row is cached; workers drop the keys and values that were used
+        least recently.
         """
         with _as_genlm_says():
             self._connection.sync.warm(prompt_tokens, adapter=lora_name or "")

@@ -233,9 +233,13 @@ class HfBackend:
 
     def _score(self, batch: Sequence[Candidate], logits: Tensor) -> _Answer:
         answer = _Answer(None, {}, {})
-        for one, own in zip(batch, logits, strict=True):
-            waiting = self._waiting[one.digest]
-            scores = scores_of(own[-one.kept :], waiting.targets(one.kept))
+        wants = [self._waiting[one.digest] for one in batch]
+        # All of them before the first is noted: memory may run out, and then they are computed again.
+        found = [
+            scores_of(own[-one.kept :], waiting.targets(one.kept))
+            for one, waiting, own in zip(batch, wants, logits, strict=True)
+        ]
+        for one, waiting, scores in zip(batch, wants, found, strict=True):
             if np.isnan(scores).any():
                 answer.failures[one.digest] = "the model returned logits that are no distribution: NaN or infinite"
             elif (all_scores := waiting.add(scores)) is not None:
