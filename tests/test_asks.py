@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.asks import Ask, DrawAsk, FreshAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.asks import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.errors import ProtocolError, UnknownVocabulary
-from lmpool.picks import Draw
+from lmpool.picks import Sampling
 from lmpool.prompts import ask_digest, digest_of, encode_prompt
 from lmpool.registry import look_up, register
 from lmpool.server import Server
@@ -28,8 +28,8 @@ ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" 
         ASK._replace(nodes=b"", select="values"),
         TopAsk(1),
         TopAsk(2**31),
-        DrawAsk(Draw(0.0, 1.0, 0)),
-        DrawAsk(Draw(0.7, 0.9, 2**64 - 1)),
+        SampleAsk(Sampling(0.0, 1.0, 0)),
+        SampleAsk(Sampling(0.7, 0.9, 2**64 - 1)),
         ScoreAsk(1),
         FreshAsk(b"n" * 16),
     ],
@@ -69,14 +69,14 @@ def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object
         ["score", 0],
         ["score", b"1"],
         ["fresh", b"n" * 15],
-        ["draw", -0.1, 1.0, 1],
-        ["draw", float("nan"), 1.0, 1],
-        ["draw", float("inf"), 1.0, 1],
-        ["draw", 1.0, 0.0, 1],
-        ["draw", 1.0, 1.5, 1],
-        ["draw", 1.0, float("nan"), 1],
-        ["draw", 1.0, 1.0, -1],
-        ["draw", 1, 1.0, 1],
+        ["sample", -0.1, 1.0, 1],
+        ["sample", float("nan"), 1.0, 1],
+        ["sample", float("inf"), 1.0, 1],
+        ["sample", 1.0, 0.0, 1],
+        ["sample", 1.0, 1.5, 1],
+        ["sample", 1.0, float("nan"), 1],
+        ["sample", 1.0, 1.0, -1],
+        ["sample", 1, 1.0, 1],
         ["unknown", 1],
     ],
 )

@@ -24,7 +24,7 @@ from lmpool.errors import (
     WorkerError,
 )
 from lmpool.keys import Keys
-from lmpool.picks import Draw, draw, top
+from lmpool.picks import Sampling, sample, top
 from lmpool.producer import Producer, SyncProducer
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.server import Server
@@ -133,7 +133,7 @@ async def test_the_likeliest_tokens_are_those_of_the_row(pool: Pool, cache_bytes
 async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Pool, cache_bytes: int) -> None:
     pool.start()
     async with pool.producer(cache_bytes=cache_bytes) as producer:
-        expected = [draw(ROW, Draw(0.8, 0.95, seed)) for seed in range(20)]
+        expected = [sample(ROW, Sampling(0.8, 0.95, seed)) for seed in range(20)]
         options: Any = {"temperature": 0.8, "top_p": 0.95}
         drawn = [await producer.sample(PROMPT, seed=seed, **options) for seed in range(20)]
         assert drawn == expected
@@ -265,7 +265,7 @@ async def test_nothing_is_read_from_a_damaged_row(pool: Pool, damage: bytes) -> 
             elif ask == "topk":
                 assert np.array_equal((await producer.topk(PROMPT, 5)).ids, top(ROW, 5).ids)
             else:
-                assert await producer.sample(PROMPT, seed=3) == draw(ROW, Draw(1.0, 1.0, 3))
+                assert await producer.sample(PROMPT, seed=3) == sample(ROW, Sampling(1.0, 1.0, 3))
         assert np.array_equal(await producer.logprobs(PROMPT), ROW)
 
 
@@ -297,7 +297,7 @@ async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool
         )
         assert np.array_equal(found[0].ids, top(ROW, 3).ids)
         assert np.array_equal(found[1], ROW)
-        assert found[2] == draw(ROW, Draw(1.0, 1.0, 5))
+        assert found[2] == sample(ROW, Sampling(1.0, 1.0, 5))
         assert np.array_equal(found[3], ROW[[9]])
         assert np.array_equal(found[4].ids, top(ROW, 4).ids)
         worker.signal(signal.SIGTERM)
@@ -319,7 +319,7 @@ async def test_everything_is_asked_of_an_adapter_too_and_of_the_weights_that_it_
             for _ in range(2):
                 assert np.array_equal(await producer.logprobs(PROMPT, targets=[3, 4], **options), row[[3, 4]])
                 assert np.array_equal((await producer.topk(PROMPT, 3, **options)).ids, top(row, 3).ids)
-                assert await producer.sample(PROMPT, seed=2, **options) == draw(row, Draw(1.0, 1.0, 2))
+                assert await producer.sample(PROMPT, seed=2, **options) == sample(row, Sampling(1.0, 1.0, 2))
                 assert (await producer.score(PROMPT, [7], **options))[0] == row[7]
                 assert np.array_equal(await producer.logprobs(PROMPT, fresh=True, **options), row)
             await producer.warm(PROMPT, **options)
@@ -434,8 +434,8 @@ def test_without_asyncio_too(pool: Pool) -> None:
         assert np.array_equal(producer.logprobs(PROMPT, fresh=True), ROW)
         assert np.array_equal(producer.topk(PROMPT, 3).ids, top(ROW, 3).ids)
         assert producer.batch_topk([PROMPT], 3).ids.shape == (1, 3)
-        assert producer.sample(PROMPT, seed=1) == draw(ROW, Draw(1.0, 1.0, 1))
-        assert producer.batch_sample([PROMPT], seed=1).tolist() == [draw(ROW, Draw(1.0, 1.0, 1))]
+        assert producer.sample(PROMPT, seed=1) == sample(ROW, Sampling(1.0, 1.0, 1))
+        assert producer.batch_sample([PROMPT], seed=1).tolist() == [sample(ROW, Sampling(1.0, 1.0, 1))]
         assert producer.score(PROMPT, [4])[0] == ROW[4]
         assert producer.batch_score([PROMPT], [[4]])[0][0] == ROW[4]
         producer.warm(OTHERS[0])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lmpool.errors import ProtocolError
-from lmpool.picks import Draw, draw, pack_token, pack_top, top, unpack_token, unpack_top
+from lmpool.picks import Sampling, pack_token, pack_top, sample, top, unpack_token, unpack_top
 from lmpool.synthetic import synthetic_row
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from([-np.inf, -9.0, -2.5, -1.0, -0.5, 0.0]))
@@ -35,33 +35,33 @@ def test_a_draw_is_among_the_fewest_tokens_that_have_the_mass(
     order = sorted(range(len(row)), key=lambda token: (-weights[token], token))
     mass = np.cumsum(weights[order]) / weights.sum()
     allowed = order[: int(np.searchsorted(mass, top_p * (1 + 1e-9))) + 1]
-    token = draw(row, Draw(temperature, top_p, seed))
+    token = sample(row, Sampling(temperature, top_p, seed))
     assert token in allowed
     assert weights[token] > 0
 
 
 def test_draws_have_the_frequencies_of_the_probabilities() -> None:
     row = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
-    tokens = [draw(row, Draw(1.0, 1.0, seed)) for seed in range(4000)]
+    tokens = [sample(row, Sampling(1.0, 1.0, seed)) for seed in range(4000)]
     assert np.allclose(np.bincount(tokens, minlength=4) / 4000, [0.5, 0.25, 0.125, 0.125], atol=0.03)
-    tokens = [draw(row, Draw(0.5, 1.0, seed)) for seed in range(4000)]
+    tokens = [sample(row, Sampling(0.5, 1.0, seed)) for seed in range(4000)]
     squared = np.array([0.5, 0.25, 0.125, 0.125]) ** 2
     assert np.allclose(np.bincount(tokens, minlength=4) / 4000, squared / squared.sum(), atol=0.03)
-    tokens = [draw(row, Draw(1.0, 0.75, seed)) for seed in range(4000)]
+    tokens = [sample(row, Sampling(1.0, 0.75, seed)) for seed in range(4000)]
     assert np.allclose(np.bincount(tokens, minlength=4) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
 
 
 def test_a_temperature_of_zero_takes_the_likeliest_token_and_equal_seeds_draw_equally() -> None:
-    assert draw(ROW, Draw(0.0, 0.5, 1)) == int(ROW.argmax())
-    assert draw(ROW, Draw(1e-6, 1.0, 1)) == int(ROW.argmax())
-    assert len({draw(ROW, Draw(1.0, 1.0, 7)) for _ in range(5)}) == 1
-    assert len({draw(ROW, Draw(1.0, 1.0, seed)) for seed in range(50)}) > 20
+    assert sample(ROW, Sampling(0.0, 0.5, 1)) == int(ROW.argmax())
+    assert sample(ROW, Sampling(1e-6, 1.0, 1)) == int(ROW.argmax())
+    assert len({sample(ROW, Sampling(1.0, 1.0, 7)) for _ in range(5)}) == 1
+    assert len({sample(ROW, Sampling(1.0, 1.0, seed)) for seed in range(50)}) > 20
 
 
 def test_a_flat_row_is_drawn_from_beyond_the_first_thousand() -> None:
     flat = np.full(5000, -np.log(5000), np.float32)
-    assert max(draw(flat, Draw(1.0, 0.9, seed)) for seed in range(100)) > 3000
-    assert max(draw(flat, Draw(1.0, 0.9, seed)) for seed in range(100)) < 4501
+    assert max(sample(flat, Sampling(1.0, 0.9, seed)) for seed in range(100)) > 3000
+    assert max(sample(flat, Sampling(1.0, 0.9, seed)) for seed in range(100)) < 4501
 
 
 def test_answers_survive_the_wire_and_wrong_ones_are_refused() -> None:

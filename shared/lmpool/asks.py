@@ -9,7 +9,7 @@ import msgpack
 from lmpool.errors import ProtocolError
 from lmpool.kernels import OPS, Op
 from lmpool.messages import unpack_flat
-from lmpool.picks import MOST_SEED, Draw
+from lmpool.picks import MOST_SEED, Sampling
 from lmpool.prompts import DIGEST_SIZE
 
 Selection = Literal["inner", "values", "nodes", "under"]
@@ -57,14 +57,14 @@ class TopAsk(NamedTuple):
         return _pack("top", self.k)
 
 
-class DrawAsk(NamedTuple):
+class SampleAsk(NamedTuple):
     """One token drawn from the row, as `lmpool.picks.pack_token` packs it."""
 
-    how: Draw
+    how: Sampling
 
     def pack(self) -> bytes:
         """The ask as MessagePack."""
-        return _pack("draw", *self.how)
+        return _pack("sample", *self.how)
 
 
 class ScoreAsk(NamedTuple):
@@ -94,10 +94,10 @@ class FreshAsk(NamedTuple):
         return _pack("fresh", self.nonce)
 
 
-PickAsk = TopAsk | DrawAsk
+PickAsk = TopAsk | SampleAsk
 """What is picked from a row."""
 
-Ask = TrieAsk | TopAsk | DrawAsk | ScoreAsk | FreshAsk
+Ask = TrieAsk | TopAsk | SampleAsk | ScoreAsk | FreshAsk
 
 
 def _pack(*fields: object) -> bytes:
@@ -114,8 +114,8 @@ def unpack_ask(data: bytes) -> Ask:
     match unpack_flat(data, _MOST_BYTES, "ask"):
         case ["top", int(k)] if k > 0:
             return TopAsk(k)
-        case ["draw", float(temperature), float(top_p), int(seed)]:
-            return DrawAsk(_checked_draw(Draw(temperature, top_p, seed)))
+        case ["sample", float(temperature), float(top_p), int(seed)]:
+            return SampleAsk(_checked_sampling(Sampling(temperature, top_p, seed)))
         case ["score", int(start)] if start > 0:
             return ScoreAsk(start)
         case ["fresh", bytes(nonce)] if len(nonce) == DIGEST_SIZE:
@@ -126,10 +126,10 @@ def unpack_ask(data: bytes) -> Ask:
             raise ProtocolError(f"not an ask: {str(other)[:80]}")
 
 
-def _checked_draw(how: Draw) -> Draw:
+def _checked_sampling(how: Sampling) -> Sampling:
     # In this form it refuses NaN too.
     if not (0 <= how.temperature <= _MOST_TEMPERATURE and 0 < how.top_p <= 1 and 0 <= how.seed <= MOST_SEED):
-        raise ProtocolError(f"an ask for a draw with {how}")
+        raise ProtocolError(f"an ask for a sample with {how}")
     return how
 
 

@@ -12,7 +12,7 @@ from lmpool.errors import ProtocolError
 Row = NDArray[np.float32]
 
 MOST_SEED = 2**64 - 1
-"""Largest seed of a draw."""
+"""Largest seed of a sampling."""
 
 _FEW = 1024
 """Tokens that nearly always have what `top_p` asks for: sorting all takes far longer."""
@@ -30,7 +30,7 @@ class TopK(NamedTuple):
     ids: NDArray[np.int64]
 
 
-class Draw(NamedTuple):
+class Sampling(NamedTuple):
     """How one token is drawn.
 
     Attributes:
@@ -50,7 +50,7 @@ def top(row: Row, k: int) -> TopK:
     return TopK(row[ids], ids)
 
 
-def draw(row: Row, how: Draw) -> int:
+def sample(row: Row, how: Sampling) -> int:
     """A token drawn from a row of shape (V,)."""
     if how.temperature == 0:
         return int(row.argmax())

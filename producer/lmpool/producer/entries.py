@@ -14,7 +14,7 @@ from lmpool.rowcache import Row
 from lmpool.rows import decode_alike, decode_entries
 
 
-class Wanted(NamedTuple):
+class WantedEntries(NamedTuple):
     """Entries of one prompt's row.
 
     Attributes:
@@ -47,10 +47,10 @@ class EntryReader:
     def __init__(self, channel: Channel, tasks: Tasks) -> None:
         self._channel = channel
         self._tasks = tasks
-        self._asked: list[tuple[Wanted, asyncio.Future[Found]]] = []
+        self._asked: list[tuple[WantedEntries, asyncio.Future[Found]]] = []
         self._until = math.inf
 
-    def read(self, wanted: Wanted, until: float) -> asyncio.Future[Found]:
+    def read(self, wanted: WantedEntries, until: float) -> asyncio.Future[Found]:
         """The entries of one row.
 
         Args:
@@ -71,7 +71,7 @@ class EntryReader:
         for at in range(0, len(asked), _AT_ONCE):
             self._tasks.spawn(self._answer(asked[at : at + _AT_ONCE], until))
 
-    async def _answer(self, asked: list[tuple[Wanted, asyncio.Future[Found]]], until: float) -> None:
+    async def _answer(self, asked: list[tuple[WantedEntries, asyncio.Future[Found]]], until: float) -> None:
         found: list[Found] = [None] * len(asked)
         timer = self._tasks.loop.call_at(until, _settle, asked, found)
         try:
@@ -80,7 +80,7 @@ class EntryReader:
             timer.cancel()
             _settle(asked, found)
 
-    async def _read(self, wanted: list[Wanted]) -> list[Found]:
+    async def _read(self, wanted: list[WantedEntries]) -> list[Found]:
         channel = self._channel
         prefix, card = channel.row_prefix, channel.card
         keys = [prefix + one.digest for one in wanted]
@@ -97,13 +97,13 @@ class EntryReader:
         return [None if data is None else _decode(data, one, card.vocab_size) for data, one in pairs]
 
 
-def _settle(asked: list[tuple[Wanted, asyncio.Future[Found]]], found: list[Found]) -> None:
+def _settle(asked: list[tuple[WantedEntries, asyncio.Future[Found]]], found: list[Found]) -> None:
     for (_, future), entries in zip(asked, found, strict=True):
         if not future.done():  # Who asked may have been cancelled.
             future.set_result(entries)
 
 
-def _decode(data: bytes, wanted: Wanted, vocab_size: int) -> Row | CorruptRow:
+def _decode(data: bytes, wanted: WantedEntries, vocab_size: int) -> Row | CorruptRow:
     try:
         return decode_entries(data, vocab_size, wanted.size)
     except ProtocolError as error:

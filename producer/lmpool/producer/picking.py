@@ -14,7 +14,7 @@ from lmpool.errors import SettingsError
 from lmpool.picks import MOST_SEED, TopK
 from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import check_timeout, encode, iterate
-from lmpool.producer.row_asker import ask_draw, ask_scores, ask_top, read_draw
+from lmpool.producer.row_asker import ask_sample, ask_scores, ask_top, read_sampling
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.together import all_of
@@ -28,7 +28,7 @@ class SampleOptions(TypedDict, total=False):
         temperature: divides the log-probabilities (default 1); 0 takes the likeliest token.
         top_p: draw among the likeliest tokens only, the fewest that have at least this probability together (default
             1: among all).
-        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn (`lmpool.picks.draw`); None, the
+        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn (`lmpool.picks.sample`); None, the
             default, draws anew each time.
         adapter: as `Producer.logprobs`.
         timeout: as `Producer.logprobs`.
@@ -111,13 +111,13 @@ class Picking:
         session, within = await self._begin(options.get("timeout"))
         adapter, seed = options.get("adapter", ""), options.get("seed")
         encoded = [encode(session.card, ids, adapter) for ids in iterate(prompts)]
-        how = read_draw(options.get("temperature", 1.0), options.get("top_p", 1.0), seed)
+        how = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), seed)
         hows = [
             how._replace(seed=secrets.randbits(64) if seed is None else (how.seed + at) & MOST_SEED)
             for at in range(len(encoded))
         ]
         pairs = zip(encoded, hows, strict=True)
-        drawn = await all_of([ask_draw(session, one, how, within, private=seed is None) for one, how in pairs])
+        drawn = await all_of([ask_sample(session, one, how, within, private=seed is None) for one, how in pairs])
         return np.array(drawn, np.int64)
 
     async def score(

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.asks import DrawAsk, FreshAsk, ScoreAsk, TopAsk
+from lmpool.asks import FreshAsk, SampleAsk, ScoreAsk, TopAsk
 from lmpool.card import ModelCard
 from lmpool.checks import shown
 from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, SourceMissing, TokenOutOfRange
-from lmpool.picks import MOST_SEED, Draw, TopK, draw, top, unpack_token, unpack_top
-from lmpool.producer.entries import Wanted
+from lmpool.picks import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
+from lmpool.producer.entries import WantedEntries
 from lmpool.producer.session import Session
 from lmpool.producer.together import all_of
 from lmpool.producer.within import Within
@@ -86,7 +86,7 @@ def _check_range(low: int, high: int, vocab_size: int) -> None:
         raise TokenOutOfRange(f"targets: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
 
 
-def read_draw(temperature: Any, top_p: Any, seed: Any) -> Draw:
+def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
     """Check how a token is to be drawn; the seed is 0 when there is none.
 
     Raises:
@@ -101,14 +101,14 @@ def read_draw(temperature: Any, top_p: Any, seed: Any) -> Draw:
         raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
     if seed is not None and not 0 <= seed <= MOST_SEED:
         raise SettingsError(f"seed: {seed} must be from 0 to {MOST_SEED}")
-    return Draw(float(temperature), float(top_p), int(seed or 0))
+    return Sampling(float(temperature), float(top_p), int(seed or 0))
 
 
 async def ask_entries(session: Session, prompt: Prompt, targets: Targets, within: Within) -> Row:
     """Some entries of a row, float32 (k,)."""
     row = session.kept(prompt)
     if row is None and len(targets.ids) <= _MOST_READ_IN_PLACE:
-        wanted = Wanted(prompt.digest, targets.ranges, len(targets.ids))
+        wanted = WantedEntries(prompt.digest, targets.ranges, len(targets.ids))
         found = await session.read_entries(wanted, within)
         if found is None:
             await session.answer(prompt, within, touch=True)
@@ -132,12 +132,12 @@ async def ask_top(session: Session, prompt: Prompt, k: int, within: Within) -> T
     return unpack_top(answer, session.card.vocab_size)
 
 
-async def ask_draw(session: Session, prompt: Prompt, how: Draw, within: Within, *, private: bool) -> int:
+async def ask_sample(session: Session, prompt: Prompt, how: Sampling, within: Within, *, private: bool) -> int:
     """A token drawn from a row."""
     row = session.kept(prompt)
     if row is not None:
-        return draw(row, how)
-    answer = await session.answer(prompt.asking(DrawAsk(how).pack(), 1), within, private=private)
+        return sample(row, how)
+    answer = await session.answer(prompt.asking(SampleAsk(how).pack(), 1), within, private=private)
     return unpack_token(answer, session.card.vocab_size)
 
 

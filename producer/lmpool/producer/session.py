@@ -19,7 +19,7 @@ from lmpool.errors import (
 from lmpool.keys import Keys
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import TROUBLE, Channel
-from lmpool.producer.entries import EntryReader, Found, Wanted
+from lmpool.producer.entries import EntryReader, Found, WantedEntries
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
 from lmpool.producer.inbox import Inbox
 from lmpool.producer.lobby import WorkerInfo
@@ -132,7 +132,7 @@ class Session:
             self._stats.local_hits += 1
         return row
 
-    def read_entries(self, wanted: Wanted, within: Within) -> asyncio.Future[Found]:
+    def read_entries(self, wanted: WantedEntries, within: Within) -> asyncio.Future[Found]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
         return self._entries.read(wanted, within.end)
 

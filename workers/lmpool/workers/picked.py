@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lmpool.asks import PickAsk, TopAsk
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow
-from lmpool.picks import draw, pack_token, pack_top, top
+from lmpool.picks import pack_token, pack_top, sample, top
 from lmpool.rowcache import Row
 from lmpool.rows import VectorBlock
 from lmpool.workers.held import Asks, Holdings, Wanted, by_answer
@@ -73,4 +73,4 @@ def _pick_all(asks: Asks, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.f
 
 def _pick(ask: object, row: Row) -> NDArray[np.float32]:
     assert isinstance(ask, PickAsk)
-    return pack_top(top(row, ask.k)) if isinstance(ask, TopAsk) else pack_token(draw(row, ask.how))
+    return pack_top(top(row, ask.k)) if isinstance(ask, TopAsk) else pack_token(sample(row, ask.how))
