@@ -269,19 +269,52 @@ async def test_nothing_is_read_from_a_damaged_row(pool: Pool, damage: bytes) -> 
         assert np.array_equal(await producer.logprobs(PROMPT), ROW)
 
 
-async def test_something_else_under_a_rows_key_is_an_error_and_not_a_wrong_answer(pool: Pool) -> None:
+@pytest.mark.parametrize("ask", ["row", "targets", "topk"])
+async def test_something_else_under_a_rows_key_is_put_right(pool: Pool, ask: str) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         await producer.warm(PROMPT)
+        await producer.warm(OTHERS[0])
         pool.redis.delete(row_key(producer, PROMPT))
         pool.redis.rpush(row_key(producer, PROMPT), "a list")
-        await producer.warm(OTHERS[0])
         # The other prompts of the same read are not harmed.
         other = producer.logprobs(OTHERS[0], targets=[1])
-        wrong = producer.logprobs(PROMPT, targets=[1], timeout=2)
-        found = await asyncio.gather(other, wrong, return_exceptions=True)
+        if ask == "row":
+            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
+            assert np.array_equal(wrong, ROW)
+        elif ask == "targets":
+            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT, targets=[1]))
+            assert wrong[0] == ROW[1]
+        else:
+            found, top_found = await asyncio.gather(other, producer.topk(PROMPT, 2))
+            assert np.array_equal(top_found.ids, top(ROW, 2).ids)
         assert found[0] == rows(OTHERS)[0][1]
-        assert isinstance(found[1], LMPoolError) or found[1] == ROW[1]
+
+
+async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
+    pool.start()
+    damage = b"LMPR\x01\x01\0\0" + (2).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
+    async with pool.producer(cache_bytes=0) as producer:
+        for _ in range(2):
+            assert np.array_equal((await producer.topk(PROMPT, 1)).ids, top(ROW, 1).ids)
+            assert np.array_equal(await producer.score(PROMPT, [4, 5]), [ROW[4], rows([[*PROMPT, 4]])[0][5]])
+            for key in pool.redis.scan_iter(match=f"{pool.prefix}:row:*"):
+                if key != row_key(producer, PROMPT):
+                    pool.redis.set(key, damage, px=60_000)
+
+
+@pytest.mark.parametrize("first", ["f32", "bf16"])
+async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: str) -> None:
+    worker = pool.start("--encoding", first, "--lease-s", 1)
+    async with pool.producer() as producer:
+        await producer.warm(PROMPT)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, V - 1], timeout=25))
+        await asyncio.sleep(0)
+        pool.start("--encoding", "bf16" if first == "f32" else "f32", "--seed", 5, "--lease-s", 1)
+        row = synthetic_row([1, 2], vocab_size=V, seed=5)
+        assert np.array_equal(await asked, row[[1, V - 1]])
 
 
 async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import multiprocessing
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer import SyncProducer
+from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, until
 
 WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
@@ -73,3 +80,66 @@ def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
         child.join(20)
         assert child.exitcode == 0
         producer.logprobs([1])
+
+
+PROGRAM = """
+    import sys
+    from lmpool.producer import SyncProducer
+
+    class Kept:
+        def __init__(self, url, prefix):
+            self.producer = SyncProducer(redis=url, prefix=prefix)
+            self.producer.logprobs([1])
+
+        def __del__(self):
+            self.producer.close()
+
+    def rows(url, prefix):
+        with SyncProducer(redis=url, prefix=prefix) as producer:
+            while True:
+                yield producer.logprobs([1])
+
+    kept = Kept(*sys.argv[1:])
+    begun = rows(*sys.argv[1:])
+    next(begun)
+    print("done", flush=True)
+"""
+
+
+def test_the_interpreter_ends_whoever_closes_it_last(pool: Pool) -> None:
+    pool.start()
+    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), pool.url, pool.prefix]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_one_that_is_dropped_leaves_no_thread_and_no_connection(pool: Pool) -> None:
+    pool.start()
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        producer.logprobs([1])  # The worker opens its connections for rows, too.
+    before = len(pool.redis.client_list())
+    for _ in range(3):
+        SyncProducer(redis=pool.url, prefix=pool.prefix).logprobs([1])
+
+    def is_gone() -> bool:
+        gc.collect()
+        threads = [one for one in threading.enumerate() if one.name == "lmpool-producer"]
+        return not threads and len(pool.redis.client_list()) <= before
+
+    until(is_gone, "threads and connections end")
+
+
+async def test_two_event_loops_at_once_have_a_session_each(pool: Pool) -> None:
+    pool.start("--vocab-size", 64)
+    producer = pool.producer(cache_bytes=0)
+    before = len(pool.redis.client_list())
+
+    async def ask(of: int) -> int:
+        for at in range(60):
+            row = await producer.logprobs([of, at])
+            assert np.array_equal(row, synthetic_row([of, at], vocab_size=64))
+        await producer.close()
+        return len(pool.redis.client_list())
+
+    most = await asyncio.gather(*(asyncio.to_thread(asyncio.run, ask(of)) for of in range(3)))
+    assert max(most) - before < 40

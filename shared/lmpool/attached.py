@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,9 @@ from lmpool import cli
 LAUNCH = "from lmpool.attached import main; main()"
 """The program of the child, for `python -c`."""
 
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
+"""Names a folder that is removed when the parent ends without having ended this process."""
+
 _STDIN = 0
 
 
@@ -24,13 +28,17 @@ def main() -> None:
     """Run the command line in a session of its own."""
     with contextlib.suppress(PermissionError):  # It has one already.
         os.setsid()
-    threading.Thread(target=_end_with_parent, name="lmpool-parent", daemon=True).start()
+    threading.Thread(
+        target=_end_with_parent, args=(os.environ.pop(FOLDER_VARIABLE, ""),), name="lmpool-parent", daemon=True
+    ).start()
     sys.argv[0] = "lmpool"  # What its messages say.
     cli.main()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     with contextlib.suppress(OSError):
         while os.read(_STDIN, 1024):
             pass
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

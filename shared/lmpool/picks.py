@@ -55,7 +55,8 @@ def sample(row: Row, how: Sampling) -> int:
     if how.temperature == 0:
         return int(row.argmax())
     # Shifted first: divided by a small temperature, log-probabilities alone could all be 0 as probabilities.
-    weights = np.exp((row - row.max()).astype(np.float64) / how.temperature)
+    with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
+        weights = np.exp((row - row.max()).astype(np.float64) / how.temperature)
     ids = None if how.top_p == 1 else _nucleus(weights, how.top_p)
     mass = np.cumsum(weights if ids is None else weights[ids])
     at = np.random.Generator(np.random.PCG64(how.seed)).random() * mass[-1]

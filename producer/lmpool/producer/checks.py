@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lmpool.card import ModelCard
+from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.prompts import Prompt, encode_prompt
 
@@ -30,7 +31,8 @@ def iterate(prompts: Iterable[Any]) -> Iterable[Any]:
     Raises:
         SettingsError: text, or nothing that can be iterated over.
     """
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+    # An array of no axes has `__iter__` all the same.
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
     return prompts
 
@@ -42,5 +44,5 @@ def check_timeout(timeout: float) -> float:
         SettingsError: not a number above 0.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise SettingsError(f"timeout: {timeout!r} must be a number of seconds above 0")
+        raise SettingsError(f"timeout: {shown(timeout)} must be a number of seconds above 0")
     return float(timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from lmpool import scripts
@@ -11,7 +12,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.tasks import Tasks
 from lmpool.rowcache import Row
-from lmpool.rows import decode_alike, decode_entries
+from lmpool.rows import decode_alike, decode_entries, entry_ranges
 
 
 class WantedEntries(NamedTuple):
@@ -19,17 +20,15 @@ class WantedEntries(NamedTuple):
 
     Attributes:
         digest: the prompt.
-        ranges: where they are, for `entries.lua`.
-        size: how many.
+        ids: which entries.
     """
 
     digest: bytes
-    ranges: bytes
-    size: int
+    ids: Sequence[int]
 
 
 Found = Row | CorruptRow | None
-"""float32 of shape (size,); None when the row is not in the cache (an error is a value here)."""
+"""float32 of shape (k,); None when the row is not in the cache (an error is a value here)."""
 
 
 _AT_ONCE = 32
@@ -84,13 +83,15 @@ class EntryReader:
         channel = self._channel
         prefix, card = channel.row_prefix, channel.card
         keys = [prefix + one.digest for one in wanted]
-        args: list[bytes | str | int] = [int(card.row_encoding), *[one.ranges for one in wanted]]
+        encoding = card.row_encoding
+        # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
+        args: list[bytes | str | int] = [int(encoding), *[entry_ranges(one.ids, encoding) for one in wanted]]
         try:
             replies = await scripts.ENTRIES.on(channel.line.call, keys, args)
         except TROUBLE as error:
             channel.note(error)
             return [None] * len(wanted)
-        sizes = {one.size for one in wanted}
+        sizes = {len(one.ids) for one in wanted}
         if len(sizes) == 1 and (found := decode_alike(replies, card.vocab_size, sizes.pop())) is not None:
             return list(found)
         pairs = zip(replies, wanted, strict=True)
@@ -105,6 +106,6 @@ def _settle(asked: list[tuple[WantedEntries, asyncio.Future[Found]]], found: lis
 
 def _decode(data: bytes, wanted: WantedEntries, vocab_size: int) -> Row | CorruptRow:
     try:
-        return decode_entries(data, vocab_size, wanted.size)
+        return decode_entries(data, vocab_size, len(wanted.ids))
     except ProtocolError as error:
         return CorruptRow(f"the cached row of prompt {wanted.digest.hex()} is damaged: {error}")

@@ -124,7 +124,7 @@ class Outbox:
         try:
             # The script sees rows that exist too: a look beforehand pays for many prompts of which some are there.
             if len(flights) > _FEW and self._hit_rate > _HARDLY_ANY:
-                await self._channel.fetch([flight.prompt.digest for flight in flights])
+                await self._channel.fetch([flight.prompt.digest for flight in flights if not flight.damaged])
             await self.submit([flight for flight in flights if self._flights.is_open(flight)])
             self._learn(flights)
         except TROUBLE as error:

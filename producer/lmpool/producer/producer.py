@@ -14,7 +14,7 @@ import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
 from lmpool.card import TRIE_SERVICE, ModelCard
-from lmpool.checks import check_name
+from lmpool.checks import check_name, shown
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
@@ -23,7 +23,14 @@ from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.picking import Picking
-from lmpool.producer.row_asker import Targets, ask_entries, ask_entries_of_all, ask_fresh
+from lmpool.producer.row_asker import (
+    ask_entries,
+    ask_entries_of_all,
+    ask_fresh,
+    entries_of,
+    read_batch_targets,
+    read_targets,
+)
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
@@ -122,13 +129,15 @@ class Producer(Picking):
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
+        if type(fresh) is not bool:
+            raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
         session, within = await self._begin(timeout)
         card = session.card
         prompt = encode(card, ids, adapter)
-        wanted = None if targets is None else Targets.read(targets, card)
+        wanted = None if targets is None else read_targets(targets, card.vocab_size)
         if fresh:
             row = await ask_fresh(session, prompt, within)
-            return row if wanted is None else row[wanted.ids]
+            return row if wanted is None else entries_of(row, wanted)
         if wanted is not None:
             return await ask_entries(session, prompt, wanted, within)
         kept = session.kept(prompt)
@@ -156,7 +165,7 @@ class Producer(Picking):
         card = session.card
         encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
         if targets is not None:
-            wanted, count = Targets.read_batch(targets, len(encoded), card)
+            wanted, count = read_batch_targets(targets, len(encoded), card.vocab_size)
             return await ask_entries_of_all(session, encoded, wanted, count, within)
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
         waits = self._ask_all(session, encoded, batch)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.asks import FreshAsk, SampleAsk, ScoreAsk, TopAsk
-from lmpool.card import ModelCard
 from lmpool.checks import shown
-from lmpool.errors import CorruptRow, NotTokenIds, PromptTooLong, SettingsError, SourceMissing, TokenOutOfRange
+from lmpool.errors import (
+    CorruptRow,
+    ModelMismatch,
+    NotTokenIds,
+    PromptTooLong,
+    ProtocolError,
+    SettingsError,
+    SourceMissing,
+    TokenOutOfRange,
+)
 from lmpool.picks import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
 from lmpool.producer.entries import WantedEntries
 from lmpool.producer.session import Session
@@ -20,68 +29,60 @@ from lmpool.producer.together import all_of
 from lmpool.producer.within import Within
 from lmpool.prompts import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.rowcache import Row
-from lmpool.rows import entry_ranges
+from lmpool.rows import check_logprobs
+
+T = TypeVar("T")
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
 
 
-class Targets(NamedTuple):
-    """Which entries of a row are wanted.
+def read_targets(targets: Any, vocab_size: int) -> list[int]:
+    """Check which entries of a row a caller wants.
 
-    Attributes:
-        ids: token ids, (k,): a list, or an int64 array.
-        ranges: where their entries are, for `entries.lua`.
+    Raises:
+        NotTokenIds: not a flat sequence of at least one integer.
+        TokenOutOfRange: an id is negative or not below `vocab_size`.
     """
-
-    ids: list[int] | NDArray[np.int64]
-    ranges: bytes
-
-    @classmethod
-    def read(cls, targets: Any, card: ModelCard) -> Targets:
-        """Check what a caller gave.
-
-        Raises:
-            NotTokenIds: not a flat sequence of at least one integer.
-            TokenOutOfRange: an id is negative or not below V.
-        """
-        # A few ids in a list, as nearly always: numpy would cost several times as much.
-        if type(targets) is list and 0 < len(targets) <= _MOST_READ_IN_PLACE and set(map(type, targets)) == {int}:
-            _check_range(min(targets), max(targets), card.vocab_size)
-            return cls(targets, entry_ranges(targets, card.row_encoding))
-        ids = _read_ids(targets, 1)
-        _check_range(int(ids.min()), int(ids.max()), card.vocab_size)
-        return cls(ids, entry_ranges(ids.tolist(), card.row_encoding))
-
-    @classmethod
-    def read_batch(cls, targets: Any, count: int, card: ModelCard) -> tuple[list[Targets], int]:
-        """As `read`, for `count` prompts: the same targets for all of them, or as many lists of equal length.
-
-        Returns:
-            the targets of each prompt, and how many each has.
-        """
-        ids = _read_ids(targets, 2)
-        if ids.ndim == 1:
-            return [cls.read(ids, card)] * count, len(ids)
-        if len(ids) != count:
-            raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
-        return [cls.read(own, card) for own in ids], ids.shape[1]
+    # Ids in a list, as nearly always: numpy would cost several times as much.
+    if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
+        targets = _read_ids(targets, 1).tolist()
+    _check_range(min(targets), max(targets), vocab_size)
+    return list(targets)
 
 
-def _read_ids(targets: Any, most_axes: int) -> NDArray[np.int64]:
+def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
+    """As `read_targets`, for `count` prompts: the same for all of them, or as many lists of equal length.
+
+    Returns:
+        the targets of each prompt, and how many each has.
+    """
+    ids = _read_ids(targets, 2)
+    if ids.ndim == 1:
+        return [read_targets(ids.tolist(), vocab_size)] * count, len(ids)
+    if len(ids) != count:
+        raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
+    return [read_targets(own, vocab_size) for own in ids.tolist()], ids.shape[1]
+
+
+def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
     try:
         ids = np.asarray(targets)
-    except (TypeError, ValueError, RuntimeError) as error:
+        # numpy makes integers of bools that stand among them.
+        has_bools = isinstance(targets, (list, tuple)) and any(isinstance(one, (bool, np.bool_)) for one in targets)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
-    if not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
+    if has_bools or not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
         raise NotTokenIds(f"targets: {shown(targets)} must be a list of at least 1 token id")
-    return ids if ids.dtype == np.int64 else ids.astype(np.int64)
+    return ids
 
 
 def _check_range(low: int, high: int, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise TokenOutOfRange(f"targets: token id {wrong} is out of range: this model's go from 0 to {vocab_size - 1}")
+        raise TokenOutOfRange(
+            f"targets: token id {shown(wrong)} is out of range: this model's go from 0 to {vocab_size - 1}"
+        )
 
 
 def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
@@ -98,15 +99,15 @@ def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
     if seed is not None and not 0 <= seed <= MOST_SEED:
-        raise SettingsError(f"seed: {seed} must be from 0 to {MOST_SEED}")
+        raise SettingsError(f"seed: {shown(seed)} must be from 0 to {MOST_SEED}")
     return Sampling(float(temperature), float(top_p), int(seed or 0))
 
 
-async def ask_entries(session: Session, prompt: Prompt, targets: Targets, within: Within) -> Row:
+async def ask_entries(session: Session, prompt: Prompt, targets: list[int], within: Within) -> Row:
     """Some entries of a row, float32 (k,)."""
     row = session.kept(prompt)
-    if row is None and len(targets.ids) <= _MOST_READ_IN_PLACE:
-        wanted = WantedEntries(prompt.digest, targets.ranges, len(targets.ids))
+    if row is None and len(targets) <= _MOST_READ_IN_PLACE:
+        wanted = WantedEntries(prompt.digest, targets)
         found = await session.read_entries(wanted, within)
         if found is None:
             await session.answer(prompt, within, touch=True)
@@ -118,7 +119,44 @@ async def ask_entries(session: Session, prompt: Prompt, targets: Targets, within
     if row is None:
         # Many entries, or none could be read: fetching a damaged row has it computed anew.
         row = await session.answer(prompt, within)
-    return row[targets.ids]
+    return entries_of(row, targets)
+
+
+def entries_of(row: Row, targets: list[int]) -> Row:
+    """Some entries of a row.
+
+    Raises:
+        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter now.
+    """
+    if max(targets) >= len(row):
+        raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
+    return row[targets]
+
+
+async def _answer(
+    session: Session, prompt: Prompt, within: Within, read: Callable[[Row], T], *, private: bool = False
+) -> T:
+    """Ask, and read the answer; one that is damaged in the cache is replaced.
+
+    Args:
+        session: whom.
+        prompt: what.
+        within: for how long.
+        read: reads it, or raises ProtocolError.
+        private: as `Session.answer`.
+
+    Raises:
+        CorruptRow: it is damaged again.
+    """
+    answer = await session.answer(prompt, within, private=private)
+    try:
+        return read(answer)
+    except ProtocolError:
+        pass
+    try:
+        return read(await session.answer(prompt, within, private=private, damaged=True))
+    except ProtocolError as error:
+        raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
 
 
 async def ask_top(session: Session, prompt: Prompt, k: int, within: Within) -> TopK:
@@ -126,8 +164,8 @@ async def ask_top(session: Session, prompt: Prompt, k: int, within: Within) -> T
     row = session.kept(prompt)
     if row is not None:
         return top(row, k)
-    answer = await session.answer(prompt.asking(TopAsk(k).pack(), 2 * k), within)
-    return unpack_top(answer, session.card.vocab_size)
+    asking = prompt.asking(TopAsk(k).pack(), 2 * k)
+    return await _answer(session, asking, within, lambda answer: unpack_top(answer, session.card.vocab_size))
 
 
 async def ask_sample(session: Session, prompt: Prompt, how: Sampling, within: Within, *, private: bool) -> int:
@@ -135,8 +173,9 @@ async def ask_sample(session: Session, prompt: Prompt, how: Sampling, within: Wi
     row = session.kept(prompt)
     if row is not None:
         return sample(row, how)
-    answer = await session.answer(prompt.asking(SampleAsk(how).pack(), 1), within, private=private)
-    return unpack_token(answer, session.card.vocab_size)
+    asking = prompt.asking(SampleAsk(how).pack(), 1)
+    read = partial(unpack_token, vocab_size=session.card.vocab_size)
+    return await _answer(session, asking, within, read, private=private)
 
 
 async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, within: Within) -> Row:
@@ -150,16 +189,16 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, wit
     if card.scores:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
-            return await session.answer(whole.asking(ScoreAsk(start).pack(), end - start), within)
+            asking = whole.asking(ScoreAsk(start).pack(), end - start)
+            return await _answer(session, asking, within, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
     # One after the other would be slow; workers keep what prefixes have in common.
     prefixes = [ids[: 4 * at] for at in range(start, end)]
     prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
     wanted = decode_ids(continuation.ids).tolist()
-    targets = [Targets([token], entry_ranges([token], card.row_encoding)) for token in wanted]
-    pairs = zip(prompts, targets, strict=True)
-    found = await all_of([ask_entries(session, one, target, within) for one, target in pairs])
+    pairs = zip(prompts, wanted, strict=True)
+    found = await all_of([ask_entries(session, one, [token], within) for one, token in pairs])
     return np.concatenate(found)
 
 
@@ -170,7 +209,7 @@ async def ask_fresh(session: Session, prompt: Prompt, within: Within) -> Row:
 
 
 async def ask_entries_of_all(
-    session: Session, prompts: Sequence[Prompt], targets: Sequence[Targets], count: int, within: Within
+    session: Session, prompts: Sequence[Prompt], targets: Sequence[list[int]], count: int, within: Within
 ) -> NDArray[np.float32]:
     """Some entries of each of several rows, `count` each: float32 (n, count)."""
     out = np.empty((len(prompts), count), np.float32)

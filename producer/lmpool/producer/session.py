@@ -162,6 +162,7 @@ class Session:
         *,
         touch: bool = False,
         private: bool = False,
+        damaged: bool = False,
         weights: tuple[bytes, Row] | None = None,
     ) -> Row:
         """Ask and wait.
@@ -171,6 +172,7 @@ class Session:
             within: for how long.
             touch: as for `ask`.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
+            damaged: what the cache holds as the answer is damaged: have it replaced.
             weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile. Such an
                 answer is private too.
         """
@@ -181,6 +183,7 @@ class Session:
         if weights is not None:
             flight.weights_name, flight.weights = weights
         flight.is_private = private or weights is not None
+        flight.damaged = flight.damaged or damaged
         timer = self.loop.call_at(within.end, self.expire, flight, waiter, within.seconds)
         try:
             return await waiter.future

@@ -1,4 +1,4 @@
-"""The session of the running event loop: opened with the first request, and anew in a new loop."""
+"""The sessions of event loops: opened with the first request in each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Attempt:
 
 
 class SessionSlot:
-    """Holds one session at a time.
+    """Holds a session for each event loop that asks.
 
     Args:
         server: gives the server to connect to.
@@ -35,18 +35,21 @@ class SessionSlot:
         self._server = server
         self._make = make
         self._model = model
-        self._opening: _Attempt | None = None
+        self._opening: dict[asyncio.AbstractEventLoop, _Attempt] = {}
+        self._sessions: dict[asyncio.AbstractEventLoop, Session] = {}
         self.session: Session | None = None
 
     def current(self, loop: asyncio.AbstractEventLoop) -> Session | None:
         """The session of the running event loop `loop`, if it is open."""
         session = self.session
-        return None if session is None or session.closed or session.loop is not loop else session
+        if session is None or session.loop is not loop:
+            session = self._sessions.get(loop)
+        return None if session is None or session.closed else session
 
     @property
     def is_open(self) -> bool:
         """Whether there is an open session, of whichever loop."""
-        return self.session is not None and not self.session.closed
+        return any(not session.closed for session in list(self._sessions.values()))
 
     async def open(self, within: Within) -> Session:
         """The session of the running event loop; concurrent callers share one attempt to open it.
@@ -75,27 +78,37 @@ class SessionSlot:
 
     def _attempt(self) -> _Attempt:
         """The attempt that is under way in the running event loop, or a new one."""
-        loop, attempt = asyncio.get_running_loop(), self._opening
-        if attempt is None or attempt.task.get_loop() is not loop or attempt.task.done() or not attempt.waiting:
+        loop = asyncio.get_running_loop()
+        attempt = self._opening.get(loop)
+        if attempt is None or attempt.task.done() or not attempt.waiting:
             server = self._server()
-            attempt = self._opening = _Attempt(server, loop.create_task(self._connect(server)))
+            attempt = self._opening[loop] = _Attempt(server, loop.create_task(self._connect(server)))
         return attempt
 
     async def _connect(self, server: Server) -> Session:
         session = self._make(server)
         await session.open(self._model)
-        self.session = session
+        for loop, old in list(self._sessions.items()):
+            if old.closed or loop.is_closed():
+                self._sessions.pop(loop, None)
+                self._opening.pop(loop, None)
+        self._sessions[session.loop] = self.session = session
         return session
 
     def close_soon(self) -> None:
-        """End the session, in its own event loop and without waiting; from any thread."""
-        session, self.session = self.session, None
-        if session is not None and not session.closed:
-            with contextlib.suppress(RuntimeError):  # The loop is closed, and everything in it has ended.
-                session.loop.call_soon_threadsafe(session.close_soon)
+        """End all sessions, each in its own event loop and without waiting; from any thread."""
+        sessions, self._sessions, self.session = self._sessions, {}, None
+        for loop, session in sessions.items():
+            if not session.closed:
+                with contextlib.suppress(RuntimeError):  # The loop is closed, and everything in it has ended.
+                    loop.call_soon_threadsafe(session.close_soon)
 
     async def close(self) -> None:
-        """End the session, if it is one of the running loop."""
-        session, self.session = self.session, None
-        if session is not None and session.loop is asyncio.get_running_loop():
+        """End the session of the running loop."""
+        loop = asyncio.get_running_loop()
+        session = self._sessions.pop(loop, None)
+        self._opening.pop(loop, None)
+        if self.session is session:
+            self.session = None
+        if session is not None:
             await session.close()

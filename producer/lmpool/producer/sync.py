@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -96,8 +99,11 @@ class SyncProducer:
         self._closing = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lmpool-producer", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop,), name="lmpool-producer", daemon=True)
         self._thread.start()
+        # Dropped without being closed: in whatever thread the garbage collector runs, so without waiting.
+        self._abandoned = weakref.finalize(self, _abandon, self._producer, self._loop)
+        self._abandoned.atexit = False
         try:
             self._wait_for(self._producer.open())
         except BaseException:
@@ -198,12 +204,13 @@ class SyncProducer:
             if self._closed:
                 return
             self._closed = True
-        if os.getpid() != self._process:
-            return  # It is the parent's.
+        self._abandoned.detach()
+        # In a child it is the parent's; at the interpreter's end its thread has stopped and would never answer.
+        if os.getpid() != self._process or sys.is_finalizing():
+            return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,6 +221,9 @@ class SyncProducer:
         self.close()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        if sys.is_finalizing():  # Its thread has stopped and would never answer.
+            work.close()
+            raise ProducerClosed("the interpreter is ending")
         if os.getpid() != self._process:
             work.close()
             raise ProducerClosed("this SyncProducer was made before a fork: make another one in this process")
@@ -234,3 +244,20 @@ class SyncProducer:
         """End everything in the event loop: whoever waits in another thread must hear of it."""
         await self._producer.close()
         await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """A producer's thread."""
+    loop.run_forever()
+    loop.close()
+
+
+def _abandon(producer: Producer, loop: asyncio.AbstractEventLoop) -> None:
+    """End a producer and the loop in its thread, without waiting for either."""
+
+    async def end() -> None:
+        await producer.close()
+        loop.stop()
+
+    with contextlib.suppress(RuntimeError):  # The loop is closed.
+        asyncio.run_coroutine_threadsafe(end(), loop)

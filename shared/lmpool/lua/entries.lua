@@ -5,7 +5,7 @@
 --       encoding, all with spaces between
 --
 -- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
--- another encoding has its header alone, for who asked to fetch it as it is. What is there may be anything: who
+-- another encoding, or one that is too short, has its header alone, for who asked to fetch it as it is. What is there may be anything: who
 -- asked checks the header and the length.
 local HEADER, ENCODING = 16, 6
 local expected = tonumber(ARGV[1])
@@ -21,7 +21,12 @@ for i, row in ipairs(KEYS) do
   else
     local parts = {header}
     for from, to in string.gmatch(ARGV[1 + i], '(%d+) (%d+)') do
-      parts[#parts + 1] = redis.call('GETRANGE', row, from, to)
+      local number = redis.call('GETRANGE', row, from, to)
+      if #number ~= to - from + 1 then
+        parts = {header}
+        break
+      end
+      parts[#parts + 1] = number
     end
     found[i] = table.concat(parts)
   end

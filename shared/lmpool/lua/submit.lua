@@ -17,7 +17,14 @@ local depth = redis.call('XLEN', jobs)
 local outcome = {}
 for i = 1, count do
   local waiting = KEYS[2 + i]
-  if check_rows and redis.call('EXISTS', KEYS[2 + count + i]) == 1 then
+  local row = KEYS[2 + count + i]
+  local size = check_rows and redis.pcall('STRLEN', row) or 0
+  if type(size) == 'table' then
+    -- Something else than a string: nobody could read it, and no row could be stored.
+    redis.call('DEL', row)
+    size = 0
+  end
+  if size > 0 then
     outcome[i] = 'R'
   else
     local job = redis.call('HGET', waiting, 'job')

@@ -87,7 +87,9 @@ class MemoryWorker:
 
     async def _drain(self) -> None:
         self._worker.stop()
-        await self._task
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from lmpool.card import ModelCard
-from lmpool.errors import SettingsError, UnknownAdapter
+from lmpool.errors import NotTokenIds, SettingsError, UnknownAdapter
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned
 from lmpool.producer.producer import RedisLike
@@ -136,12 +136,12 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _as_genlm_says():
-            return tensor_over(await self._connection.producer.logprobs(token_ids, adapter=lora_name or ""))
+            return tensor_over(await self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name)))
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
         with _as_genlm_says():
-            return tensor_over(self._connection.sync.logprobs(token_ids, adapter=lora_name or ""))
+            return tensor_over(self._connection.sync.logprobs(token_ids, adapter=_adapter(lora_name)))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -156,7 +156,7 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
             float32 tensor of shape (n, V), the caller's own.
         """
         with _as_genlm_says():
-            rows = await self._connection.producer.batch_logprobs(token_ids_list, adapter=lora_name or "")
+            rows = await self._connection.producer.batch_logprobs(token_ids_list, adapter=_adapter(lora_name))
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(
@@ -164,12 +164,12 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _as_genlm_says():
-            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=lora_name or ""))
+            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=_adapter(lora_name)))
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
         with _as_genlm_says():
-            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=lora_name or ""))
+            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=_adapter(lora_name)))
 
     async def sample(
         self,
@@ -196,22 +196,27 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         Returns:
             the token ids after the prompt.
         """
-        prompt = [int(token) for token in prompt_token_ids]
+        if isinstance(prompt_token_ids, str) or not hasattr(prompt_token_ids, "__iter__"):
+            raise NotTokenIds(f"the prompt is {prompt_token_ids!r:.80}: it must be a sequence of token ids")
+        prompt = list(prompt_token_ids)
+        ends = frozenset(eos_token_ids)
         # The likeliest token needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:
-            drawn: list[int] = await super().sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
+            drawn: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
             return drawn
         generated: list[int] = []
         while len(generated) < max_tokens:
             token = await self._draw(prompt + generated, temperature, lora_name)
-            if token in eos_token_ids:
+            if token in ends:
                 break
             generated.append(token)
         return generated
 
     async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
         with _as_genlm_says():
-            return await self._connection.producer.sample(token_ids, temperature=temperature, adapter=lora_name or "")
+            return await self._connection.producer.sample(
+                token_ids, temperature=temperature, adapter=_adapter(lora_name)
+            )
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.
@@ -220,7 +225,7 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         least recently.
         """
         with _as_genlm_says():
-            self._connection.sync.warm(prompt_tokens, adapter=lora_name or "")
+            self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name))
 
     def clear_cache(self) -> None:
         """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
@@ -304,6 +309,10 @@ def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> Pool
     model = kind.__new__(kind)
     model._take(address, Connection(address), tokenizer)
     return model
+
+
+def _adapter(lora_name: str | None) -> str:
+    return "" if lora_name is None else lora_name
 
 
 def _tokenizer_of(card: ModelCard) -> Any:

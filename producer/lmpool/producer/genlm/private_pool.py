@@ -19,7 +19,7 @@ from pathlib import Path
 
 import redis
 
-from lmpool.attached import LAUNCH
+from lmpool.attached import FOLDER_VARIABLE, LAUNCH
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelError
 from lmpool.keys import Keys
@@ -134,6 +134,7 @@ class PrivatePool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
+                env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
                 # Ctrl-C is this program's alone: in a notebook it ends a cell and not the model.
                 start_new_session=True,
             )

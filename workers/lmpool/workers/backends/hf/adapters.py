@@ -89,7 +89,8 @@ class HfAdapters:
                 raise
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
         finally:
-            self.use("", anew=True)
+            if self._peft is not None:
+                self.use("", anew=True)
         return revision
 
     def drop(self, adapter: str) -> None:
