@@ -81,3 +81,21 @@ def test_other_backends_are_value_errors(backend: str) -> None:
 def test_a_connection_takes_its_own_options_only() -> None:
     with pytest.raises(SettingsError, match="llm_opts: 'batch_size' is not an option of a connection"):
         load_model_by_name("gpt2", llm_opts={"batch_size": 3})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt2", []), r"backend: \[\] is not one of pool, hf"),
+        (("gpt2", "hf", 5), "llm_opts: 5 is not a mapping"),
+        (("gpt2", "hf", {"hf_opts": 5}), "llm_opts: hf_opts = 5 is not a mapping"),
+        (("gpt2", "vllm", {"engine_opts": 5}), "llm_opts: engine_opts = 5 is not a mapping"),
+        ((None, "hf"), "name: None: the hf backend needs"),
+        (("\0", "hf"), "the hf backend needs the hub name or folder"),
+        (("gpt2", "hf", {"load_timeout": "x"}), "timeout: 'x' must be a number of seconds"),
+        (("gpt2", "hf", {"load_timeout": float("nan")}), "timeout: nan must be a number of seconds"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_before_anything_starts(arguments: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_model_by_name(*arguments)

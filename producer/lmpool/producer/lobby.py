@@ -111,7 +111,12 @@ class Lobby:
         """Those of some workers that have given a sign of life."""
         found = []
         for name in sorted(names):
-            fields = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.worker(name)))
+            try:
+                fields = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.worker(name)))
+            except ResponseError as error:
+                # One key that holds something else must not keep clients from all other workers.
+                _log.warning("the worker %r is left out: %s", name, error)
+                continue
             if fields:
                 found.append(WorkerInfo(name, {k.decode(): v.decode() for k, v in fields.items()}))
         return found

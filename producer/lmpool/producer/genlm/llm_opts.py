@@ -94,8 +94,14 @@ def _with(given: Mapping[str, Any], replaced: str, by: Mapping[str, Any]) -> dic
     return {name: value for name, value in given.items() if name != replaced} | dict(by)
 
 
+def _check_mapping(name: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise SettingsError(f"llm_opts: {name} = {shown(given)} is not a mapping of options to values")
+
+
 def _read_hf_opts(given: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers would be told, as settings of the hf backend."""
+    _check_mapping("hf_opts", given)
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name in _DTYPES:
@@ -114,6 +120,7 @@ def _read_hf_opts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_engine_opts(given: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine would be told, as settings of its backend."""
+    _check_mapping("engine_opts", given)
     rest = {name: value for name, value in given.items() if name != "dtype"}
     found: dict[str, Any] = {"dtype": _dtype(given["dtype"])} if "dtype" in given else {}
     try:

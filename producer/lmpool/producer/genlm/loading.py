@@ -8,6 +8,7 @@ from typing import Any
 
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.producer.checks import check_timeout
 from lmpool.producer.genlm.connection import Address
 from lmpool.producer.genlm.language_model import PooledLM
 from lmpool.producer.genlm.llm_opts import check_known, command_options, split
@@ -49,19 +50,21 @@ def load_model_by_name(
         ModelError: the private worker does not serve; the end of its log is quoted.
         As `PooledLM`.
     """
+    if llm_opts is not None and not isinstance(llm_opts, Mapping):
+        raise SettingsError(f"llm_opts: {shown(llm_opts)} is not a mapping of options to values")
     given = dict(llm_opts or {})
     if backend is None or backend == "pool":
         check_known(given)
         return PooledLM.from_name(name, **given)
-    if backend not in _BACKENDS:
+    if not isinstance(backend, str) or backend not in _BACKENDS:
         raise SettingsError(f"backend: {shown(backend)} is not one of pool, {', '.join(_BACKENDS)}")
-    if name is None:
-        raise SettingsError(f"name: the {backend} backend needs the hub name or folder of a model")
+    if not isinstance(name, (str, PurePath)) or "\0" in str(name):
+        raise SettingsError(f"name: {shown(name)}: the {backend} backend needs the hub name or folder of a model")
     return _load_privately(str(name), _BACKENDS[backend], given)
 
 
 def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
-    timing = {"load_timeout": given.pop("load_timeout")} if "load_timeout" in given else {}
+    timing = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
     ours, worker = split(backend, given)
     served = name
     if backend == "synthetic":
