@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,73 @@ async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
         done.set()
         await asyncio.gather(*hammers)
         assert seen >= {0, 1, 2}, "requests went on while adapters were replaced"
+
+
+@asynccontextmanager
+async def replaced_while_known(
+    pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
+    """A client, new weights for "poet", and a check that another client has those, which has just read of the old."""
+    monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
+    for module in (adapters_module, adapter_changes):
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 4.0)  # Longer than two changes take that wait for nothing.
+    pool.start(*QUICK)
+    old, new = write(folder, "old", "1"), write(folder, "new", "2")
+    async with two_clients(pool) as (changing, asking):
+        before = await changing.add_adapter("poet", old)
+        await check(asking, "poet", before, [1])
+        session = asking._rows.session
+        assert session is not None
+        session.adapters.doubt()
+        await check(asking, "poet", before, [1])  # It has read the registry now.
+
+        async def check_new() -> None:
+            found = await asking.logprobs([1], adapter="poet")
+            after = (await changing.adapters())["poet"]
+            assert after != before
+            assert np.array_equal(found, expected([1], after))
+
+        yield changing, new, check_new
+
+
+async def test_a_replacement_that_is_tried_again_waits_for_those_that_know_the_old_one(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
+        with pytest.raises(DeadlineExceeded, match=r"it is in service \(clients may use"):
+            await producer.add_adapter("poet", new, timeout=2)
+        await producer.add_adapter("poet", new)
+        await check_new()
+
+
+async def test_an_adapter_in_the_place_of_one_that_was_just_removed_waits_for_those_that_know_it(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
+        with pytest.raises(DeadlineExceeded, match="it is not in service any more"):
+            await producer.remove_adapter("poet", timeout=1)
+        await producer.add_adapter("poet", new)
+        await check_new()
+
+
+async def test_of_two_that_put_the_same_in_service_the_second_waits_too(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new),
+        pool.producer("syn") as second,
+    ):
+        before = await second.adapters()
+        first = asyncio.create_task(producer.add_adapter("poet", new))
+
+        async def is_replaced() -> bool:
+            return await second.adapters() != before
+
+        await until_async(is_replaced, "the new one is in service")
+        assert not first.done()
+        revision = await second.add_adapter("poet", new)
+        await check_new()
+        assert await first == revision
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -287,9 +287,15 @@ async def _read_back(pool: Pool) -> None:
         await registry.fill("one", Offer("/b", "n"), "1e")
         found = await registry.read()
         assert found == Registered("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
-        assert not await registry.adopt("one", Offer("/b", "n")), "it is another by now"
-        assert await registry.adopt("one", Offer("/b", "n", "1e"))
+        assert not await registry.adopt("one", Offer("/b", "n"), 60), "it is another by now"
+        assert await registry.adopt("one", Offer("/b", "n", "1e"), 60)
+        assert await registry.known_for("one") == 0, "nobody can know another one"
         assert (await registry.read()).adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
+        assert await registry.adopt("ü", Offer("/c", "n", "2d"), 60)
+        assert await registry.remove("one", 30)
+        assert 50 < await registry.known_for("ü") <= 60
+        assert 20 < await registry.known_for("one") <= 30
         for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
                     msgpack.packb([1, "/a", 5]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
             pool.redis.hset(keys.adapters, "bad", bad)

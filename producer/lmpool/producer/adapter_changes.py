@@ -1,7 +1,8 @@
 """Loading, replacing and removing adapters: offered to all workers, put in service when all have loaded it.
 
 A change is over when every live worker has followed it, and when `KNOWN_FOR_S` have passed in which clients may still
-have used what they knew before.
+have used what they knew before: since the last change of this name, whoever made it, for one that was given up or
+waits still has been known too.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class AdapterChange:
                 break
             await asyncio.sleep(wait)  # Workers write down what the server has lost.
         loaded = await self._until_loaded(offer)
-        if not await self._insist(partial(self._registry.adopt, self._name, loaded)):
+        if not await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
             # A first try whose answer was lost may have done it.
             known = await self._insist(self._registry.read)
             if known.adapters.get(self._name) != Adapter(loaded.source, loaded.revision):
@@ -146,7 +147,7 @@ class AdapterChange:
 
     async def _take_out(self) -> bool:
         # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.
-        while not await self._insist(partial(self._registry.remove, self._name)):
+        while not await self._insist(partial(self._registry.remove, self._name, _known_for())):
             if self._name not in await self._session.adapters.all(self._within):
                 return False
         return True
@@ -156,11 +157,12 @@ class AdapterChange:
 
         Args:
             revision: what is in service now; "" for none.
-            is_other: another one was in service before.
+            is_other: this change has replaced another one. Others may have done so just before, and not waited.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._within.loop
         self._session.adapters.doubt()
-        end = loop.time() + (KNOWN_FOR_S + _MARGIN_S if is_other else 0.0)
+        end = loop.time() + (_known_for() if is_other else 0.0)
+        end = max(end, loop.time() + await self._insist(partial(self._registry.known_for, self._name)))
         wanted = [qualify(self._name, revision)] if revision else []
         while behind := [worker.worker_id for worker in await self._told() if worker.served != wanted]:
             self._waits_for = f"have not followed yet: {', '.join(behind)}"
@@ -229,6 +231,11 @@ class AdapterChange:
             f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile, or the server has "
             "lost the request; look at what is in service, and try again"
         )
+
+
+def _known_for() -> float:
+    """For how many seconds clients may use what is replaced now, those with slower clocks too."""
+    return KNOWN_FOR_S + _MARGIN_S
 
 
 def _resolved(source: str | Path) -> str:
