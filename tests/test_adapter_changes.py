@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from lmpool.adapters import MAX_ADAPTERS, Adapter
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter, WorkerError
+from lmpool.errors import (
+    AdapterRefused,
+    DeadlineExceeded,
+    NoWorker,
+    ProducerClosed,
+    SettingsError,
+    UnknownAdapter,
+    WorkerError,
+)
 from lmpool.producer import Producer, SyncProducer, adapter_changes
 from lmpool.producer import adapters as adapters_module
 from lmpool.producer import session as session_module
@@ -375,7 +383,8 @@ async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_p
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGSTOP)
         with pytest.raises(
-            DeadlineExceeded, match=r"not done within 1 s .*it is not in service \(still loading or silent"
+            DeadlineExceeded,
+            match=r"not done within 1 s .*not in service, revision \w+ still is \(still loading or silent",
         ):
             await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=1)
         worker.signal(signal.SIGKILL)
@@ -433,6 +442,29 @@ async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_p
         worker.signal(signal.SIGCONT)
         assert await producer.adapters() == {"poet": revision}
         await check(producer, "poet", revision)
+
+
+async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        removal = asyncio.create_task(producer.remove_adapter("poet"))
+
+        async def is_removed() -> bool:
+            return pool.redis.exists(pool.keys.model("syn").replaced("poet")) == 1
+
+        await until_async(is_removed, "the removal waits for clients that know it")
+        worker.signal(signal.SIGSTOP)
+        addition = asyncio.create_task(producer.add_adapter("judge", write(tmp_path, "b", "2")))
+
+        async def is_offered() -> bool:
+            return bool(pool.names("{syn}:offers"))
+
+        await until_async(is_offered, "the adapter is offered")
+    worker.signal(signal.SIGCONT)
+    for change in (removal, addition):
+        with pytest.raises(ProducerClosed):
+            await asyncio.wait_for(change, 1)
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -32,6 +32,7 @@ from lmpool.errors import (
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
+    ProducerClosed,
     ServerError,
     SettingsError,
     UnknownAdapter,
@@ -89,8 +90,11 @@ class AdapterChange:
         place = _resolved(source)
         before = (await self._session.adapters.all(self._within)).get(self._name)
         offer = Offer(place, secrets.token_hex(8))
+        state = "it is not in service" + (f", revision {before} still is" if before else "")
         try:
-            revision = await self._limited(partial(self._put_in_service, offer), "it is not in service")
+            revision = await self._limited(partial(self._put_in_service, offer), state)
+        except ProducerClosed:
+            raise  # There is no connection any more: the offer expires.
         except BaseException:
             self._session.spawn(self._withdraw(offer.nonce))
             raise
@@ -101,20 +105,18 @@ class AdapterChange:
     async def remove(self) -> None:
         """Have no worker serve it; see `Producer.remove_adapter`."""
         known = await self._session.adapters.all(self._within)
-        if self._name not in known or not await self._limited(self._take_out, "it is in service"):
+        if self._name not in known or not await self._limited(self._take_out, "it is still in service"):
             served = ", ".join(known) or "none"
             model = self._session.card.name
             raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
         await self._limited(partial(self._settle, "", is_other=True), "it is not in service any more")
-
-    # Parts
 
     async def _put_in_service(self, offer: Offer) -> str:
         lifetime = self._within.left + _OUTLIVES_S
         for wait in delays():
             if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
                 break
-            await asyncio.sleep(wait)  # Workers write down what the server has lost.
+            await self._pause(wait)  # Workers write down what the server has lost.
         loaded = await self._until_loaded(offer)
         if not await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
             # A first try whose answer was lost may have done it.
@@ -143,7 +145,7 @@ class AdapterChange:
                 return found
             slow = ", ".join(worker.worker_id for worker in told if worker not in tried)
             self._waits_for = f"still loading or silent: {slow}" if slow else ""
-            await asyncio.sleep(_LOOK_S)
+            await self._pause(_LOOK_S)
 
     async def _take_out(self) -> bool:
         # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.
@@ -166,17 +168,15 @@ class AdapterChange:
         wanted = [qualify(self._name, revision)] if revision else []
         while behind := [worker.worker_id for worker in await self._told() if worker.served != wanted]:
             self._waits_for = f"have not followed yet: {', '.join(behind)}"
-            await asyncio.sleep(_LOOK_S)
+            await self._pause(_LOOK_S)
         self._waits_for = "clients may use what they know for a moment"
-        await asyncio.sleep(max(0.0, end - loop.time()))
+        await self._pause(max(0.0, end - loop.time()))
 
     async def _withdraw(self, nonce: str) -> None:
         try:
             await self._registry.withdraw(self._name, nonce)
         except TROUBLE:
             pass  # It expires.
-
-    # What they have in common
 
     @property
     def _registry(self) -> AdapterRegistry:
@@ -201,14 +201,23 @@ class AdapterChange:
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers."""
         for wait in delays():
+            self._session.check_open()
             try:
                 return await attempt()
-            except (SettingsError, AdapterRefused):
+            except (SettingsError, AdapterRefused, ProducerClosed):
                 raise
             except TROUBLE as error:
                 self._waits_for = str(self._session.explain(error))
-            await asyncio.sleep(wait)
+            await self._pause(wait)
         raise AssertionError("the waits never end")
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not longer than the session lasts."""
+        loop = self._within.loop
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            await asyncio.sleep(min(left, _LOOK_S))
+            self._session.check_open()
 
     async def _limited(self, work: Callable[[], Awaitable[T]], state: str) -> T:
         try:
