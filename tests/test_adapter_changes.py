@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
+import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +33,8 @@ from lmpool.producer import Producer, SyncProducer, adapter_changes
 from lmpool.producer import adapters as adapters_module
 from lmpool.producer import session as session_module
 from lmpool.synthetic import synthetic_row
+from lmpool.workers import adapters as workers_adapters
+from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.backend import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.pool import Pool, until_async
@@ -250,6 +256,84 @@ async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_
         waiting = asyncio.create_task(producer.logprobs([9], adapter="poet"))
         pool.start(*QUICK)
         assert np.array_equal(await waiting, expected([9], revision)), "a killed worker's adapters stay registered"
+
+
+async def test_a_worker_with_an_adapter_that_others_lack_does_not_start(pool: Pool, tmp_path: Path) -> None:
+    """Jobs that name it would go to all of them."""
+    pool.start(*QUICK)
+    folder = write(tmp_path, "a", "1")
+    late = pool.start(*QUICK, "--adapters", f"poet={folder}", wait=False)
+    assert late.wait() == 2
+    message = r"'poet' is not in service, and the worker \S+ serves the model without it: .*`lmpool adapters add poet /"
+    assert re.search(message, late.text)
+    async with pool.producer("syn") as producer:
+        assert await producer.adapters() == {}
+        revision = await producer.add_adapter("poet", folder)
+        pool.start(*QUICK, "--adapters", f"poet={folder}")
+        await check(producer, "poet", revision)
+
+
+async def test_workers_that_start_together_with_the_same_adapter_serve_it(pool: Pool, tmp_path: Path) -> None:
+    folder = write(tmp_path, "a", "1")
+    for worker in [pool.start(*QUICK, "--adapters", f"poet={folder}", wait=False) for _ in range(3)]:
+        worker.until_says("serving ")
+    async with pool.producer("syn") as producer:
+        await check(producer, "poet", (await producer.adapters())["poet"])
+
+
+async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def fetch(field: str, source: str) -> Path:
+        assert (field, source) == ("adapters", "org/poet")
+        begun.set()
+        assert may_end.wait(20)
+        write(tmp_path, "poet", "1")
+        return tmp_path / "poet"
+
+    monkeypatch.setattr(workers_adapters, "checkpoint_folder", fetch)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
+    async with serving(pool, FromHub(tmp_path)), pool.producer("syn") as producer:
+        change = asyncio.create_task(producer.add_adapter("poet", "org/poet"))
+        assert await asyncio.to_thread(begun.wait, 10)
+        await check(producer, "", "")
+        assert not change.done()
+        may_end.set()
+        await check(producer, "poet", await change)
+
+
+class FromHub(SyntheticBackend):
+    """A backend that finds what was fetched from the hub in a folder."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V))
+        self._cache = cache
+
+    def load_adapter(self, name: str, source: str) -> str:
+        return super().load_adapter(name, str(self._cache / source.removeprefix("org/")))
+
+
+async def test_an_adapter_that_does_not_load_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try keeps the prompts waiting for as long as it takes."""
+    loop = asyncio.get_running_loop()
+    now, tries = 1000.0, list[float]()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    class Failing:
+        async def load_adapter(self, name: str, source: str) -> str:
+            nonlocal now
+            now += 20.0
+            tries.append(now)
+            raise SettingsError("it does not fit")
+
+    keeper = AdapterKeeper(cast(Any, None), cast(Any, Failing()), {}, cast(Any, None), cast(Any, None))
+    while len(tries) < 7:
+        await keeper._serve("poet", Adapter("/nowhere", "0f"))
+        now += 0.5
+    pauses = [begin - end for end, begin in zip(tries, [one - 20.0 for one in tries[1:]], strict=False)]
+    assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=0.6)
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
