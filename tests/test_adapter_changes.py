@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
-from collections.abc import AsyncIterator
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,11 +20,21 @@ from numpy.typing import NDArray
 
 from lmpool.adapters import MAX_ADAPTERS, Adapter
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import AdapterRefused, DeadlineExceeded, NoWorker, SettingsError, UnknownAdapter, WorkerError
+from lmpool.errors import (
+    AdapterRefused,
+    DeadlineExceeded,
+    NoWorker,
+    ProducerClosed,
+    SettingsError,
+    UnknownAdapter,
+    WorkerError,
+)
 from lmpool.producer import Producer, SyncProducer, adapter_changes
 from lmpool.producer import adapters as adapters_module
 from lmpool.producer import session as session_module
 from lmpool.synthetic import synthetic_row
+from lmpool.workers import adapters as workers_adapters
+from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.backend import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.pool import Pool, until_async
@@ -116,6 +130,73 @@ async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
         assert seen >= {0, 1, 2}, "requests went on while adapters were replaced"
 
 
+@asynccontextmanager
+async def replaced_while_known(
+    pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
+    """A client, new weights for "poet", and a check that another client has those, which has just read of the old."""
+    monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
+    for module in (adapters_module, adapter_changes):
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 4.0)  # Longer than two changes take that wait for nothing.
+    pool.start(*QUICK)
+    old, new = write(folder, "old", "1"), write(folder, "new", "2")
+    async with two_clients(pool) as (changing, asking):
+        before = await changing.add_adapter("poet", old)
+        await check(asking, "poet", before, [1])
+        session = asking._rows.session
+        assert session is not None
+        session.adapters.doubt()
+        await check(asking, "poet", before, [1])  # It has read the registry now.
+
+        async def check_new() -> None:
+            found = await asking.logprobs([1], adapter="poet")
+            after = (await changing.adapters())["poet"]
+            assert after != before
+            assert np.array_equal(found, expected([1], after))
+
+        yield changing, new, check_new
+
+
+async def test_a_replacement_that_is_tried_again_waits_for_those_that_know_the_old_one(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
+        with pytest.raises(DeadlineExceeded, match=r"it is in service \(clients may use"):
+            await producer.add_adapter("poet", new, timeout=2)
+        await producer.add_adapter("poet", new)
+        await check_new()
+
+
+async def test_an_adapter_in_the_place_of_one_that_was_just_removed_waits_for_those_that_know_it(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
+        with pytest.raises(DeadlineExceeded, match="it is not in service any more"):
+            await producer.remove_adapter("poet", timeout=1)
+        await producer.add_adapter("poet", new)
+        await check_new()
+
+
+async def test_of_two_that_put_the_same_in_service_the_second_waits_too(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new),
+        pool.producer("syn") as second,
+    ):
+        before = await second.adapters()
+        first = asyncio.create_task(producer.add_adapter("poet", new))
+
+        async def is_replaced() -> bool:
+            return await second.adapters() != before
+
+        await until_async(is_replaced, "the new one is in service")
+        assert not first.done()
+        revision = await second.add_adapter("poet", new)
+        await check_new()
+        assert await first == revision
+
+
 @pytest.mark.usefixtures("short_memory")
 async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
@@ -175,6 +256,84 @@ async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_
         waiting = asyncio.create_task(producer.logprobs([9], adapter="poet"))
         pool.start(*QUICK)
         assert np.array_equal(await waiting, expected([9], revision)), "a killed worker's adapters stay registered"
+
+
+async def test_a_worker_with_an_adapter_that_others_lack_does_not_start(pool: Pool, tmp_path: Path) -> None:
+    """Jobs that name it would go to all of them."""
+    pool.start(*QUICK)
+    folder = write(tmp_path, "a", "1")
+    late = pool.start(*QUICK, "--adapters", f"poet={folder}", wait=False)
+    assert late.wait() == 2
+    message = r"'poet' is not in service, and the worker \S+ serves the model without it: .*`lmpool adapters add poet /"
+    assert re.search(message, late.text)
+    async with pool.producer("syn") as producer:
+        assert await producer.adapters() == {}
+        revision = await producer.add_adapter("poet", folder)
+        pool.start(*QUICK, "--adapters", f"poet={folder}")
+        await check(producer, "poet", revision)
+
+
+async def test_workers_that_start_together_with_the_same_adapter_serve_it(pool: Pool, tmp_path: Path) -> None:
+    folder = write(tmp_path, "a", "1")
+    for worker in [pool.start(*QUICK, "--adapters", f"poet={folder}", wait=False) for _ in range(3)]:
+        worker.until_says("serving ")
+    async with pool.producer("syn") as producer:
+        await check(producer, "poet", (await producer.adapters())["poet"])
+
+
+async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def fetch(field: str, source: str) -> Path:
+        assert (field, source) == ("adapters", "org/poet")
+        begun.set()
+        assert may_end.wait(20)
+        write(tmp_path, "poet", "1")
+        return tmp_path / "poet"
+
+    monkeypatch.setattr(workers_adapters, "checkpoint_folder", fetch)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
+    async with serving(pool, FromHub(tmp_path)), pool.producer("syn") as producer:
+        change = asyncio.create_task(producer.add_adapter("poet", "org/poet"))
+        assert await asyncio.to_thread(begun.wait, 10)
+        await check(producer, "", "")
+        assert not change.done()
+        may_end.set()
+        await check(producer, "poet", await change)
+
+
+class FromHub(SyntheticBackend):
+    """A backend that finds what was fetched from the hub in a folder."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V))
+        self._cache = cache
+
+    def load_adapter(self, name: str, source: str) -> str:
+        return super().load_adapter(name, str(self._cache / source.removeprefix("org/")))
+
+
+async def test_an_adapter_that_does_not_load_is_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try keeps the prompts waiting for as long as it takes."""
+    loop = asyncio.get_running_loop()
+    now, tries = 1000.0, list[float]()
+    monkeypatch.setattr(loop, "time", lambda: now)
+
+    class Failing:
+        async def load_adapter(self, name: str, source: str) -> str:
+            nonlocal now
+            now += 20.0
+            tries.append(now)
+            raise SettingsError("it does not fit")
+
+    keeper = AdapterKeeper(cast(Any, None), cast(Any, Failing()), {}, cast(Any, None), cast(Any, None))
+    while len(tries) < 7:
+        await keeper._serve("poet", Adapter("/nowhere", "0f"))
+        now += 0.5
+    pauses = [begin - end for end, begin in zip(tries, [one - 20.0 for one in tries[1:]], strict=False)]
+    assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=0.6)
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
@@ -308,7 +467,8 @@ async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_p
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGSTOP)
         with pytest.raises(
-            DeadlineExceeded, match=r"not done within 1 s .*it is not in service \(still loading or silent"
+            DeadlineExceeded,
+            match=r"not done within 1 s .*not in service, revision \w+ still is \(still loading or silent",
         ):
             await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=1)
         worker.signal(signal.SIGKILL)
@@ -350,6 +510,20 @@ async def test_of_two_changes_at_once_one_is_told_and_the_other_is_in_service(po
         assert await clients[0].adapters() == {"poet": revision, "n0": others[0], "n1": others[1]}
 
 
+async def test_all_processes_of_a_program_may_add_the_same_adapter_at_once(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):
+        pool.start(*QUICK)
+    producers = [pool.producer("syn") for _ in range(5)]
+    for content in ("first", "second"):
+        folder = write(tmp_path, "a", content)
+        revisions = await asyncio.gather(*(producer.add_adapter("poet", folder) for producer in producers))
+        assert len(set(revisions)) == 1
+        for producer in producers:
+            await check(producer, "poet", revisions[0])
+    assert pool.names("{syn}:offers") == []
+    await asyncio.gather(*(producer.close() for producer in producers))
+
+
 async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
     worker = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
@@ -366,6 +540,29 @@ async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_p
         worker.signal(signal.SIGCONT)
         assert await producer.adapters() == {"poet": revision}
         await check(producer, "poet", revision)
+
+
+async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", write(tmp_path, "a", "1"))
+        removal = asyncio.create_task(producer.remove_adapter("poet"))
+
+        async def is_removed() -> bool:
+            return pool.redis.exists(pool.keys.model("syn").replaced("poet")) == 1
+
+        await until_async(is_removed, "the removal waits for clients that know it")
+        worker.signal(signal.SIGSTOP)
+        addition = asyncio.create_task(producer.add_adapter("judge", write(tmp_path, "b", "2")))
+
+        async def is_offered() -> bool:
+            return bool(pool.names("{syn}:offers"))
+
+        await until_async(is_offered, "the adapter is offered")
+    worker.signal(signal.SIGCONT)
+    for change in (removal, addition):
+        with pytest.raises(ProducerClosed):
+            await asyncio.wait_for(change, 1)
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,14 +27,14 @@ from lmpool.adapters import (
     qualify,
 )
 from lmpool.card import ModelCard
-from lmpool.errors import AdapterChanged, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
+from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
 from lmpool.messages import Failure, Job, unpack_failure
 from lmpool.producer import Producer, SyncProducer
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module
-from lmpool.workers.backend import Backend
+from lmpool.workers.backend import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -237,6 +239,37 @@ async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
             assert np.array_equal(row, await expected(producer, [1], "one"))
 
 
+def test_calls_of_a_producer_are_coroutine_functions() -> None:
+    """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
+    others = {"clear_cache", "stats"}
+    for name, call in inspect.getmembers(Producer, inspect.isfunction):
+        if not name.startswith("_"):
+            assert inspect.iscoroutinefunction(call) == (name not in others), name
+
+
+async def test_a_deadline_is_told_as_the_caller_gave_it(pool: Pool, folders: list[str]) -> None:
+    backend = Gated(folders)
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        try:
+            for ask in (producer.logprobs, producer.warm):
+                with pytest.raises(DeadlineExceeded, match=r"^no row within 0\.5 s: "):
+                    await ask([2], adapter="one", timeout=0.5)
+        finally:
+            backend.may_step.set()
+
+
+class Gated(SyntheticBackend):
+    """A backend that steps only when it may."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=list(folders)))
+        self.may_step = threading.Event()
+
+    def step(self) -> Finished:
+        self.may_step.wait()
+        return super().step()
+
+
 async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> None:
     assert adapted(folders).card.fingerprint == adapted([]).card.fingerprint
 
@@ -287,9 +320,15 @@ async def _read_back(pool: Pool) -> None:
         await registry.fill("one", Offer("/b", "n"), "1e")
         found = await registry.read()
         assert found == Registered("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
-        assert not await registry.adopt("one", Offer("/b", "n")), "it is another by now"
-        assert await registry.adopt("one", Offer("/b", "n", "1e"))
+        assert not await registry.adopt("one", Offer("/b", "n"), 60), "it is another by now"
+        assert await registry.adopt("one", Offer("/b", "n", "1e"), 60)
+        assert await registry.known_for("one") == 0, "nobody can know another one"
         assert (await registry.read()).adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
+        assert await registry.adopt("ü", Offer("/c", "n", "2d"), 60)
+        assert await registry.remove("one", 30)
+        assert 50 < await registry.known_for("ü") <= 60
+        assert 20 < await registry.known_for("one") <= 30
         for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
                     msgpack.packb([1, "/a", 5]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
             pool.redis.hset(keys.adapters, "bad", bad)

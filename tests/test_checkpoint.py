@@ -86,6 +86,12 @@ def test_a_folder_of_somebody_unknown_is_refused() -> None:
         checkpoint_folder("model", "~nobody-here/model")
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "/" + "a" * 300])
+def test_what_is_too_long_for_a_path_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="^adapters: "):
+        checkpoint_folder("adapters", name)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(SettingsError, match=r"^model: .*model\.gguf cannot be loaded: there is no such folder"):

@@ -135,6 +135,7 @@ class AdapterRegistry:
 
     def __init__(self, redis: Redis, keys: ModelKeys, fingerprint: str) -> None:
         self._redis = redis
+        self._model = keys
         self._keys = [keys.adapters, keys.offers]
         self.fingerprint = fingerprint
 
@@ -171,10 +172,25 @@ class AdapterRegistry:
         filled = offer._replace(revision=revision)
         await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), filled.pack()])
 
-    async def adopt(self, name: str, offer: Offer) -> bool:
-        """Put an offered adapter in service; False when it is offered no more."""
-        args = [self.fingerprint, name, offer.pack(), Adapter(offer.source, offer.revision).pack()]
-        return bool(await scripts.ADOPT(self._redis, self._keys, args))
+    async def adopt(self, name: str, offer: Offer, known_for_s: float) -> bool:
+        """Put an offered adapter in service; False when it is offered no more.
+
+        Args:
+            name: of the adapter.
+            offer: with its revision.
+            known_for_s: for so long clients may still use another one that had the name; see `known_for`.
+        """
+        adapter = Adapter(offer.source, offer.revision).pack()
+        args = [self.fingerprint, name, offer.pack(), adapter, int(known_for_s * 1000)]
+        return bool(await scripts.ADOPT(self._redis, [*self._keys, self._model.replaced(name)], args))
+
+    async def known_for(self, name: str) -> float:
+        """For how many seconds from now clients may still use another adapter of this name than what is in service.
+
+        Whoever has changed it: the one that did may have given up since, or may wait still.
+        """
+        left: int = await self._redis.pttl(self._model.replaced(name))
+        return max(0, left) / 1000
 
     async def withdraw(self, name: str, nonce: str) -> None:
         """Take an offer back, if it is still this one."""
@@ -186,12 +202,18 @@ class AdapterRegistry:
         """Put an adapter in service whose name is free; False when it is not, or no longer."""
         return bool(await scripts.SWAP(self._redis, self._keys[:1], [name, b"", adapter.pack()]))
 
-    async def remove(self, name: str) -> bool:
-        """Take an adapter out of service, and offers of that name back; False when there was none in service."""
+    async def remove(self, name: str, known_for_s: float) -> bool:
+        """Take an adapter out of service, and offers of that name back; False when there was none in service.
+
+        Args:
+            name: of the adapter.
+            known_for_s: for so long clients may still use it; see `known_for`.
+        """
         pipe = self._redis.pipeline(transaction=True)
         for key in self._keys:
             pipe.hdel(key, name)
-        removed, _ = await pipe.execute()
+        pipe.set(self._model.replaced(name), b"", px=int(known_for_s * 1000))
+        removed, *_ = await pipe.execute()
         return bool(removed)
 
     async def restore(self, adapters: Mapping[str, Adapter], *, instead_of: str = "") -> None:

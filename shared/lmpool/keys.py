@@ -90,6 +90,10 @@ class ModelKeys:
         """Hash: adapter -> encoded `lmpool.adapters.Offer` that the workers are to load; expires."""
         return self.base + b":offers"
 
+    def replaced(self, adapter: str) -> bytes:
+        """String: there as long as clients may still use another adapter of this name; expires."""
+        return self.base + b":replaced:" + adapter.encode()
+
     def reply(self, client_id: str) -> bytes:
         """Stream of finished digests for one client; capped, expires."""
         return self.base + b":reply:" + client_id.encode()

@@ -1,7 +1,8 @@
 """Loading, replacing and removing adapters: offered to all workers, put in service when all have loaded it.
 
 A change is over when every live worker has followed it, and when `KNOWN_FOR_S` have passed in which clients may still
-have used what they knew before.
+have used what they knew before: since the last change of this name, whoever made it, for one that was given up or
+waits still has been known too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lmpool.errors import (
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
+    ProducerClosed,
     ServerError,
     SettingsError,
     UnknownAdapter,
@@ -88,8 +90,11 @@ class AdapterChange:
         place = _resolved(source)
         before = (await self._session.adapters.all(self._within)).get(self._name)
         offer = Offer(place, secrets.token_hex(8))
+        state = "it is not in service" + (f", revision {before} still is" if before else "")
         try:
-            revision = await self._limited(partial(self._put_in_service, offer), "it is not in service")
+            revision = await self._limited(partial(self._put_in_service, offer, before), state)
+        except ProducerClosed:
+            raise  # There is no connection any more: the offer expires.
         except BaseException:
             self._session.spawn(self._withdraw(offer.nonce))
             raise
@@ -100,34 +105,39 @@ class AdapterChange:
     async def remove(self) -> None:
         """Have no worker serve it; see `Producer.remove_adapter`."""
         known = await self._session.adapters.all(self._within)
-        if self._name not in known or not await self._limited(self._take_out, "it is in service"):
+        if self._name not in known or not await self._limited(self._take_out, "it is still in service"):
             served = ", ".join(known) or "none"
             model = self._session.card.name
             raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
         await self._limited(partial(self._settle, "", is_other=True), "it is not in service any more")
 
-    # Parts
-
-    async def _put_in_service(self, offer: Offer) -> str:
+    async def _put_in_service(self, offer: Offer, before: str | None) -> str:
         lifetime = self._within.left + _OUTLIVES_S
         for wait in delays():
             if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
                 break
-            await asyncio.sleep(wait)  # Workers write down what the server has lost.
-        loaded = await self._until_loaded(offer)
-        if not await self._insist(partial(self._registry.adopt, self._name, loaded)):
+            await self._pause(wait)  # Workers write down what the server has lost.
+        loaded = await self._until_loaded(offer, before)
+        if not await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
             # A first try whose answer was lost may have done it.
             known = await self._insist(self._registry.read)
             if known.adapters.get(self._name) != Adapter(loaded.source, loaded.revision):
                 raise self._interrupted()
         return loaded.revision
 
-    async def _until_loaded(self, offer: Offer) -> Offer:
-        """Wait until all workers have loaded what is offered; returns the offer with its revision."""
+    async def _until_loaded(self, offer: Offer, before: str | None) -> Offer:
+        """Wait until all workers have loaded what is offered; returns the offer with its revision.
+
+        Others may offer the same adapter at the same time, such as all processes of one program: theirs will do.
+        """
         while True:
-            found = (await self._insist(self._registry.read)).offers.get(self._name)
-            if found is None or found.nonce != offer.nonce:
+            known = await self._insist(self._registry.read)
+            found, served = known.offers.get(self._name), known.adapters.get(self._name)
+            if found is None and served is not None and served.source == offer.source and served.revision != before:
+                return offer._replace(revision=served.revision)
+            if found is None or found.source != offer.source:
                 raise self._interrupted()
+            offer = found
             told = await self._told()
             tried = [worker for worker in told if worker.nonce == offer.nonce]
             for worker in tried:
@@ -142,11 +152,11 @@ class AdapterChange:
                 return found
             slow = ", ".join(worker.worker_id for worker in told if worker not in tried)
             self._waits_for = f"still loading or silent: {slow}" if slow else ""
-            await asyncio.sleep(_LOOK_S)
+            await self._pause(_LOOK_S)
 
     async def _take_out(self) -> bool:
         # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.
-        while not await self._insist(partial(self._registry.remove, self._name)):
+        while not await self._insist(partial(self._registry.remove, self._name, _known_for())):
             if self._name not in await self._session.adapters.all(self._within):
                 return False
         return True
@@ -156,25 +166,24 @@ class AdapterChange:
 
         Args:
             revision: what is in service now; "" for none.
-            is_other: another one was in service before.
+            is_other: this change has replaced another one. Others may have done so just before, and not waited.
         """
-        loop = asyncio.get_running_loop()
+        loop = self._within.loop
         self._session.adapters.doubt()
-        end = loop.time() + (KNOWN_FOR_S + _MARGIN_S if is_other else 0.0)
+        end = loop.time() + (_known_for() if is_other else 0.0)
+        end = max(end, loop.time() + await self._insist(partial(self._registry.known_for, self._name)))
         wanted = [qualify(self._name, revision)] if revision else []
         while behind := [worker.worker_id for worker in await self._told() if worker.served != wanted]:
             self._waits_for = f"have not followed yet: {', '.join(behind)}"
-            await asyncio.sleep(_LOOK_S)
+            await self._pause(_LOOK_S)
         self._waits_for = "clients may use what they know for a moment"
-        await asyncio.sleep(max(0.0, end - loop.time()))
+        await self._pause(max(0.0, end - loop.time()))
 
     async def _withdraw(self, nonce: str) -> None:
         try:
             await self._registry.withdraw(self._name, nonce)
         except TROUBLE:
             pass  # It expires.
-
-    # What they have in common
 
     @property
     def _registry(self) -> AdapterRegistry:
@@ -199,14 +208,23 @@ class AdapterChange:
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers."""
         for wait in delays():
+            self._session.check_open()
             try:
                 return await attempt()
-            except (SettingsError, AdapterRefused):
+            except (SettingsError, AdapterRefused, ProducerClosed):
                 raise
             except TROUBLE as error:
                 self._waits_for = str(self._session.explain(error))
-            await asyncio.sleep(wait)
+            await self._pause(wait)
         raise AssertionError("the waits never end")
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not longer than the session lasts."""
+        loop = self._within.loop
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            await asyncio.sleep(min(left, _LOOK_S))
+            self._session.check_open()
 
     async def _limited(self, work: Callable[[], Awaitable[T]], state: str) -> T:
         try:
@@ -229,6 +247,11 @@ class AdapterChange:
             f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile, or the server has "
             "lost the request; look at what is in service, and try again"
         )
+
+
+def _known_for() -> float:
+    """For how many seconds clients may use what is replaced now, those with slower clocks too."""
+    return KNOWN_FOR_S + _MARGIN_S
 
 
 def _resolved(source: str | Path) -> str:

@@ -12,8 +12,7 @@ from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, UnknownAdapter
 from lmpool.producer.channel import TROUBLE, Channel
-from lmpool.producer.checks import check_timeout
-from lmpool.producer.within import Within
+from lmpool.producer.within import Within, begin
 
 if TYPE_CHECKING:
     from lmpool.producer.slot import SessionSlot
@@ -56,6 +55,7 @@ class Adapters:
         Raises:
             UnknownAdapter: the model has no adapter of that name.
             DeadlineExceeded, ServerError: the server does not tell in time.
+            ProducerClosed: the producer was closed meanwhile.
         """
         loop = self._loop
         self._used = loop.time()
@@ -100,6 +100,7 @@ class Adapters:
         try:
             async with within.limit(), self._reading:
                 for wait in delays():
+                    self._channel.check_open()
                     if self._as_of >= begin and self._is_fresh:
                         return
                     try:
@@ -152,30 +153,26 @@ Method = Callable[Concatenate[O, P], Coroutine[Any, Any, T]]
 def by_revision(method: Method[O, P, T]) -> Method[O, P, T]:
     """Have a method be called with `adapter` as jobs name it, and again when its weights change meanwhile.
 
-    The method takes `adapter` and `timeout` by name. Without an adapter nothing is done.
+    The method takes `adapter` and `timeout` by name, and begins with `begin(timeout, ...)`. Without an adapter nothing
+    is done.
     """
+    asked: Callable[..., Coroutine[Any, Any, T]] = method
 
     @wraps(method)
-    def call(self: O, *args: Any, **options: Any) -> Coroutine[Any, Any, T]:
+    async def call(self: O, *args: Any, **options: Any) -> T:
         adapter = options.get("adapter", "")
         if is_base(adapter):
-            return method(self, *args, **options)
+            return await asked(self, *args, **options)
         # What can be gone through once only must last for another try.
         kept = [list(one) if isinstance(one, Iterator) else one for one in args]
         options = {name: list(one) if isinstance(one, Iterator) else one for name, one in options.items()}
-        timeout = options.pop("timeout", None)
-        again: Callable[..., Coroutine[Any, Any, T]] = method
-
-        async def ask() -> T:
-            within = Within(self._timeout if timeout is None else check_timeout(timeout))
-            return await ask_by_revision(
-                self._rows,
-                adapter,
-                within,
-                lambda chosen: again(self, *kept, **options | {"adapter": chosen, "timeout": within.left}),
-            )
-
-        return ask()
+        within = begin(options.get("timeout"), self._timeout)
+        return await ask_by_revision(
+            self._rows,
+            adapter,
+            within,
+            lambda chosen: asked(self, *kept, **options | {"adapter": chosen, "timeout": within}),
+        )
 
     return cast(Method[O, P, T], call)
 

@@ -9,7 +9,7 @@ import numpy as np
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.card import ModelCard
-from lmpool.errors import CorruptRow, LMPoolError
+from lmpool.errors import CorruptRow, LMPoolError, ProducerClosed
 from lmpool.keys import Keys, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.producer.flights import Flight, FlightTable
@@ -20,6 +20,8 @@ from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
 """What any use of the server may raise."""
+
+CLOSED = "the producer was closed while the request was under way"
 
 _NO_ROW = np.empty(0, np.float32)
 
@@ -40,6 +42,7 @@ class Channel:
         card: the model.
         model: the model's keys.
         reply: this client's reply stream.
+        closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
     """
 
@@ -57,6 +60,7 @@ class Channel:
         self.reader = CommandLine(server)
         self.line = CommandLine(server)
         self.lobby = Lobby(self.redis, keys)
+        self.closed = False
         self.trouble: LMPoolError | None = None
 
     def adopt(self, card: ModelCard) -> None:
@@ -142,6 +146,11 @@ class Channel:
         if keys and self._rows is not None:
             # On the connection that weights take: behind those that are still on their way.
             await self._rows.line.call(b"UNLINK", *keys)
+
+    def check_open(self) -> None:
+        """Raise ProducerClosed if the session has ended."""
+        if self.closed:
+            raise ProducerClosed(CLOSED)
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

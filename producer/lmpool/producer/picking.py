@@ -13,12 +13,12 @@ from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.picks import MOST_SEED, TopK
 from lmpool.producer.adapters import by_revision
-from lmpool.producer.checks import check_timeout, encode, iterate
+from lmpool.producer.checks import encode, iterate
 from lmpool.producer.row_asker import ask_sample, ask_scores, ask_top, read_sampling
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.together import all_of
-from lmpool.producer.within import Within
+from lmpool.producer.within import Within, begin
 
 
 class SampleOptions(TypedDict, total=False):
@@ -169,8 +169,8 @@ class Picking:
         if session.kept(prompt) is None:
             await session.answer(prompt, within, touch=True)
 
-    async def _begin(self, timeout: float | None) -> tuple[Session, Within]:
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+    async def _begin(self, timeout: float | Within | None) -> tuple[Session, Within]:
+        within = begin(timeout, self._timeout)
         return self._rows.current(within.loop) or await self._rows.open(within), within
 
 

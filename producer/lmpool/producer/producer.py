@@ -37,7 +37,7 @@ from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.producer.trie_asker import TrieAsker
 from lmpool.producer.waiters import BatchWaiter
-from lmpool.producer.within import Within
+from lmpool.producer.within import Within, begin
 from lmpool.prompts import Prompt
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
@@ -190,13 +190,16 @@ class Producer(Picking):
                 waiter(row)
         return waits
 
-    async def adapters(self) -> dict[str, str]:
+    async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """The adapters that requests may name now: name -> revision, a digest of its weights.
+
+        Args:
+            timeout: seconds; None for the producer's.
 
         Raises:
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = Within(self._timeout)
+        within = begin(timeout, self._timeout)
         session = await self._rows.open(within)
         return await session.adapters.all(within)
 
@@ -204,7 +207,9 @@ class Producer(Picking):
         """Have every worker of the model serve a LoRA adapter, or another one instead of that of this name.
 
         When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces.
-        Until then, and if it fails, the one that had the name stays in service.
+        If it is refused, the one that had the name stays in service. DeadlineExceeded says which one is: the new one
+        when all workers had loaded it in time, and then some clients may get rows of the old one for a few seconds yet;
+        adding it again waits for them.
 
         Args:
             name: what requests call it.
@@ -221,11 +226,13 @@ class Producer(Picking):
                 changed the adapter of this name meanwhile.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        within = begin(timeout, self._timeout)
         return await AdapterChange(await self._rows.open(within), name, within).add(source)
 
     async def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
         """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
+
+        DeadlineExceeded says whether it is in service still.
 
         Args:
             name: what requests call it.
@@ -235,7 +242,7 @@ class Producer(Picking):
             UnknownAdapter: the model has no adapter of that name.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        within = begin(timeout, self._timeout)
         await AdapterChange(await self._rows.open(within), name, within).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:

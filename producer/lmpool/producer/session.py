@@ -18,7 +18,7 @@ from lmpool.errors import (
 )
 from lmpool.keys import Keys
 from lmpool.producer.adapters import Adapters
-from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.channel import CLOSED, TROUBLE, Channel
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
 from lmpool.producer.inbox import Inbox
@@ -40,7 +40,6 @@ _COLLECTORS = 2
 _WATCH_S = 1.0
 _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
-_CLOSED = "the producer was closed while the request was under way"
 
 
 class Session:
@@ -54,7 +53,6 @@ class Session:
 
     Attributes:
         loop: the event loop.
-        closed: whether it has ended.
         vocabularies: what the tokens of models and tries stand for.
         adapters: which weights the model's adapters have.
     """
@@ -62,7 +60,6 @@ class Session:
     def __init__(self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats) -> None:
         self._tasks = Tasks()
         self.loop = self._tasks.loop
-        self.closed = False
         self._cache = cache
         self._stats = stats
         self._flights = FlightTable(cache, stats)
@@ -97,6 +94,15 @@ class Session:
             raise
         channel.adopt(card)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._channel.closed
+
+    def check_open(self) -> None:
+        """Raise ProducerClosed if it has ended."""
+        self._channel.check_open()
 
     @property
     def card(self) -> ModelCard:
@@ -176,8 +182,7 @@ class Session:
             weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile. Such an
                 answer is private too.
         """
-        if self.closed:
-            raise ProducerClosed(_CLOSED)
+        self.check_open()
         waiter = SingleWaiter(self.loop)
         flight = self.ask(prompt, waiter, touch=touch)
         if weights is not None:
@@ -243,7 +248,7 @@ class Session:
             _log.exception("the connection to the pool ends because of an error in it")
             raise
         finally:
-            self.closed = True
+            self._channel.closed = True
             # A loop that was closed without cancelling its tasks can do nothing any more.
             if not self.loop.is_closed():
                 await self._shut_down()
@@ -257,7 +262,7 @@ class Session:
         except (*TROUBLE, TimeoutError):
             pass  # The server is away; what stays there expires.
         for flight in self._flights:
-            self._flights.land(flight, ProducerClosed(_CLOSED))
+            self._flights.land(flight, ProducerClosed(CLOSED))
         await self._channel.close()
 
     async def _watch(self) -> None:

@@ -170,9 +170,9 @@ class SyncProducer:
         # In the thread that uses the cache.
         self._producer.clear_cache()
 
-    def adapters(self) -> dict[str, str]:
+    def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """As `Producer.adapters`."""
-        return self._wait_for(self._producer.adapters())
+        return self._wait_for(self._producer.adapters(timeout=timeout))
 
     def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
         """As `Producer.add_adapter`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from lmpool.errors import SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
 from lmpool.producer.adapters import ask_by_revision, is_base
-from lmpool.producer.checks import check_timeout, iterate
+from lmpool.producer.checks import iterate
 from lmpool.producer.together import all_of
 from lmpool.producer.trie_asker import Choice, TrieAsker
-from lmpool.producer.within import Within
+from lmpool.producer.within import Within, begin
 from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
 from lmpool.weights import check_weights
@@ -137,7 +137,7 @@ class PooledTrie:
         _, within, _ = self._read(options)
 
         def ask_with(chosen: str) -> Coroutine[Any, Any, Values]:
-            return ask({**options, "adapter": chosen, "timeout": within.left})
+            return ask({**options, "adapter": chosen, "timeout": cast(Any, within)})
 
         return await ask_by_revision(self._asker.rows, options.get("adapter", ""), within, ask_with)
 
@@ -178,7 +178,7 @@ class PooledTrie:
         if not options.keys() <= _OPTIONS:
             raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
         timeout, local = options.get("timeout"), options.get("local")
-        within = Within(self._timeout if timeout is None else check_timeout(timeout))
+        within = begin(timeout, self._timeout)
         choice = self._choose(options.get("nodes"), options.get("under"))
         return choice, within, self._local if local is None else local
 

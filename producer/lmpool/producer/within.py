@@ -7,6 +7,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lmpool.errors import DeadlineExceeded
+from lmpool.producer.checks import check_timeout
+
+
+def begin(timeout: float | Within | None, default: float) -> Within:
+    """The deadline of a call that begins now.
+
+    Args:
+        timeout: seconds; None for the default. The deadline of a call that this one is part of stays what it is, so
+            that errors name the seconds that its caller gave.
+        default: seconds.
+
+    Raises:
+        SettingsError: `timeout` is not a number above 0.
+    """
+    if isinstance(timeout, Within):
+        return timeout
+    return Within(default if timeout is None else check_timeout(timeout))
 
 
 class Within:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
@@ -13,12 +15,28 @@ from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Regis
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub
 from lmpool.workers.stepper import Stepper
 
 _log = logging.getLogger("lmpool.worker")
 
 _LOOK_S = 0.5
 _AGAIN_S = 5.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class _Refusal(NamedTuple):
+    """An adapter that is in service and cannot be loaded.
+
+    Attributes:
+        why: the reason.
+        pause: seconds from the last try to the next.
+        again: the event loop's time of the next.
+    """
+
+    why: str
+    pause: float
+    again: float
 
 
 class AdapterKeeper:
@@ -29,6 +47,7 @@ class AdapterKeeper:
         stepper: the backend.
         loaded: what the backend has loaded by itself: "name@revision" -> source.
         on_change: called when what `shown` tells has changed.
+        others: what the other live workers tell by a field of theirs: worker id -> value, "" when it has none.
     """
 
     def __init__(
@@ -37,14 +56,16 @@ class AdapterKeeper:
         stepper: Stepper,
         loaded: Mapping[str, str],
         on_change: Callable[[], Awaitable[object]],
+        others: Callable[[str], Awaitable[Mapping[str, str]]],
     ) -> None:
         self._registry = registry
         self._stepper = stepper
         self._on_change = on_change
+        self._others = others
         self._loaded = dict(loaded)
         self._in_service: dict[str, Adapter] = {}
         self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
-        self._refused: dict[str, tuple[float, str]] = {}  # Of those in service: when it was tried, why not.
+        self._refused: dict[str, _Refusal] = {}  # Of those in service.
         self._waiting: list[BackendJob] = []
         self._wake = asyncio.Event()
 
@@ -53,12 +74,15 @@ class AdapterKeeper:
 
         Raises:
             ModelMismatch: an adapter of that name with other weights is in service.
-            SettingsError: an adapter that is in service cannot be loaded.
+            SettingsError: an adapter that is in service cannot be loaded, or other workers serve the model without one
+                that the backend was started with.
         """
         own = {
             name_of(adapter): Adapter(source, adapter.rpartition("@")[2]) for adapter, source in self._loaded.items()
         }
         registry = self._registry
+        known = await registry.read()
+        await self._check_others(own.keys() - (known.adapters if known.owner == registry.fingerprint else {}))
         while (known := await registry.read()).owner != registry.fingerprint:
             # The card is ours by now, so what is there are the adapters of other weights.
             await registry.restore(own, instead_of=known.owner)
@@ -85,6 +109,24 @@ class AdapterKeeper:
                 await self._on_change()
         self._in_service = known.adapters
         await self._on_change()
+
+    async def _check_others(self, names: Set[str]) -> None:
+        """Refuse to put adapters in service that not every worker has: jobs that name them go to all.
+
+        By what they have loaded, for of workers that start together none may have registered anything yet.
+        """
+        if not names:
+            return
+        wanted = [adapter for adapter in self._loaded if name_of(adapter) in names]
+        for worker, loaded in (await self._others("adapters_loaded")).items():
+            for adapter in wanted:
+                if adapter not in json.loads(loaded or "[]"):
+                    name, source = name_of(adapter), self._loaded[adapter]
+                    raise SettingsError(
+                        f"adapters: {name!r} is not in service, and the worker {worker} serves the model without it: "
+                        f"start without it and have all workers load it (`lmpool adapters add {name} {source}`), or "
+                        "stop the others first and start them with it too"
+                    )
 
     async def run(self) -> None:
         """Follow the server; never returns."""
@@ -119,7 +161,7 @@ class AdapterKeeper:
         """Why a job that names an adapter which the backend does not have ends."""
         if adapter in self._refused:
             text = f"a worker that serves the model cannot load the adapter {name_of(adapter)!r}"
-            return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter][1]}")
+            return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter].why}")
         return Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
 
     def shown(self) -> dict[str, str]:
@@ -127,6 +169,7 @@ class AdapterKeeper:
         served = [qualify(name, one.revision) for name, one in self._in_service.items()]
         return {
             "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
+            "adapters_loaded": json.dumps(list(self._loaded)),
             "adapter_offers": json.dumps(self._offered),
         }
 
@@ -151,14 +194,17 @@ class AdapterKeeper:
 
     async def _serve(self, name: str, adapter: Adapter) -> None:
         """Have an adapter that is in service."""
-        qualified, now = qualify(name, adapter.revision), asyncio.get_running_loop().time()
-        if qualified in self._loaded or now - self._refused.get(qualified, (now - _AGAIN_S, ""))[0] < _AGAIN_S:
+        qualified, loop = qualify(name, adapter.revision), asyncio.get_running_loop()
+        refused = self._refused.get(qualified)
+        if qualified in self._loaded or (refused is not None and loop.time() < refused.again):
             return
         try:
             await self._load(name, adapter.source, adapter.revision)
         except SettingsError as error:
             _log.warning("the adapter %r is in service and cannot be loaded: %s", name, error)
-            self._refused[qualified] = (now, str(error))
+            # From now on: loading may take longer than the pause, and prompts are computed in between only.
+            pause = min(_LONGEST_PAUSE_S, 2 * refused.pause) if refused else _AGAIN_S
+            self._refused[qualified] = _Refusal(str(error), pause, loop.time() + pause)
         else:
             self._refused.pop(qualified, None)
 
@@ -182,6 +228,10 @@ class AdapterKeeper:
         Raises:
             SettingsError: it cannot be loaded, or has another revision than the other workers have found.
         """
+        # A download in the backend's thread would keep prompts waiting; it finds there what was fetched here. Backends
+        # that take names on the hub have imported its package.
+        if "huggingface_hub" in sys.modules and is_on_hub(source):
+            await asyncio.to_thread(checkpoint_folder, "adapters", source)
         revision = await self._stepper.load_adapter(name, source)
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:

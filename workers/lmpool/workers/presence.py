@@ -100,6 +100,15 @@ class Presence:
             if not await self._redis.xlen(self._keys.model(model).jobs):
                 await self._forget(model, seen)
 
+    async def others(self, field: str) -> dict[str, str]:
+        """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
+        told = {}
+        for name in await self._servers(self._card.fingerprint):
+            state, value = await self._redis.hmget(self._keys.worker(name), ["state", field])
+            if state is not None and state != b"draining":
+                told[name] = _bytes(value).decode("utf-8", "replace")
+        return told
+
     async def leave(self) -> None:
         """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
         await self._redis.delete(self._heartbeat)

@@ -86,7 +86,7 @@ class Worker:
         Raises:
             ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
                 worker was silent long.
-            SettingsError: an adapter that is in service cannot be loaded.
+            SettingsError: an adapter that is in service cannot be loaded, or other workers lack one of this worker's.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke.
         """
@@ -135,7 +135,7 @@ class Worker:
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
         self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
-        self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat)
+        self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
         self._larder = Larder(self._server, keys, opened.device, settings)
         asked = Asked(self._larder, self._publisher, card)
         self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)

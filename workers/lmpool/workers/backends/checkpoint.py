@@ -40,11 +40,11 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
         folder = Path(model).expanduser()
     except RuntimeError as error:  # ~somebody who is not known here
         raise SettingsError(f"{field}: {model} cannot be loaded: {error}") from error
-    if folder.is_dir():
+    if _is_folder(folder):
         if revision is not None:
             raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
         return folder.resolve()
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if not is_on_hub(model):
         raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -58,10 +58,22 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
         ) from error
 
 
+def is_on_hub(model: str) -> bool:
+    """Whether it is a name on the hub: no folder here, and not written as one."""
+    return not model.startswith(("/", ".", "~")) and model.count("/") < 2 and not _is_folder(Path(model))
+
+
+def _is_folder(place: Path) -> bool:
+    try:
+        return place.is_dir()
+    except OSError:  # Too long for a path.
+        return False
+
+
 def checkpoint_source(model: str) -> str:
     """How a client finds the same checkpoint: a hub name as it is, a folder from the root, for theirs is another."""
     folder = Path(model).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else model
+    return str(folder.resolve()) if _is_folder(folder) else model
 
 
 def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:

@@ -168,8 +168,8 @@ class SglangBackend:
         if qualify(name, revision) in self._adapters:
             return revision
         raise SettingsError(
-            f"adapters: a worker of SGLang cannot load {name!r} while it serves: start it anew with "
-            f"--adapters {name}={source}"
+            f"adapters: a worker of SGLang cannot load {name!r} while it serves: stop all workers of the model, then "
+            f"start them with --adapters {name}={source}"
         )
 
     def drop_adapter(self, adapter: str) -> None:
