@@ -241,7 +241,7 @@ async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
 
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
     """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
-    others = {"clear_cache", "stats"}
+    others = {"clear_cache", "close_soon", "stats"}
     for name, call in inspect.getmembers(Producer, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.iscoroutinefunction(call) == (name not in others), name
