@@ -64,6 +64,7 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
+	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
 
 # torch comes first and pinned, so that nothing else brings another build of it.
 $(INSTALLED): pyproject.toml constraints.txt Makefile
