@@ -33,9 +33,10 @@ depend on the machine and on what else it does; the ratios much less.
 
 `make bench` writes four such pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
 docs/benchmarks.md`), [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`),
-[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md) for genlm
-programs and less than a row (the group `genlm`). One measure by itself, quickly: `python -m benchmarks new-f32 --quick`. The peers are installed from PyPI into an environment of their own, `.cache/peers-venv` (or
-the one that `LMPOOL_BENCH_PEERS` names); the engines are in those that `make test` makes (or in the folder that
+[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
+for genlm programs and less than a row (the group `genlm`). One measure by itself, quickly: `python -m benchmarks
+new-f32 --quick`. The peers are installed from PyPI into an environment of their own, `.cache/peers-venv` (or the one
+that `LMPOOL_BENCH_PEERS` names); the engines are in those that `make test` makes (or in the folder that
 `LMPOOL_BENCH_ENGINES` names)."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,104 +15,26 @@ import torch
 from examples.smollm2 import gguf_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from lmpool.errors import SettingsError
 from lmpool.prompts import digest_of, encode_prompt
-from lmpool.rows import Encoding, RowBlock, decode_row, widen_bf16
-from lmpool.workers.backend import BackendJob, Finished
-from lmpool.workers.backends import requirements, row_encoder
-from lmpool.workers.backends.hf import backend as hf_backend
+from lmpool.rows import Encoding, widen_bf16
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import self_check
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.settings import HfSettings
+from tests.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
 from tests.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
-
-Ids = tuple[int, ...]
-Logprobs = NDArray[np.float32]
-
-
-class Reference:
-    """transformers' own rows: each prompt alone, all of it, without a cache."""
-
-    def __init__(self, folder: Path) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model.eval()
-        self.row: Callable[[Ids], Logprobs] = functools.cache(self._row)
-
-    @torch.inference_mode()
-    def _row(self, prompt: Ids) -> Logprobs:
-        logits: Tensor = self.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
-        row: Logprobs = torch.log_softmax(logits, dim=-1)[-1].numpy()
-        return row
-
-    def check(self, rows: dict[Ids, Logprobs]) -> None:
-        assert rows
-        for prompt, row in rows.items():
-            np.testing.assert_allclose(row, self.row(prompt), atol=1e-4, rtol=0)
-
-
-class Tiny:
-    """Folders and references of the tiny models, each made once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.reference: Callable[[str], Reference] = functools.cache(lambda kind: Reference(self.folder(kind)))
-
-    def folder(self, kind: str) -> Path:
-        folder = self._folder / kind
-        return folder if folder.exists() else write_model(folder, kind)
-
-    def backend(self, kind: str = "llama", **values: Any) -> HfBackend:
-        return HfBackend(HfSettings(str(self.folder(kind)), device="cpu", **values))
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def job(prompt: Sequence[int]) -> BackendJob:
-    encoded = encode_prompt(list(prompt), vocab_size=2**31, max_tokens=2**20)
-    return BackendJob(encoded.digest, encoded.ids)
-
-
-def decode(blocks: Iterable[RowBlock]) -> dict[bytes, Logprobs]:
-    """What a client reads from the wire."""
-    return {
-        digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), block.numbers.shape[1])
-        for block in blocks
-        for index, digest in enumerate(block.digests)
-    }
-
-
-def drain(backend: HfBackend) -> list[Finished]:
-    """Step until nothing is held."""
-    finished = []
-    while backend.capacity() < 2 * backend.batch:
-        finished.append(backend.step())
-    return finished
-
-
-def serve(backend: HfBackend, prompts: Iterable[Sequence[int]]) -> dict[Ids, Logprobs]:
-    """The rows of prompts, all submitted at once."""
-    names = {job(prompt).digest: tuple(prompt) for prompt in prompts}
-    backend.submit([job(prompt) for prompt in names.values()])
-    finished = drain(backend)
-    assert [one.failures for one in finished if one.failures] == []
-    rows = {names[digest]: row for one in finished for digest, row in decode(one.blocks).items()}
-    assert set(rows) == set(names.values())
-    return rows
-
-
-def random_prompts(count: int, lengths: tuple[int, int], seed: int = 0) -> list[Ids]:
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(lengths[0], lengths[1] + 1, count)
-    return [tuple(generator.integers(0, VOCAB_SIZE, size).tolist()) for size in sizes]
 
 
 ATTENTION = pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -646,72 +568,3 @@ def test_a_gguf_file_gives_the_rows_of_the_folder_made_from_it(smollm2_folder: P
         assert backend.card.gguf_file == (chosen.gguf_file or "")
         backend.close()
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)
-
-
-@pytest.mark.parametrize("logits", [7, 1 << 20])
-@pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind: str, logits: int) -> None:
-    backend = tiny.backend(kind)
-    backend._rules = backend._rules._replace(logits=logits)
-    prompts, starts = random_prompts(3, (40, 50)), (2, 30, 1)
-    jobs = [job(ids)._replace(score_from=start) for ids, start in zip(prompts, starts, strict=True)]
-    backend.submit(jobs)
-    steps = drain(backend)
-    assert len(steps) > 7 if logits == 7 else len(steps) <= 4
-    found: dict[bytes, Logprobs] = {}
-    for answers in (step.answers for step in steps if step.answers):
-        found.update(zip(answers.digests, answers.vectors, strict=True))
-    for one, ids, start in zip(jobs, prompts, starts, strict=True):
-        expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
-        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
-
-
-def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = tiny.backend()
-    forward = Forward.last_logits
-    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
-    one = job((1, 2, 3))._replace(score_from=1)
-    backend.submit([one])
-    (finished,) = drain(backend)
-    assert finished.failures == {one.digest: "the model returned logits that are no distribution: NaN or infinite"}
-
-
-def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def scores_of(logits: Tensor, tokens: Sequence[int]) -> Logprobs:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return found_by_model(logits, tokens)
-
-    found_by_model = row_encoder.scores_of
-    monkeypatch.setattr(hf_backend, "scores_of", scores_of)
-    backend = tiny.backend()
-    prompts = random_prompts(3, (10, 10))
-    jobs = [job(ids)._replace(score_from=4) for ids in prompts]
-    backend.submit(jobs)
-    found: dict[bytes, Logprobs] = {}
-    for finished in drain(backend):
-        assert not finished.failures
-        if finished.answers is not None:
-            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-    for one, ids in zip(jobs, prompts, strict=True):
-        expected = [tiny.reference("llama").row(ids[:at])[ids[at]] for at in range(4, 10)]
-        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
-
-
-def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
-    backend = tiny.backend()
-    (prompt,) = random_prompts(1, (20, 20))
-    serve(backend, [prompt])
-    assert backend._pool is not None
-    held = len(backend._pool.slots)
-    with torch.inference_mode():
-        backend._pool._storage.fill_(7.0)  # Whatever used it would be wrong.
-    fresh = job(prompt)._replace(digest=b"f" * 16, fresh=True)
-    backend.submit([fresh, job(prompt[:7])._replace(digest=b"g" * 16, fresh=True)])
-    rows = {digest: row for one in drain(backend) for digest, row in decode(one.blocks).items()}
-    tiny.reference("llama").check({prompt: rows[fresh.digest], prompt[:7]: rows[b"g" * 16]})
-    assert len(backend._pool.slots) == held
