@@ -239,13 +239,14 @@ async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool)
 
 
 async def test_a_request_under_way_follows_the_model_to_new_weights(pool: Pool) -> None:
-    first = pool.start("--seed", 1, "--step-ms", 60_000, "--lease-s", 1)
+    # The lease is the time in which the other worker must have started.
+    first = pool.start("--seed", 1, "--step-ms", 60_000, "--lease-s", 4)
     async with pool.producer() as producer:
         request = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
-        await asyncio.to_thread(pool.start, "--seed", 2, "--lease-s", 1)
+        await asyncio.to_thread(pool.start, "--seed", 2, "--lease-s", 4)
         assert np.array_equal(await request, synthetic_row([1], vocab_size=V, seed=2))
 
 

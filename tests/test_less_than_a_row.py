@@ -305,14 +305,14 @@ async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
 
 @pytest.mark.parametrize("first", ["f32", "bf16"])
 async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: str) -> None:
-    worker = pool.start("--encoding", first, "--lease-s", 1)
+    worker = pool.start("--encoding", first)
     async with pool.producer() as producer:
         await producer.warm(PROMPT)
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
         asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, V - 1], timeout=25))
         await asyncio.sleep(0)
-        pool.start("--encoding", "bf16" if first == "f32" else "f32", "--seed", 5, "--lease-s", 1)
+        pool.start("--encoding", "bf16" if first == "f32" else "f32", "--seed", 5)
         row = synthetic_row([1, 2], vocab_size=V, seed=5)
         assert np.array_equal(await asked, row[[1, V - 1]])
 
