@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -97,13 +97,16 @@ def main() -> None:
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
     SyncProducer(given.model, redis=given.redis).close()  # A wrong name fails here, before two processes start.
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        show(list(processes.map(infer, [given, given], [given.seed, given.seed + 1])))
+    # Ctrl-C is for this process, which ends the others.
+    with get_context("spawn").Pool(2, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
+        show(processes.starmap(infer, [(given, given.seed), (given, given.seed + 1)]))
 
 
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except LMPoolError as error:
         sys.exit(f"error: {error}")
     except ImportError as error:

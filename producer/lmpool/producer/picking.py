@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.checks import shown
-from lmpool.errors import SettingsError
+from lmpool.errors import InvalidPrompt, SettingsError
 from lmpool.picks import MOST_SEED, TopK
 from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import encode, iterate
@@ -149,7 +149,10 @@ class Picking:
         session, within = await self._begin(timeout)
         card = session.card
         firsts = [encode(card, ids, adapter) for ids in iterate(prompts)]
-        seconds = [encode(card, ids, adapter) for ids in iterate(continuations)]
+        try:
+            seconds = [encode(card, ids, adapter) for ids in iterate(continuations)]
+        except InvalidPrompt as error:
+            raise type(error)(f"continuation: {error}") from error
         if len(firsts) != len(seconds):
             raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
         return await all_of([ask_scores(session, *pair, within) for pair in zip(firsts, seconds, strict=True)])
