@@ -25,6 +25,7 @@ from lmpool.adapters import (
     is_qualified,
     name_of,
     qualify,
+    revision_of,
 )
 from lmpool.card import ModelCard
 from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
@@ -297,6 +298,7 @@ def test_a_name_that_an_adapter_can_have(name: str) -> None:
     assert check_adapter_name("name", name) == name
     assert is_qualified(qualify(name, "0f"))
     assert name_of(qualify(name, "0f")) == name
+    assert revision_of(qualify(name, "0f")) == "0f"
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=repr)

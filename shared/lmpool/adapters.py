@@ -70,6 +70,11 @@ def name_of(qualified: str) -> str:
     return qualified.rpartition("@")[0]
 
 
+def revision_of(qualified: str) -> str:
+    """The digest of its weights."""
+    return qualified.rpartition("@")[2]
+
+
 def is_qualified(text: str) -> bool:
     """Whether a job may call an adapter so."""
     name, _, revision = text.rpartition("@")

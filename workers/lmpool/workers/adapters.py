@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
-from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify
+from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify, revision_of
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.backend import BackendJob
@@ -77,9 +77,7 @@ class AdapterKeeper:
             SettingsError: an adapter that is in service cannot be loaded, or other workers serve the model without one
                 that the backend was started with.
         """
-        own = {
-            name_of(adapter): Adapter(source, adapter.rpartition("@")[2]) for adapter, source in self._loaded.items()
-        }
+        own = {name_of(adapter): Adapter(source, revision_of(adapter)) for adapter, source in self._loaded.items()}
         registry = self._registry
         known = await registry.read()
         await self._check_others(own.keys() - (known.adapters if known.owner == registry.fingerprint else {}))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.adapters import qualify
+from lmpool.adapters import qualify, revision_of
 from lmpool.card import ModelCard
 from lmpool.checks import check_choice, check_name, check_number, shown
 from lmpool.errors import SettingsError
@@ -184,7 +184,7 @@ class SyntheticBackend:
         return RowBlock(list(jobs), numbers, log_z, self._encoding)
 
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
-        return draw(ids, self._settings.vocab_size, self._settings.seed, adapter.rpartition("@")[2])
+        return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter))
 
     def _score(self, job: BackendJob) -> NDArray[np.float32]:
         tokens, row = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.float32)

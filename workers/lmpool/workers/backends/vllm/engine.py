@@ -18,6 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
+from lmpool.adapters import revision_of
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.requirements import first_line
@@ -100,7 +101,7 @@ class Engine:
             except START_ERRORS as error:
                 raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
             self.adapters[adapter] = (request, checkpoint_source(source))
-        return adapter.rpartition("@")[2]
+        return revision_of(adapter)
 
     def drop_adapter(self, adapter: str) -> None:
         """Forget an adapter that no request names any more."""
