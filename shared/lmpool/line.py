@@ -12,11 +12,21 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from lmpool.errors import LMPoolError, ServerUnreachable
 from lmpool.link import Argument, CommandLink, Link
 from lmpool.rowlink import Bulk, RowLink, fresh_bulk
-from lmpool.server import Server
+from lmpool.server import REPLY_TIMEOUT_S, Server
 
 L = TypeVar("L", bound=Link)
 
-_REPLY_TIMEOUT_S = 30.0
+_LEAST_REPLY_TIMEOUT_S = 2.0
+_MOST_REPLY_TIMEOUT_S = 30.0
+
+
+def reply_timeout(lease_s: float) -> float:
+    """Seconds after which a server that is silent counts as gone, in a pool whose workers have such a lease.
+
+    A lease: who waits longer for a reply that never comes holds up what others have taken over already. Blocking
+    reads take up to a second.
+    """
+    return min(_MOST_REPLY_TIMEOUT_S, max(_LEAST_REPLY_TIMEOUT_S, lease_s))
 
 
 class Line(Generic[L]):
@@ -25,9 +35,14 @@ class Line(Generic[L]):
     Args:
         server: where to, and what explains errors.
         connect: opens a link.
+
+    Attributes:
+        reply_timeout_s: seconds of silence after which the link counts as broken and is opened anew; may be changed at
+            any time.
     """
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[L]]) -> None:
+        self.reply_timeout_s = REPLY_TIMEOUT_S
         self._server = server
         self._connect = connect
         self._link: L | None = None
@@ -52,8 +67,8 @@ class Line(Generic[L]):
         return self._link
 
     async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
-        """The reply, or ServerError; a server that is silent for half a minute counts as gone."""
-        timer = asyncio.get_running_loop().call_later(_REPLY_TIMEOUT_S, self._give_up, link)
+        """The reply, or ServerError; a server that is silent for `reply_timeout_s` counts as gone."""
+        timer = asyncio.get_running_loop().call_later(self.reply_timeout_s, self._give_up, link)
         try:
             return await reply
         except (RedisError, OSError, LMPoolError) as error:
@@ -64,7 +79,7 @@ class Line(Generic[L]):
             timer.cancel()
 
     def _give_up(self, link: L) -> None:
-        link.close(ServerUnreachable(f"{self._server} has not answered for {_REPLY_TIMEOUT_S:g} s"))
+        link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
 
     def close(self) -> None:
         """Close the link for good; what is under way fails."""

@@ -18,7 +18,7 @@ from redis.exceptions import ResponseError
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
-from lmpool.line import RowLine
+from lmpool.line import RowLine, reply_timeout
 from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
 from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_logprobs, decode_row, encoded_size
 from lmpool.scripts import Call
@@ -97,6 +97,7 @@ class RedisRows:
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
         self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
+        self.line.reply_timeout_s = reply_timeout(card.lease_s)
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(card.vocab_size, card.row_encoding)
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)

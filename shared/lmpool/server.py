@@ -22,6 +22,9 @@ from lmpool.runtime_folder import find, runtime_dir
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
 
+REPLY_TIMEOUT_S = 15.0
+"""Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
+
 _CONNECT_TIMEOUT_S = 5.0
 _SCHEMES = ("redis", "rediss", "unix")
 # What may be told of an address: a host with a port that is a number, and a path.
@@ -75,7 +78,7 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
 
-    def client(self, *, reply_timeout_s: float = 30.0) -> redis_async.Redis:
+    def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry: retrying is its user's decision."""
         pool = connections.ConnectionPool(
             connection_class=self._class,

@@ -11,7 +11,7 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, LMPoolError, ProducerClosed
 from lmpool.keys import Keys, ModelKeys
-from lmpool.line import CommandLine
+from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import RedisRows, Row
@@ -68,6 +68,7 @@ class Channel:
         if self._rows is not None:
             self._rows.close()
         self.card = card
+        self.reader.reply_timeout_s = self.line.reply_timeout_s = reply_timeout(card.lease_s)
         self._flights.follow(card.fingerprint)
         self.fingerprint = card.fingerprint
         self.model = self._keys.model(card.name)

@@ -17,6 +17,7 @@ from lmpool.errors import (
     UnknownModel,
 )
 from lmpool.keys import Keys
+from lmpool.line import reply_timeout
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import CLOSED, TROUBLE, Channel
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
@@ -70,6 +71,7 @@ class Session:
         self._outbox = Outbox(self._channel, self._flights, self._tasks)
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
+        self._next_recheck = 0
         self._workers = 0
         self._no_worker_since: float | None = None
 
@@ -270,10 +272,13 @@ class Session:
         while True:
             await asyncio.sleep(_WATCH_S)
             try:
-                await self._reload_card()
-                await self.adapters.renew()
+                # redis-py's client was opened before the lease was known.
+                async with asyncio.timeout(reply_timeout(self.card.lease_s)):
+                    await self._reload_card()
+                    await self.adapters.renew()
+                    if self._flights:
+                        await self._look_for_workers()
                 if self._flights:
-                    await self._look_for_workers()
                     await self._recheck()
             except TROUBLE as error:
                 self._channel.note(error)
@@ -282,7 +287,10 @@ class Session:
         """Look for rows that were never announced; resubmit what has been silent for a lease."""
         now, lease = self.loop.time(), self.card.lease_s
         late = [f for f in self._flights if f.stage is Stage.WAITING and now - f.since > _WATCH_S]
-        del late[_MOST_RECHECKED:]
+        # Not always the first ones: while these wait for long, the rows of others may be there.
+        at = self._next_recheck if self._next_recheck < len(late) else 0
+        late = late[at : at + _MOST_RECHECKED]
+        self._next_recheck = at + len(late)
         await self._channel.fetch([flight.prompt.digest for flight in late])
         # Whether the row of a touch is there only the script can tell.
         silent = [f for f in late if self._flights.is_open(f) and (f.is_touch or now - f.since > lease)]

@@ -15,7 +15,7 @@ from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
-from lmpool.line import CommandLine
+from lmpool.line import CommandLine, reply_timeout
 from lmpool.rowcache import RedisRows
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
@@ -127,8 +127,9 @@ class Worker:
         )
         keys = Keys(settings.prefix)
         self._keys = keys.model(card.name)
-        self._redis = self._server.client()
+        self._redis = self._server.client(reply_timeout_s=reply_timeout(card.lease_s))
         reader = CommandLine(self._server)
+        reader.reply_timeout_s = reply_timeout(card.lease_s)
         rows = RedisRows(self._server, keys, card)
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)

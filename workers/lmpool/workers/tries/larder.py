@@ -18,7 +18,7 @@ from lmpool.errors import (
     UnknownVocabulary,
 )
 from lmpool.keys import Keys
-from lmpool.line import RowLine
+from lmpool.line import RowLine, reply_timeout
 from lmpool.messages import Failure
 from lmpool.registry import MOST_BYTES, unpack_known
 from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
@@ -49,6 +49,7 @@ class Larder:
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
         self._line = RowLine(server, MOST_BYTES)
+        self._line.reply_timeout_s = reply_timeout(settings.lease_s)
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
