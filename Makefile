@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang test test-vllm test-sglang lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang chaos test test-vllm test-sglang lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -49,6 +49,10 @@ test-vllm: $(VLLM_INSTALLED)
 
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
+
+# Workers, connections and the server are struck at random while clients compare every row; prints its seed.
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --seconds 180
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -406,6 +406,15 @@ async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
         assert_broken(line, [reply], ProtocolError)
 
 
+@pytest.mark.parametrize(("ask", "data"), [("set", b"$1\r\nx\r\n"), ("set", b":1\r\n"), ("call", b"+OK\r\n")])
+async def test_a_reply_of_another_kind_breaks_the_link(ask: str, data: bytes) -> None:
+    # A reply was lost: what follows would be taken for those of other commands.
+    line = Line()
+    reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
+    line.feed(data)
+    assert_broken(line, [reply], ProtocolError)
+
+
 @pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
 async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     size: int, monkeypatch: pytest.MonkeyPatch

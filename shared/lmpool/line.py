@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from lmpool.errors import LMPoolError, ServerUnreachable
+from lmpool.checks import shown
+from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.link import Argument, CommandLink, Link
 from lmpool.rowlink import Bulk, RowLink, fresh_bulk
 from lmpool.server import REPLY_TIMEOUT_S, Server
@@ -77,6 +78,13 @@ class Line(Generic[L]):
             raise self._server.explain(error) from error
         finally:
             timer.cancel()
+
+    def distrust(self, reply: object) -> ProtocolError:
+        """A reply cannot be that of its command, so no later one can be either: closes the link; returns why."""
+        error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
+        if self._link is not None:
+            self._link.close(error)
+        return error
 
     def _give_up(self, link: L) -> None:
         link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))

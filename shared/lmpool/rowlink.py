@@ -58,6 +58,7 @@ class _Pending:
     replies: int
     future: asyncio.Future[list[Reply]]
     is_array: bool
+    is_set: bool = False
     begun: bool = False
     values: list[Reply] = field(default_factory=list)
 
@@ -108,7 +109,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
 
         The blocks must not change before the future is done.
         """
-        future = self._expect(len(writes), is_array=False)
+        future = self._expect(len(writes), is_array=False, is_set=True)
         if future.done():
             return future
         ttl = b"%d" % ttl_ms
@@ -135,21 +136,21 @@ class RowLink(Link, asyncio.BufferedProtocol):
         return future
 
     def call(self, arguments: Sequence[Argument]) -> asyncio.Future[list[Reply]]:
-        """Send a command whose reply is not an array; the future has a list of that one reply."""
+        """Send a command whose reply is neither an array nor a status; the future has a list of that one reply."""
         future = self._expect(1, is_array=False)
         if future.done():
             return future
         self._transport.write(pack_command(arguments))
         return future
 
-    def _expect(self, replies: int, *, is_array: bool) -> asyncio.Future[list[Reply]]:
+    def _expect(self, replies: int, *, is_array: bool, is_set: bool = False) -> asyncio.Future[list[Reply]]:
         future = asyncio.get_running_loop().create_future()
         if self._closed is not None:
             future.set_exception(self._closed)
         elif replies == 0:
             future.set_result([])
         else:
-            self._pending.append(_Pending(replies, future, is_array))
+            self._pending.append(_Pending(replies, future, is_array, is_set))
         return future
 
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
@@ -210,8 +211,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
             self._check(is_scalar=False)
             if size == -1:
                 self._element(None)
-            elif size < 0:
-                raise ProtocolError(f"a value of {size} bytes")
+            elif size < 0 or self._pending[0].is_set:
+                raise ProtocolError(f"a value of {size} bytes was not asked for")
             else:
                 self._begin_bulk(size)
         elif kind == 0x2A:  # * array
@@ -224,21 +225,23 @@ class RowLink(Link, asyncio.BufferedProtocol):
             self._check(is_scalar=False)
             self._element(None)
         elif kind == 0x2B:  # + simple
-            self._check(is_scalar=True)
+            self._check(is_scalar=True, is_set=True)
             self._element(None)
         elif kind == 0x3A:  # : integer
-            self._check(is_scalar=True)
+            self._check(is_scalar=True, is_set=False)
             self._element(int(line))
         elif kind == 0x2D:  # - error
             self._error(ResponseError(line.decode("utf-8", "replace")))
         else:
             raise ProtocolError(f"reply type {chr(kind)!r} was not asked for")
 
-    def _check(self, *, is_scalar: bool) -> None:
+    def _check(self, *, is_scalar: bool, is_set: bool | None = None) -> None:
         """Refuse a reply that the command at the head cannot have: its values would go to another prompt."""
         first = self._pending[0] if self._pending else None
         if first is None or (first.is_array and (is_scalar or not first.begun)):
             raise ProtocolError("a reply was not asked for")
+        if is_set is not None and first.is_set != is_set:
+            raise ProtocolError("a reply of another kind was asked for: some were lost")
 
     def _begin_bulk(self, size: int) -> None:
         if size > self.max_bulk:

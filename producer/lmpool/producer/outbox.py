@@ -152,6 +152,8 @@ class Outbox:
             for one in flights
         ]
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
+        if not isinstance(outcome, bytes) or len(outcome) != len(flights):
+            raise channel.line.distrust(outcome)
         stored, abandoned = [], []
         now = self._tasks.loop.time()
         for flight, code in zip(flights, str(outcome, "ascii"), strict=True):

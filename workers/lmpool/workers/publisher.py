@@ -108,7 +108,9 @@ class Publisher:
             args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
-            outcome: bytes = await scripts.FINISH.on(call, keys, args)
+            outcome = await scripts.FINISH.on(call, keys, args)
+            if not isinstance(outcome, bytes):
+                raise self._rows.line.distrust(outcome)
             left += [part[int(number) - 1] for number in outcome.split()[1:]]
         return left
 

@@ -1,0 +1,68 @@
+"""What a pool leaves on its server when all its clients and workers have gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from lmpool.keys import Keys
+
+_TICK_S = 0.05
+
+
+def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
+    """Wait, for so long at most, until the queue is empty and only the live workers are known.
+
+    Clients have gone: what they had queued is computed, and workers that were killed are swept after a lease.
+    """
+    jobs = keys.model("syn").jobs
+
+    def is_settled() -> bool:
+        return not client.xlen(jobs) and len(client.xinfo_consumers(jobs, "workers")) == workers
+
+    _wait(is_settled, seconds)
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(_TICK_S)
+
+
+def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: float) -> list[str]:
+    """What should not be there: "key: why".
+
+    Rows, vocabularies and a client's reply stream expire, and the empty stream of the queue stays for the next worker.
+    A killed worker's heartbeat is given its lease. What is waited for may live as long as a request, but not longer.
+
+    Args:
+        client: of the server.
+        keys: names of the pool's keys.
+        most_ttl_s: how long a request may take.
+        lease_s: how long a heartbeat lives.
+    """
+    beats = f"{keys.prefix}:worker:*"
+    _wait(lambda: not any(client.ttl(key) >= 0 for key in client.scan_iter(beats, 1000)), lease_s + 1)
+    jobs = keys.model("syn").jobs
+    found = []
+    for key in client.scan_iter(f"{keys.prefix}:*", 1000):
+        name, ttl = key.decode("utf-8", "replace"), client.ttl(key)
+        if ttl == -1 and key != jobs:
+            found.append(f"{name}: never expires")
+        elif key.startswith(keys.model("syn").waiting) and ttl > most_ttl_s:
+            found.append(f"{name}: expires in {ttl} s only")
+        elif key.startswith(f"{keys.prefix}:worker:".encode()) and ttl != -2:
+            found.append(f"{name}: a worker that has gone")
+    if client.exists(jobs):
+        if length := client.xlen(jobs):
+            found.append(f"{length} jobs")
+        groups: Any = client.xinfo_groups(jobs)
+        for group in groups:
+            if group["pending"]:
+                found.append(f"{group['pending']} pending jobs")
+            if group["consumers"]:
+                found.append(f"{group['consumers']} consumers")
+    return found

@@ -1,0 +1,240 @@
+"""A proxy between a pool and its server that delays, drops, truncates and cuts what it forwards.
+
+It listens on a Unix socket and forwards to one. Each connection has two directions, each with a trouble of its own:
+
+- delay: every chunk is held back for a while (order is kept).
+- drop: some bytes in the middle of the next chunk are lost, and what follows goes on.
+- swallow: everything is lost from now on, and the connection stays open: a black hole.
+- truncate: part of the next chunk is forwarded, then the connection is closed.
+
+`cut` closes connections at once, and `refuse` those that are made. Troubles strike the connections that are open;
+`delay`, `refuse` and `stall` those that are opened later, too, until `heal`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lmpool.runtime_folder import socket_url
+
+_CHUNK = 64 * 1024
+_MOST_DROPPED = 64
+
+
+class Way(Enum):
+    """A direction of a connection."""
+
+    TO_SERVER = "to the server"
+    TO_CLIENT = "to the client"
+
+
+class Lane:
+    """One direction of one connection.
+
+    Args:
+        reader: where bytes come from.
+        writer: where they go.
+        delay_s: how long each chunk is held back.
+        draw: decides where chunks are damaged.
+
+    Attributes:
+        delay_s: as above; may be changed at any time.
+        is_hole: everything is lost.
+        drops: the next chunk loses some bytes.
+        truncates: the next chunk is the last one, and not whole.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float, draw: random.Random
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._draw = draw
+        self.delay_s = delay_s
+        self.is_hole = self.drops = self.truncates = False
+
+    async def run(self) -> None:
+        """Forward until one side closes."""
+        while chunk := await self._reader.read(_CHUNK):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            if self.is_hole:
+                continue
+            if self.drops:
+                self.drops = False
+                at = self._draw.randrange(len(chunk))
+                chunk = chunk[:at] + chunk[at + self._draw.randint(1, _MOST_DROPPED) :]
+            if self.truncates:
+                chunk = chunk[: self._draw.randrange(len(chunk))]
+            self._writer.write(chunk)
+            await self._writer.drain()
+            if self.truncates:
+                return
+
+
+class Connection:
+    """One connection through the proxy.
+
+    Args:
+        lanes: its two directions.
+        writers: its two ends.
+    """
+
+    def __init__(self, lanes: dict[Way, Lane], writers: tuple[asyncio.StreamWriter, ...]) -> None:
+        self.lanes = lanes
+        self._writers = writers
+
+    async def run(self) -> None:
+        """Forward both ways until one of the ends is closed."""
+        tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(outcome, Exception) and not isinstance(outcome, OSError):
+                    raise outcome
+            self.close()
+
+    def close(self) -> None:
+        """Close both ends; what was written before is still sent."""
+        for writer in self._writers:
+            writer.close()
+
+    def abort(self) -> None:
+        """Close both ends at once."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+class Proxy:
+    """Forwards connections from a socket of its own to a server's.
+
+    Args:
+        target: the server's socket.
+        socket: where to listen.
+        seed: decides where chunks are damaged.
+    """
+
+    def __init__(self, target: Path, socket: Path, seed: int = 0) -> None:
+        self._target = target
+        self._socket = socket
+        self._draw = random.Random(seed)
+        self._connections: list[Connection] = []  # In the order of their making, so that a seed means the same.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._delays = dict.fromkeys(Way, 0.0)
+        self._refuses = self._stalls = False
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return socket_url(self._socket)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def delay(self, way: Way, seconds: float) -> None:
+        """Hold back every chunk, of connections to come too."""
+        self._delays[way] = seconds
+        for lane in self._lanes(way):
+            lane.delay_s = seconds
+
+    def drop(self, way: Way, share: float = 1.0) -> None:
+        """Lose some bytes in the middle of the next chunk of each connection, or of a share of them."""
+        for lane in self._lanes(way, share):
+            lane.drops = True
+
+    def swallow(self, way: Way, share: float = 1.0) -> None:
+        """Lose everything from now on, of the connections that are open, or of a share of them."""
+        for lane in self._lanes(way, share):
+            lane.is_hole = True
+
+    def truncate(self, way: Way, share: float = 1.0) -> None:
+        """Forward part of the next chunk, then close; each connection, or a share of them."""
+        for lane in self._lanes(way, share):
+            lane.truncates = True
+
+    def cut(self, share: float = 1.0) -> None:
+        """Close connections, or a share of them, at once."""
+        for connection in self._some(share):
+            connection.abort()
+
+    def refuse(self) -> None:
+        """Close all connections, and those to come as soon as they are made."""
+        self._refuses = True
+        self.cut()
+
+    def stall(self) -> None:
+        """Take connections and never answer: a black hole for those that are open and those to come."""
+        self._stalls = True
+        for way in Way:
+            self.swallow(way)
+
+    def heal(self) -> None:
+        """Forward new connections again, at once; what is lost on the open ones stays lost."""
+        self._refuses = self._stalls = False
+        for way in Way:
+            self.delay(way, 0.0)
+
+    async def start(self) -> None:
+        """Listen."""
+        self._listener = await asyncio.start_unix_server(self._on_connect, self._socket, limit=_CHUNK)
+
+    async def stop(self) -> None:
+        """Close everything."""
+        self._listener.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _some(self, share: float) -> list[Connection]:
+        return [one for one in self._connections if share >= 1 or self._draw.random() < share]
+
+    def _lanes(self, way: Way, share: float = 1.0) -> Iterator[Lane]:
+        return (connection.lanes[way] for connection in self._some(share))
+
+    async def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self._refuses:
+            writer.transport.abort()
+            return
+        try:
+            up_reader, up_writer = await asyncio.open_unix_connection(self._target, limit=_CHUNK)
+        except OSError:  # The server is away; so are we.
+            writer.transport.abort()
+            return
+        lanes = {
+            Way.TO_SERVER: Lane(reader, up_writer, self._delays[Way.TO_SERVER], self._draw),
+            Way.TO_CLIENT: Lane(up_reader, writer, self._delays[Way.TO_CLIENT], self._draw),
+        }
+        for lane in lanes.values():
+            lane.is_hole = self._stalls
+        connection = Connection(lanes, (writer, up_writer))
+        self._connections.append(connection)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):  # `stop`; the listener logs what its tasks raise.
+                await connection.run()
+        finally:
+            connection.close()
+            self._connections.remove(connection)
