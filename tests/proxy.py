@@ -122,12 +122,16 @@ class Proxy:
         target: the server's socket.
         socket: where to listen.
         seed: decides where chunks are damaged.
+
+    Attributes:
+        made: connections that were ever made.
     """
 
     def __init__(self, target: Path, socket: Path, seed: int = 0) -> None:
         self._target = target
         self._socket = socket
         self._draw = random.Random(seed)
+        self.made = 0
         self._connections: list[Connection] = []  # In the order of their making, so that a seed means the same.
         self._tasks: set[asyncio.Task[None]] = set()
         self._delays = dict.fromkeys(Way, 0.0)
@@ -177,6 +181,10 @@ class Proxy:
         self._stalls = True
         for way in Way:
             self.swallow(way)
+
+    def redirect(self, target: Path) -> None:
+        """Forward connections to come to another server."""
+        self._target = target
 
     def heal(self) -> None:
         """Forward new connections again, at once; what is lost on the open ones stays lost."""
@@ -232,6 +240,7 @@ class Proxy:
             lane.is_hole = self._stalls
         connection = Connection(lanes, (writer, up_writer))
         self._connections.append(connection)
+        self.made += 1
         try:
             with contextlib.suppress(asyncio.CancelledError):  # `stop`; the listener logs what its tasks raise.
                 await connection.run()

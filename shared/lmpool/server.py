@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -107,8 +108,11 @@ class Server:
     async def _open(self) -> connections.AbstractConnection:
         connection = self._connection()
         try:
-            await connection.connect()  # type: ignore[no-untyped-call]
+            # What redis-py says and asks first on a new connection waits for replies without a limit of its own.
+            async with asyncio.timeout(self._kwargs["socket_connect_timeout"]):
+                await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
+            await connection.disconnect(nowait=True)
             raise self.explain(error) from error
         return connection
 

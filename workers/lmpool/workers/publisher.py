@@ -15,6 +15,7 @@ from lmpool.backoff import delays
 from lmpool.errors import LMPoolError, ServerError
 from lmpool.keys import GROUP, ModelKeys
 from lmpool.messages import Failure
+from lmpool.refusals import passes
 from lmpool.rowcache import RowCache
 from lmpool.rows import Block
 from lmpool.server import Server
@@ -91,6 +92,9 @@ class Publisher:
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         refused = await self._rows.put(block, overwrite, then=end)
+        for reason in refused.values():
+            if passes(reason):
+                raise ServerError(reason)
         return refused, left
 
     async def end(self, endings: Sequence[Ending]) -> None:

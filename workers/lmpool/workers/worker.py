@@ -127,7 +127,8 @@ class Worker:
         )
         keys = Keys(settings.prefix)
         self._keys = keys.model(card.name)
-        self._redis = self._server.client(reply_timeout_s=reply_timeout(card.lease_s))
+        # Half a lease: a renewal whose reply does not come is sent again before the lease has passed.
+        self._redis = self._server.client(reply_timeout_s=reply_timeout(card.lease_s / 2))
         reader = CommandLine(self._server)
         reader.reply_timeout_s = reply_timeout(card.lease_s)
         rows = RedisRows(self._server, keys, card)
@@ -332,12 +333,17 @@ class Worker:
             await self._changed.wait()
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
-        """Repeat an action; a server that does not answer is waited for."""
+        """Repeat an action; one that the server did not answer soon again."""
+        waits = delays()
+        pause = seconds
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(pause)
             try:
                 await action()  # type: ignore[misc]
+                waits = delays()
+                pause = seconds
             except ModelMismatch:
                 raise
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("will try again: %s", self._server.explain(error))
+                pause = min(seconds, next(waits))
