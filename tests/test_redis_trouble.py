@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
+import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,26 +28,44 @@ from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, V, is_held, until_async
 from tests.proxy import Proxy, Way
 
-PROMPTS = [[i, j] for i in range(20) for j in range(10)]
 LEASE = ("--lease-s", 1)
 SLOW = (*LEASE, "--step-ms", 40, "--max-batch", 8)
-"""A second or so for all prompts."""
+"""Less than a second for the prompts of a test."""
+PATIENT = ("--lease-s", 2, *SLOW[2:])
+"""A lease in which a heartbeat that is lost with its connection can be repeated: replies are awaited for 2 s."""
+
+_numbers = itertools.count()
 
 
-async def ask(producer: Producer, prompts: Sequence[list[int]]) -> None:
+def prompts(count: int = 150) -> list[list[int]]:
+    """Prompts that no test has asked for yet."""
+    return [[next(_numbers) % V, number // 500 % V, number % 500] for number in range(count)]
+
+
+async def ask(producer: Producer, asked: Sequence[list[int]]) -> None:
     """Ask for many prompts at once and check every value."""
-    rows = await asyncio.gather(*map(producer.logprobs, prompts))
-    for prompt, got in zip(prompts, rows, strict=True):
+    rows = await asyncio.gather(*map(producer.logprobs, asked))
+    for prompt, got in zip(asked, rows, strict=True):
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
 
 
 async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Awaitable[None]]) -> None:
     """Ask, have trouble as soon as a worker holds prompts, and ask again afterwards."""
-    asked = asyncio.create_task(ask(producer, PROMPTS))
+    asked = asyncio.create_task(ask(producer, prompts()))
     await until_async(lambda: is_held(pool), "the worker holds prompts")
     await trouble()
     await asked
-    await ask(producer, [[400, i] for i in range(20)])
+    await ask(producer, prompts(8))
+
+
+async def refused(pool: Pool, text: str) -> None:
+    """Wait until the worker says once more that it was refused something."""
+    before = pool.workers[0].text.count(text)
+
+    async def is_said() -> bool:
+        return pool.workers[0].text.count(text) > before
+
+    await until_async(is_said, f"the worker says {text!r}")
 
 
 @pytest.fixture
@@ -55,18 +76,30 @@ async def proxy(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[Pr
 
 
 @pytest.fixture
-async def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Pool]:
-    """A pool on a server of the test's own."""
-    pool = Pool(own_server.url, "trouble", tmp_path)
+async def far_pool(own_server: EmbeddedServer, proxy: Proxy, tmp_path: Path) -> AsyncIterator[Pool]:
+    """A pool whose workers and producers connect through the proxy."""
+    pool = Pool(own_server.url, "far", tmp_path)
+    pool.url = proxy.url
     yield pool
     pool.end()
 
 
-@pytest.fixture
-async def far_pool(own_pool: Pool, proxy: Proxy) -> Pool:
-    """A pool whose workers and producers connect through the proxy."""
-    own_pool.url = proxy.url
-    return own_pool
+@pytest.fixture(scope="module")
+def shaken_server() -> Iterator[EmbeddedServer]:
+    """A server that the tests of this file alone use: whatever they do to it, they undo."""
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    with EmbeddedServer(memory_bytes=1 << 28, folder=folder / "s") as server:
+        yield server
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool with a worker on that server."""
+    pool = Pool(shaken_server.url, "shaken", tmp_path_factory.mktemp("shaken"))
+    pool.start(*SLOW)
+    yield pool
+    pool.end()
 
 
 async def start(pool: Pool, *options: str | float) -> None:
@@ -114,51 +147,46 @@ async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way:
 # The way to the server
 
 
-@pytest.mark.parametrize("way", list(Way))
-async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy, way: Way) -> None:
-    await start(far_pool)
-    async with far_pool.producer(timeout=20) as producer:
-
-        async def trouble() -> None:
-            proxy.delay(way, 0.05)
-
-        await ask_during(producer, far_pool, trouble)
-        assert producer.stats().failed == 0
-
-
-@pytest.mark.parametrize("mode", ["cut", "truncate", "drop"])
-async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy, mode: str) -> None:
+async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool)
     async with far_pool.producer(timeout=20) as producer:
 
         async def trouble() -> None:
             for way in Way:
-                for share in (0.5, 1.0):
-                    if mode == "cut":
-                        proxy.cut(share)
-                    elif mode == "truncate":
-                        proxy.truncate(way, share)
-                    else:
-                        proxy.drop(way, share)
-                    await asyncio.sleep(0.2)  # Not for anything to happen: strikes are to come one after the other.
+                proxy.delay(way, 0.03)
 
         await ask_during(producer, far_pool, trouble)
+        assert producer.stats().failed == 0
 
 
-@pytest.mark.parametrize("way", list(Way))
-async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy, way: Way) -> None:
-    await start(far_pool, "--lease-s", 2, "--step-ms", 40, "--max-batch", 8)
+async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool, *PATIENT)
+    async with far_pool.producer(timeout=20) as producer:
+        for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
+
+            async def trouble(strike: Callable[[Way, float], None] = strike) -> None:
+                for way in Way:
+                    for share in (0.5, 1.0):
+                        strike(way, share)
+                        await asyncio.sleep(0.1)  # Not for anything to happen: one strike is to follow another.
+
+            await ask_during(producer, far_pool, trouble)
+
+
+async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool, *PATIENT)
     async with far_pool.producer(timeout=12) as producer:
+        for way in Way:
 
-        async def trouble() -> None:
-            proxy.swallow(way)
+            async def trouble(way: Way = way) -> None:
+                proxy.swallow(way)
 
-        await ask_during(producer, far_pool, trouble)
+            await ask_during(producer, far_pool, trouble)
 
 
 async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far_pool: Pool, proxy: Proxy) -> None:
     far_pool.url += "?socket_connect_timeout=0.5"
-    await start(far_pool, "--lease-s", 2, "--step-ms", 40, "--max-batch", 8)
+    await start(far_pool, *PATIENT)
     async with far_pool.producer(timeout=15) as producer:
 
         async def trouble() -> None:
@@ -175,22 +203,21 @@ async def _has_made(proxy: Proxy, connections: int) -> bool:
     return proxy.made >= connections
 
 
-async def test_connections_killed_at_random_cost_no_row(own_pool: Pool) -> None:
-    await start(own_pool)
+async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
     draw = random.Random(1)
-    async with own_pool.producer(timeout=20) as producer:
+    async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
+            ours = int(shaken.redis.client_id())
             for _ in range(10):
-                ours = int(own_pool.redis.client_id())
-                for client in own_pool.redis.client_list():
+                for client in shaken.redis.client_list():
                     if int(client["id"]) != ours and draw.random() < 0.5:
-                        own_pool.redis.client_kill_filter(_id=client["id"])
-                await asyncio.sleep(draw.uniform(0, 0.2))  # Random moments are what this is about.
+                        shaken.redis.client_kill_filter(_id=client["id"])
+                await asyncio.sleep(draw.uniform(0, 0.1))  # Random moments are what this is about.
             for kind in ("normal", "pubsub", "replica", "master"):
-                own_pool.redis.client_kill_filter(_type=kind, skipme=True)
+                shaken.redis.client_kill_filter(_type=kind, skipme=True)
 
-        await ask_during(producer, own_pool, trouble)
+        await ask_during(producer, shaken, trouble)
 
 
 # Notifications
@@ -219,60 +246,55 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
 # The server
 
 
-async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(own_pool: Pool) -> None:
-    await start(own_pool, *LEASE)
-    async with own_pool.producer(timeout=25, cache_bytes=0) as producer:
-        await ask(producer, PROMPTS[:1])
-        own_pool.redis.config_set("maxmemory", own_pool.redis.info("memory")["used_memory"] + 300_000)
-        await ask(producer, [[i, j] for i in range(20) for j in range(30)])
-    assert own_pool.redis.info("stats")["evicted_keys"] > 0
+async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
+    most = shaken.redis.config_get("maxmemory")["maxmemory"]
+    async with shaken.producer(timeout=25, cache_bytes=0) as producer:
+        evicted = shaken.redis.info("stats")["evicted_keys"]
+        shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)
+        try:
+            await ask(producer, prompts())
+        finally:
+            shaken.redis.config_set("maxmemory", most)
+    assert shaken.redis.info("stats")["evicted_keys"] > evicted
 
 
-async def test_requests_survive_a_server_that_is_read_only_for_a_while(own_pool: Pool) -> None:
-    await start(own_pool)
-    async with own_pool.producer(timeout=20) as producer:
+async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: Pool) -> None:
+    async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
-            # Of a master that does not exist: reads are answered, writes refused.
-            own_pool.redis.replicaof("127.0.0.1", "1")
-            late = asyncio.create_task(ask(producer, [[300, i] for i in range(20)]))
-            await until_async(lambda: _says(own_pool, "try again: READONLY"), "rows are refused")
-            own_pool.redis.replicaof("NO", "ONE")
+            # The replica of a master that does not exist: reads are answered, writes refused.
+            shaken.redis.replicaof("127.0.0.1", "1")
+            late = asyncio.create_task(ask(producer, prompts(8)))
+            await refused(shaken, "try again: READONLY")
+            shaken.redis.replicaof("NO", "ONE")
             await late
 
-        await ask_during(producer, own_pool, trouble)
-
-
-async def _says(pool: Pool, text: str) -> bool:
-    return text in pool.workers[0].text
+        await ask_during(producer, shaken, trouble)
 
 
 async def test_requests_survive_a_failover(
-    own_pool: Pool, proxy: Proxy, own_server: EmbeddedServer, short_dir: Path
+    far_pool: Pool, proxy: Proxy, own_server: EmbeddedServer, short_dir: Path
 ) -> None:
     """The master dies, its address leads to a replica, and that is promoted only a while later."""
-    own_pool.url = proxy.url
-    await start(own_pool)
-    with (
-        EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r") as replica,
-        redis.Redis.from_url(replica.url) as other,
-    ):
+    await start(far_pool)
+    replica = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r")
+    with replica, redis.Redis.from_url(replica.url) as other:
         port = _free_port()
-        own_pool.redis.config_set("port", port)
-        own_pool.redis.config_set("repl-diskless-sync-delay", 0)
+        far_pool.redis.config_set("port", port)
+        far_pool.redis.config_set("repl-diskless-sync-delay", 0)
         other.replicaof("127.0.0.1", str(port))
         await until_async(lambda: _is_in_sync(other), "the replica has everything")
-        async with own_pool.producer(timeout=20) as producer:
+        async with far_pool.producer(timeout=20) as producer:
 
             async def trouble() -> None:
                 proxy.redirect(short_dir / "r" / "redis.sock")
                 os.kill(own_server.pid, signal.SIGKILL)
                 proxy.cut()
-                await until_async(lambda: _says(own_pool, "READONLY"), "the worker is refused")
+                await refused(far_pool, "READONLY")
                 other.replicaof("NO", "ONE")
-                own_pool.redis = other
+                far_pool.redis = other
 
-            await ask_during(producer, own_pool, trouble)
+            await ask_during(producer, far_pool, trouble)
 
 
 def _free_port() -> int:
@@ -285,64 +307,50 @@ async def _is_in_sync(replica: redis.Redis) -> bool:
     return bool(replica.info("replication").get("master_link_status") == "up")
 
 
-async def test_requests_survive_a_script_that_keeps_the_server_busy(own_pool: Pool) -> None:
-    await start(own_pool)
-    own_pool.redis.config_set("busy-reply-threshold", 50)
-    async with own_pool.producer(timeout=20) as producer:
+async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool) -> None:
+    shaken.redis.config_set("busy-reply-threshold", 50)
+    async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
-            endless = asyncio.create_task(asyncio.to_thread(_never_ends, own_pool))
-            late = asyncio.create_task(ask(producer, [[300, i] for i in range(20)]))
-            await until_async(lambda: _says(own_pool, "BUSY"), "the worker is refused")
-            client = redis.Redis.from_url(own_pool.url)
-            client.script_kill()
-            client.close()
+            endless = asyncio.create_task(asyncio.to_thread(_never_ends, shaken.url))
+            late = asyncio.create_task(ask(producer, prompts(8)))
+            await refused(shaken, "BUSY")
+            shaken.redis.script_kill()
             await endless
             await late
 
-        await ask_during(producer, own_pool, trouble)
+        await ask_during(producer, shaken, trouble)
 
 
-def _never_ends(pool: Pool) -> None:
-    client = redis.Redis.from_url(pool.url)
-    with pytest.raises(redis.ResponseError, match="killed"):
+def _never_ends(url: str) -> None:
+    with redis.Redis.from_url(url) as client, pytest.raises(redis.ResponseError, match="killed"):
         client.eval("while true do end", 0)
-    client.close()
 
 
-async def test_requests_survive_a_server_that_forgets_its_scripts(own_pool: Pool) -> None:
-    await start(own_pool)
-    async with own_pool.producer(timeout=20) as producer:
+async def test_requests_survive_a_server_that_forgets_its_scripts(shaken: Pool) -> None:
+    async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
-            for _ in range(5):
-                own_pool.redis.script_flush()
-                await ask(producer, [[300, _]])
+            for _ in range(4):
+                shaken.redis.script_flush()
+                await ask(producer, prompts(1))
 
-        await ask_during(producer, own_pool, trouble)
+        await ask_during(producer, shaken, trouble)
 
 
-async def test_requests_survive_a_server_that_cannot_save(own_pool: Pool, short_dir: Path) -> None:
-    await start(own_pool)
-    own_pool.redis.config_set("save", "3600 1")
-    in_the_way = short_dir / "s" / "dump.rdb"
-    async with own_pool.producer(timeout=20) as producer:
+async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_server: EmbeddedServer) -> None:
+    in_the_way = shaken_server.log_path.with_name("dump.rdb")
+    async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
+            shaken.redis.config_set("save", "3600 1")
             in_the_way.mkdir()
-            own_pool.redis.bgsave()
-            await until_async(lambda: _says(own_pool, "MISCONF"), "the worker is refused")
+            shaken.redis.bgsave()
+            await refused(shaken, "MISCONF")
             in_the_way.rmdir()
-            await until_async(lambda: _saves(own_pool), "the server saves again")
+            shaken.redis.config_set("save", "")
 
-        await ask_during(producer, own_pool, trouble)
-
-
-async def _saves(pool: Pool) -> bool:
-    found = pool.redis.info("persistence")
-    if not found["rdb_bgsave_in_progress"] and found["rdb_last_bgsave_status"] != "ok":
-        pool.redis.bgsave()
-    return found["rdb_last_bgsave_status"] == "ok"
+        await ask_during(producer, shaken, trouble)
 
 
 class SlowToLoad(EmbeddedServer):
@@ -366,7 +374,7 @@ async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: P
                 async def trouble() -> None:
                     await asyncio.to_thread(server.stop)
                     starting = asyncio.create_task(asyncio.to_thread(server.start))
-                    await until_async(lambda: _says(pool, "LOADING"), "the worker is refused")
+                    await refused(pool, "LOADING")
                     await starting
 
                 await ask_during(producer, pool, trouble)
