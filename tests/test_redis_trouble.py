@@ -126,7 +126,8 @@ async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way:
     proxy.swallow(way)
     with pytest.raises(redis.TimeoutError):
         await client.ping()
-    for strike in (proxy.cut, lambda: proxy.truncate(way)):
+    strikes: list[Callable[[], None]] = [proxy.cut, lambda: proxy.truncate(way)]
+    for strike in strikes:
         await client.ping()
         strike()
         with pytest.raises(redis.ConnectionError):
@@ -247,7 +248,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
 
 
 async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
-    most = shaken.redis.config_get("maxmemory")["maxmemory"]
+    most = str(shaken.redis.config_get("maxmemory")["maxmemory"])
     async with shaken.producer(timeout=25, cache_bytes=0) as producer:
         evicted = shaken.redis.info("stats")["evicted_keys"]
         shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)

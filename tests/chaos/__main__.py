@@ -15,7 +15,7 @@ import redis
 from lmpool.embedded import EmbeddedServer
 from lmpool.keys import Keys
 from tests.chaos.fleet import Fleet
-from tests.chaos.leaks import leaked_keys, settle
+from tests.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.chaos.plan import Strike, draw_plan
 from tests.chaos.recovery import recoveries
 from tests.chaos.report import Report
@@ -36,20 +36,26 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
     try:
         async with Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy:
             fleet = Fleet(settings, folder, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
+            striker = Striker(fleet, proxy, server, settings.seed)
             try:
-                striker = Striker(fleet, proxy, server, settings.seed)
                 await asyncio.to_thread(fleet.start)
                 await striker.run(plan, settings.seconds)
                 await asyncio.to_thread(fleet.end_clients)
                 left = await asyncio.to_thread(_end, settings, fleet, server)
             finally:
                 await asyncio.to_thread(fleet.kill)
-        requests = [one for number in range(settings.clients) for one in read_requests(fleet.log_of(number), number)]
-        tally = count(requests, settings.timeout_s + settings.grace_s)
-        found = recoveries(striker.troubles, requests)
-        return Report(settings, tally, count_computed(fleet.traces), found, left, fleet.leaked, fleet.failed)
     finally:
         await asyncio.to_thread(server.stop)
+    requests = [one for number in range(settings.clients) for one in read_requests(fleet.log_of(number), number)]
+    return Report(
+        settings,
+        count(requests, settings.timeout_s + settings.grace_s),
+        count_computed(fleet.traces),
+        recoveries(striker.troubles, requests),
+        left,
+        fleet.leaked + leaked_processes(folder),
+        fleet.failed,
+    )
 
 
 def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[str]:

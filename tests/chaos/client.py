@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
@@ -96,7 +97,7 @@ class Client:
             return [f"{type(error).__name__}: {error}".replace("\n", " ")] * len(prompts)
         return ["ok" if self._is_right(prompt, row) else "wrong" for prompt, row in zip(prompts, rows, strict=True)]
 
-    def _is_right(self, prompt: list[int], row: np.ndarray) -> bool:  # type: ignore[type-arg]
+    def _is_right(self, prompt: list[int], row: NDArray[np.float32]) -> bool:
         return row.tobytes() == synthetic_row(prompt, vocab_size=self._settings.vocab_size).tobytes()
 
 

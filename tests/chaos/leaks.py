@@ -1,9 +1,10 @@
-"""What a pool leaves on its server when all its clients and workers have gone."""
+"""What a pool leaves on its server, and on its machine, when all its clients and workers have gone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -11,6 +12,19 @@ import redis
 from lmpool.keys import Keys
 
 _TICK_S = 0.05
+
+
+def leaked_processes(folder: Path) -> list[str]:
+    """The processes that still run in a folder, by what they were started with; none where there is no /proc."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # It has ended meanwhile.
+            continue
+        if any(str(folder).encode() in word for word in words):
+            found.append(f"process {place.name}: {b' '.join(words).decode('utf-8', 'replace'):.200}")
+    return found
 
 
 def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
@@ -49,7 +63,7 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
     jobs = keys.model("syn").jobs
     found = []
     for key in client.scan_iter(f"{keys.prefix}:*", 1000):
-        name, ttl = key.decode("utf-8", "replace"), client.ttl(key)
+        name, ttl = key.decode("ascii", "backslashreplace"), client.ttl(key)
         if ttl == -1 and key != jobs:
             found.append(f"{name}: never expires")
         elif key.startswith(keys.model("syn").waiting) and ttl > most_ttl_s:
