@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ import redis
 from redis.asyncio import Redis
 
 from lmpool.embedded import EmbeddedServer
+from lmpool.errors import LMPoolError
+from lmpool.line import CommandLine
+from lmpool.link import Argument
 from lmpool.producer import Producer, session
 from lmpool.prompts import encode_prompt
 from lmpool.rowcache import RedisRows
@@ -163,15 +167,31 @@ async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
 async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool, *PATIENT)
     async with far_pool.producer(timeout=20) as producer:
-        for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
 
-            async def trouble(strike: Callable[[Way, float], None] = strike) -> None:
+        async def trouble() -> None:
+            for share in (0.5, 1.0):
                 for way in Way:
-                    for share in (0.5, 1.0):
+                    for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
                         strike(way, share)
-                        await asyncio.sleep(0.1)  # Not for anything to happen: one strike is to follow another.
+                        await asyncio.sleep(0.05)  # Not for anything to happen: one strike is to follow another.
 
-            await ask_during(producer, far_pool, trouble)
+        await ask_during(producer, far_pool, trouble)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"QQ", 7, None])
+async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
+    shaken: Pool, monkeypatch: pytest.MonkeyPatch, wrong: object
+) -> None:
+    async with shaken.producer(timeout=20) as producer:
+        call, wrongs = CommandLine.call, [wrong]
+
+        async def lossy(line: CommandLine, *arguments: Argument) -> Any:
+            reply = await call(line, *arguments)
+            return wrongs.pop() if arguments[0] in (b"EVALSHA", b"EVAL") and wrongs else reply
+
+        monkeypatch.setattr(CommandLine, "call", lossy)
+        await ask(producer, prompts(3))
+        assert not wrongs
 
 
 async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
@@ -198,6 +218,16 @@ async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far
             proxy.heal()  # But not for those that are open.
 
         await ask_during(producer, far_pool, trouble)
+
+
+async def test_a_request_into_a_black_hole_ends_with_its_deadline(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool)
+    async with far_pool.producer() as producer:
+        await ask(producer, prompts(1))
+        proxy.stall()
+        async with asyncio.timeout(1.5):  # Sooner than any connection is given up.
+            with pytest.raises(LMPoolError, match="no row within 0.5 s"):
+                await producer.logprobs([1], timeout=0.5)
 
 
 async def _has_made(proxy: Proxy, connections: int) -> bool:
