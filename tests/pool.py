@@ -153,8 +153,9 @@ class Pool:
         return Producer(model, redis=self.url, prefix=self.prefix, **settings)
 
     def jobs(self, model: str = "syn") -> int:
-        """Entries of the job stream."""
-        return int(self.redis.xlen(self.keys.model(model).jobs))
+        """Prompts in the queue: in the job stream, and in the backlog behind it."""
+        keys = self.keys.model(model)
+        return int(self.redis.xlen(keys.jobs)) + int(self.redis.zcard(keys.backlog))
 
     def held(self, model: str = "syn") -> int:
         """Entries that workers hold; 0 before there is a queue."""

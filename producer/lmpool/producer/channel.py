@@ -152,6 +152,13 @@ class Channel:
         if self.closed:
             raise ProducerClosed(CLOSED)
 
+    def full(self) -> str:
+        """What to say when the queue has no room for a prompt."""
+        return (
+            f"the queue of {self.card.name!r} is at its limit of {self.card.queue_limit} prompts; "
+            "ask for less at once, add workers, or raise the workers' --queue-limit"
+        )
+
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""
         self.trouble = self._server.explain(error)

@@ -14,7 +14,7 @@
 --
 -- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
 local DIGEST, HEAD = 16, 5
-local jobs, dead = KEYS[1], KEYS[2]
+local dead = KEYS[2]
 local group, fingerprint = ARGV[1], ARGV[2]
 local count = math.floor((#ARGV - HEAD) / 3)
 local entries, done, told, left = {}, {}, {}, {}
@@ -39,7 +39,7 @@ for i = 1, count do
     end
   end
   for _, reply in ipairs(is_left and {} or redis.call('HKEYS', waiting)) do
-    if reply ~= 'job' then
+    if reply ~= 'job' and reply ~= 'keep' then
       if failure ~= '' then
         tell(reply, 'd', digest, 'e', failure)
       else
@@ -69,5 +69,6 @@ if #entries > 0 then
   redis.call('XACK', jobs, group, unpack(entries))
   redis.call('XDEL', jobs, unpack(entries))
 end
+move_up()
 table.insert(left, 1, clients)
 return table.concat(left, ' ')

@@ -133,7 +133,7 @@ class Worker:
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
-        self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
+        self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
         self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
         self._larder = Larder(self._server, keys, opened.device, settings)
