@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 from redis.asyncio import Redis
+from redis.cluster import RedisCluster
 
 from lmpool.keys import Keys
 from lmpool.producer import Producer
@@ -117,7 +118,7 @@ class Pool:
         self.folder = folder
         self.keys = Keys(prefix)
         self.workers: list[WorkerProcess] = []
-        self.redis = redis.Redis.from_url(url)
+        self.redis = _client(url)
 
     def start(
         self,
@@ -183,6 +184,13 @@ class Pool:
         for worker in self.workers:
             worker.end()
         self.redis.close()
+
+
+def _client(url: str) -> redis.Redis:
+    """A client of a server, or of a cluster; the latter has the same methods."""
+    if "+cluster" not in url:
+        return redis.Redis.from_url(url)
+    return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 
 async def is_held(pool: Pool) -> bool:

@@ -72,7 +72,7 @@ async def submit(
     keys = [JOBS, reply, *map(waiting, numbers)]
     if check_rows:
         keys += [ROWS + digest(number) for number in numbers]
-    args = [limit, lifetime, int(check_rows), int(again), *(b"job-%d" % number for number in numbers)]
+    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
     outcome: bytes = await scripts.SUBMIT(redis, keys, args)
     return outcome.decode()
 
@@ -423,9 +423,11 @@ async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None
 async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:
     numbers = list(range(scripts.MOST_AT_ONCE))
     digests = [number.to_bytes(16, "big") for number in numbers]
-    await redis.hset(MODEL.rooms, "w1", str(len(numbers)))  # type: ignore[misc]
+    await redis.hset(MODEL.rooms, "w1", str(len(numbers)))
     keys = [JOBS, A, *(MODEL.waiting + one for one in digests), *(ROWS + one for one in digests)]
-    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, 1, 0, *[b"job"] * len(numbers)]) == b"Q" * len(numbers)
+    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
+        numbers
+    )
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
     args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
@@ -606,11 +608,11 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
-            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, 0, 0, b"job-1", b"job-2"]) == outcome
+            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
         assert await control.script_exists(scripts.SUBMIT.sha) == [True]
         assert await scripts.CANCEL.on(line.call, [JOBS, A, waiting(1)], [GROUP]) == 1
         with pytest.raises(ServerError, match="WRONGTYPE"):
-            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, 0, 0, b"job-1"])
+            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
     finally:
         line.close()
         await control.aclose()

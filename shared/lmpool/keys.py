@@ -1,8 +1,7 @@
 """Every Redis key that lmpool uses, in one place.
 
-The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one node. Rows have no
-tag, so that they can spread over all nodes; `submit.lua` and `finish.lua` look at rows too, so a cluster is not
-supported yet.
+The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one master. Rows have no tag,
+so that they spread over all of them; on one server `submit.lua` and `finish.lua` look at rows too.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class ModelKeys:
     def waiting(self) -> bytes:
         """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
 
-        "later" means that the job is in the backlog. The field "keep" stands for a client, where there is none.
+        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands for a client, where there is none.
         """
         return self.base + b":waiting:"
 

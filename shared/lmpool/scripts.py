@@ -64,8 +64,10 @@ RENEW = Script("renew")
 SWEEP = Script("sweep")
 SWAP = Script("swap")
 ENTRIES = Script("entries")
+REGISTERED = Script("registered")
 OFFER = Script("offer")
 ADOPT = Script("adopt")
+REMOVE = Script("remove")
 RESTORE = Script("restore")
 
 MOST_AT_ONCE = 500

@@ -81,7 +81,9 @@ class Outbox:
         Raises:
             ServerError or an error of redis-py: the server cannot be used.
         """
-        stored: list[bytes] = []
+        # Whether the row of a touch is there the script can tell, if it sees rows.
+        touched = [] if self._channel.rows.is_seen else [one.prompt.digest for one in flights if one.is_touch]
+        stored = await self._channel.rows.there(touched) if touched else []
         for part in _parts(flights):
             await self._channel.upload(part)
             stored += await self._submit_part([flight for flight in part if self._flights.is_open(flight)], again)
@@ -148,7 +150,7 @@ class Outbox:
             flight.stage = Stage.SENDING
         try:
             # The script sees rows that exist too: a look beforehand pays for many prompts of which some are there.
-            if len(flights) > _FEW and self._hit_rate > _HARDLY_ANY:
+            if not self._channel.rows.is_seen or (len(flights) > _FEW and self._hit_rate > _HARDLY_ANY):
                 await self._channel.fetch([flight.prompt.digest for flight in flights if not flight.damaged])
             await self.submit([flight for flight in flights if self._flights.is_open(flight)])
             self._learn(flights)
@@ -166,13 +168,14 @@ class Outbox:
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
         channel = self._channel
-        check_rows = not any(flight.damaged for flight in flights)
+        is_seen, is_damaged = channel.rows.is_seen, any(flight.damaged for flight in flights)
+        look = "" if is_damaged else "rows" if is_seen else "marks"
         keys = [channel.model.jobs, channel.reply]
         keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
-        if check_rows:
+        if look == "rows":
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
         patience_ms = self._patience_ms(flights)
-        args: list[bytes | str | int] = [channel.card.queue_limit, patience_ms, int(check_rows), int(again)]
+        args: list[bytes | str | int] = [channel.card.queue_limit, patience_ms, look, int(again)]
         args += [
             Job(one.prompt.ids, one.prompt.adapter, channel.fingerprint, one.damaged, one.prompt.ask).pack()
             for one in flights

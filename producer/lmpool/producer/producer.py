@@ -9,8 +9,6 @@ from types import TracebackType
 from typing import Any, Self, get_args
 
 import numpy as np
-import redis as redis_sync
-import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
 from lmpool.card import TRIE_SERVICE, ModelCard
@@ -39,10 +37,8 @@ from lmpool.producer.trie_asker import TrieAsker
 from lmpool.producer.waiters import BatchWaiter
 from lmpool.producer.within import Within, begin
 from lmpool.prompts import Prompt
-from lmpool.server import Server
+from lmpool.server import RedisLike, Server
 from lmpool.vocab import Vocabulary
-
-RedisLike = str | redis_async.Redis | redis_sync.Redis
 
 
 class Producer(Picking):
@@ -87,7 +83,7 @@ class Producer(Picking):
         check_choice("when_full", when_full, get_args(WhenFull))
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
-        if redis is not None and not isinstance(redis, (str, redis_async.Redis, redis_sync.Redis)):
+        if redis is not None and not isinstance(redis, get_args(RedisLike)):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
         self._timeout = check_timeout(timeout)
         self._model = model

@@ -16,7 +16,7 @@ local BATCHES = 3
 -- Prompts in the stream while no worker is known.
 local NOBODY = 128
 local MOST_LOOKED_AT = 1000
-local LATER = 'later'
+local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, backlog_jobs, turns = base .. ':backlog', base .. ':backlog:jobs', base .. ':turns'

@@ -1,9 +1,12 @@
 -- Register a client for prompts, and queue those that nobody asked for yet.
 --
 -- KEYS  jobs, reply key of the client, then per prompt: waiting key
---       and, unless check_rows is 0, after all of those per prompt: row key
--- ARGV  queue limit, how long the client waits in ms, check_rows (0|1), again (0|1),
+--       and, if look is "rows", after all of those per prompt: row key
+-- ARGV  queue limit, how long the client waits in ms, look ("rows"|"marks"|""), again (0|1),
 --       then per prompt: encoded job
+--
+-- look: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
+-- rows are on other masters; nowhere when a row is to be replaced.
 --
 -- again: the caller has waited long; make sure that the job it waits for still exists.
 --
@@ -15,7 +18,7 @@
 local SHARE = 9
 local reply = KEYS[2]
 local limit, lifetime = tonumber(ARGV[1]), tonumber(ARGV[2])
-local check_rows, again = ARGV[3] == '1', ARGV[4] == '1'
+local look, again = ARGV[3], ARGV[4] == '1'
 local count = #ARGV - 4
 local depth, behind = redis.call('XLEN', jobs), redis.call('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
@@ -73,20 +76,23 @@ local outcome = {}
 for i = 1, count do
   local waiting = KEYS[2 + i]
   local row = KEYS[2 + count + i]
-  local size = check_rows and redis.pcall('STRLEN', row) or 0
+  local size = look == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
-    -- Something else than a string: nobody could read it, and no row could be stored.
-    redis.call('DEL', row)
+    -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
+    -- it to the worker.
+    redis.pcall('DEL', row)
     size = 0
   end
   if size > 0 then
     outcome[i] = 'R'
   else
     local job = redis.call('HGET', waiting, 'job')
-    if job and again and not exists(job, waiting) then
+    if job == DONE and (again or look ~= 'marks') or job and again and not exists(job, waiting) then
       job = false
     end
-    if job then
+    if job == DONE then
+      outcome[i] = 'R'
+    elseif job then
       redis.call('HSET', waiting, reply, '')
       if job == LATER then
         hasten(string.sub(waiting, -16))

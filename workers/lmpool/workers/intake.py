@@ -100,8 +100,8 @@ class Intake:
 
     async def ensure_group(self) -> None:
         """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
-        seconds, micros = await self._redis.time()
-        self._ahead_s = seconds + micros / 1e6 - time.time()
+        seconds, micros = await self._line.call(b"TIME")
+        self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         try:
             await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
         except ResponseError as error:

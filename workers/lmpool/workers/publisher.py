@@ -86,8 +86,9 @@ class Publisher:
         """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
         left: list[Ending] = []
 
-        async def end(call: scripts.Call) -> None:
-            left.extend(await self._end(endings, call))
+        async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
+            left.extend(ending for ending in endings if ending.digest in refused)
+            left.extend(await self._end([ending for ending in endings if ending.digest not in refused], call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         refused = await self._rows.put(block, overwrite, then=end)
@@ -95,7 +96,7 @@ class Publisher:
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
-        await self.insist(partial(self._end, endings, self._rows.line.call))
+        await self.insist(partial(self._end, endings, self._rows.queue))
 
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
         """End jobs; returns those whose rows are not there."""
@@ -104,7 +105,8 @@ class Publisher:
             part = endings[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, self._keys.dead]
             keys += [self._keys.waiting + ending.digest for ending in part]
-            keys += [self._row_prefix + ending.digest for ending in part]
+            if self._rows.is_seen:
+                keys += [self._row_prefix + ending.digest for ending in part]
             args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))

@@ -13,10 +13,10 @@ from lmpool import scripts
 from lmpool.adapters import AdapterRegistry
 from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
+from lmpool.clusterrows import rows_on
 from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine
-from lmpool.rowcache import RedisRows
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 from lmpool.workers.adapters import AdapterKeeper
@@ -128,8 +128,8 @@ class Worker:
         keys = Keys(settings.prefix)
         self._keys = keys.model(card.name)
         self._redis = self._server.client()
-        reader = CommandLine(self._server)
-        rows = RedisRows(self._server, keys, card)
+        reader = CommandLine(self._server, self._keys.jobs)
+        rows = rows_on(self._server, keys, card)
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
