@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import redis
-from redis.cluster import ClusterNode, RedisCluster
 
 from lmpool.embedded import server_binary
 from tests.pool import until
@@ -49,11 +49,11 @@ class LocalCluster:
         self._ports = self._ports or _free_ports()
         self._processes = [self._start(number) for number in range(_MASTERS)]
         for port in self._ports:
-            until(lambda port=port: _answers(port), f"the master on port {port} answers")
+            until(partial(_answers, port), f"the master on port {port} answers")
         if is_new:
             self._share_slots()
         for port in self._ports:
-            until(lambda port=port: _is_whole(port), "the cluster is whole")
+            until(partial(_is_whole, port), "the cluster is whole")
 
     def stop(self) -> None:
         """End all masters."""
@@ -61,10 +61,6 @@ class LocalCluster:
             process.terminate()
         for process in self._processes:
             process.wait(10)
-
-    def client(self) -> RedisCluster:
-        """A client of the cluster."""
-        return RedisCluster(startup_nodes=[ClusterNode("127.0.0.1", port) for port in self._ports])
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         folder = self._folder / str(number)
@@ -89,11 +85,11 @@ class LocalCluster:
         for number, port in enumerate(self._ports):
             with redis.Redis(port=port) as node:
                 first, after = (_SLOTS * (number + i) // _MASTERS for i in (0, 1))
-                node.execute_command("CLUSTER", "ADDSLOTS", *range(first, after))  # type: ignore[no-untyped-call]
-                node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)  # type: ignore[no-untyped-call]
+                node.execute_command("CLUSTER", "ADDSLOTS", *range(first, after))
+                node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         with redis.Redis(port=self._ports[0]) as node:
             for port in self._ports[1:]:
-                node.execute_command("CLUSTER", "MEET", "127.0.0.1", port)  # type: ignore[no-untyped-call]
+                node.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
 
     def __enter__(self) -> LocalCluster:
         self.start()
@@ -130,7 +126,7 @@ def _answers(port: int) -> bool:
 def _is_whole(port: int) -> bool:
     """Whether a master knows all others and all slots."""
     with suppress(redis.RedisError), redis.Redis(port=port) as node:
-        info: Any = node.execute_command("CLUSTER", "INFO")  # type: ignore[no-untyped-call]
+        info: Any = node.execute_command("CLUSTER", "INFO")
         told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
         return told.get("cluster_state") == "ok" and int(told.get("cluster_known_nodes", 0)) == _MASTERS
     return False

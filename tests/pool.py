@@ -166,9 +166,12 @@ class Pool:
         return int(groups[0]["pending"]) if groups else 0
 
     def names(self, pattern: str) -> list[str]:
-        """The keys of this pool that match a pattern."""
+        """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""
         found = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
-        return sorted(key.decode("utf-8", "replace") for key in found)
+        return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
+
+    def _is_mark(self, key: bytes) -> bool:
+        return b":waiting:" in key and self.redis.hget(key, "job") == b"done"
 
     async def rows_computed(self, model: str = "syn") -> int:
         """Rows that the live workers have computed, as of their last heartbeats."""

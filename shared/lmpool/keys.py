@@ -101,7 +101,8 @@ class ModelKeys:
     def waiting(self) -> bytes:
         """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
 
-        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands for a client, where there is none.
+        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
+        for a client, where there is none.
         """
         return self.base + b":waiting:"
 

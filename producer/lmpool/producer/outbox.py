@@ -82,17 +82,26 @@ class Outbox:
             ServerError or an error of redis-py: the server cannot be used.
         """
         # Whether the row of a touch is there the script can tell, if it sees rows.
-        touched = [] if self._channel.rows.is_seen else [one.prompt.digest for one in flights if one.is_touch]
+        touched = (
+            []
+            if self._channel.rows.is_seen
+            else [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
+        )
         stored = await self._channel.rows.there(touched) if touched else []
         for part in _parts(flights):
             await self._channel.upload(part)
-            stored += await self._submit_part([flight for flight in part if self._flights.is_open(flight)], again)
+            if left := [flight for flight in part if self._flights.is_open(flight)]:
+                stored += await self._submit_part(left, again)
         self._channel.trouble = None
         if stored:
             await self._channel.settle(stored)
             damaged = [flight for flight in flights if flight.damaged and self._flights.is_open(flight)]
             if damaged:
                 await self.submit(damaged)
+            gone = [one for digest in stored if (one := self._flights.get(digest)) and not one.damaged]
+            if gone and not again:
+                # Evicted since: a row is a pure function, so ask for it once more.
+                await self.submit(gone, again=True)
         if any(flight.stage is Stage.REFUSED and self._flights.is_open(flight) for flight in flights):
             self.retry_soon()
 

@@ -1,11 +1,11 @@
 -- End jobs, with a row in the cache or with a failure, and tell the clients that wait.
 --
 -- KEYS  jobs, dead, then per job: waiting key,
---       and, to have jobs left alone whose rows are not there, after all of those per job: row key; where rows are on
---       other masters there are none, and marks of them are left for a while instead
+--       and, to have jobs left alone whose rows are not there, after all of those per job: row key; where
+--       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
---       cap of the dead stream, then per job: entry id, failure (encoded, or '' when the row is stored),
---       dead (0|1)
+--       cap of the dead stream, lifetime of a mark in ms (0 for none), then per job: entry id,
+--       failure (encoded, or '' when the row is stored), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -14,23 +14,23 @@
 -- stays as it is, for the worker to store the row again.
 --
 -- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
-local DIGEST, HEAD, MARK_MS = 16, 5, 10000
+local DIGEST, HEAD = 16, 6
 local dead = KEYS[2]
-local group, fingerprint = ARGV[1], ARGV[2]
+local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[6]
 local count = math.floor((#ARGV - HEAD) / 3)
 local entries, done, told, left = {}, {}, {}, {}
 local function tell(reply, ...)
   redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   told[reply] = true
 end
--- Whether there is a row; something else than a string is removed, so that the row can be stored.
+-- Whether there is a row; what can be none is removed, so that the row can be stored.
 local function is_stored(row)
   local size = redis.pcall('STRLEN', row)
-  if type(size) == 'table' then
+  if type(size) == 'table' or size == 0 then
     redis.call('DEL', row)
     return false
   end
-  return size > 0
+  return true
 end
 for i = 1, count do
   local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
@@ -64,10 +64,10 @@ for i = 1, count do
   end
   if not is_left then
     redis.call('DEL', waiting)
-    if not row and failure == '' then
+    if mark_ms ~= '0' and failure == '' then
       -- For who has looked for the row before it was stored, and asks for it now.
       redis.call('HSET', waiting, 'job', DONE)
-      redis.call('PEXPIRE', waiting, MARK_MS)
+      redis.call('PEXPIRE', waiting, mark_ms)
     end
   end
 end

@@ -26,6 +26,7 @@ _log = logging.getLogger("lmpool.worker")
 _REPLY_CAP = 1000
 _REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
+_MARK_MS = 10_000
 
 
 class Ending(NamedTuple):
@@ -107,7 +108,8 @@ class Publisher:
             keys += [self._keys.waiting + ending.digest for ending in part]
             if self._rows.is_seen:
                 keys += [self._row_prefix + ending.digest for ending in part]
-            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
+            mark_ms = 0 if self._rows.is_seen else _MARK_MS
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP, mark_ms]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
             outcome: bytes = await scripts.FINISH.on(call, keys, args)
