@@ -16,6 +16,7 @@ os.environ.pop("LMPOOL_REDIS_URL", None)
 import pytest
 
 from lmpool.embedded import EmbeddedServer
+from tests.cluster import LocalCluster
 from tests.hf_fixtures import smollm2_folder  # noqa: F401
 from tests.pool import Pool
 
@@ -41,10 +42,14 @@ def short_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def server_url() -> Iterator[str]:
-    """URL of an embedded server that all tests share."""
+    """URL of an embedded server that all tests share; of a cluster where LMPOOL_TEST_CLUSTER is set."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
-    with EmbeddedServer(memory_bytes=1 << 30, folder=folder / "s") as server:
-        yield server.url
+    if os.environ.get("LMPOOL_TEST_CLUSTER"):
+        with LocalCluster(folder / "c", memory_bytes=1 << 29) as cluster:
+            yield cluster.url
+    else:
+        with EmbeddedServer(memory_bytes=1 << 30, folder=folder / "s") as server:
+            yield server.url
     shutil.rmtree(folder, ignore_errors=True)
 
 

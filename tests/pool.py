@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 from redis.asyncio import Redis
+from redis.cluster import RedisCluster
 
 from lmpool.keys import Keys
 from lmpool.producer import Producer
@@ -117,7 +118,7 @@ class Pool:
         self.folder = folder
         self.keys = Keys(prefix)
         self.workers: list[WorkerProcess] = []
-        self.redis = redis.Redis.from_url(url)
+        self.redis = _client(url)
 
     def start(
         self,
@@ -153,8 +154,9 @@ class Pool:
         return Producer(model, redis=self.url, prefix=self.prefix, **settings)
 
     def jobs(self, model: str = "syn") -> int:
-        """Entries of the job stream."""
-        return int(self.redis.xlen(self.keys.model(model).jobs))
+        """Prompts in the queue: in the job stream, and in the backlog behind it."""
+        keys = self.keys.model(model)
+        return int(self.redis.xlen(keys.jobs)) + int(self.redis.zcard(keys.backlog))
 
     def held(self, model: str = "syn") -> int:
         """Entries that workers hold; 0 before there is a queue."""
@@ -164,9 +166,12 @@ class Pool:
         return int(groups[0]["pending"]) if groups else 0
 
     def names(self, pattern: str) -> list[str]:
-        """The keys of this pool that match a pattern."""
+        """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""
         found = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
-        return sorted(key.decode("utf-8", "replace") for key in found)
+        return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
+
+    def _is_mark(self, key: bytes) -> bool:
+        return b":waiting:" in key and self.redis.hget(key, "job") == b"done"
 
     async def rows_computed(self, model: str = "syn") -> int:
         """Rows that the live workers have computed, as of their last heartbeats."""
@@ -182,6 +187,13 @@ class Pool:
         for worker in self.workers:
             worker.end()
         self.redis.close()
+
+
+def _client(url: str) -> redis.Redis:
+    """A client of a server, or of a cluster; the latter has the same methods."""
+    if "+cluster" not in url:
+        return redis.Redis.from_url(url)
+    return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 
 async def is_held(pool: Pool) -> bool:

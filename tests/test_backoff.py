@@ -8,7 +8,6 @@ import pytest
 
 from lmpool.backoff import delays
 from lmpool.line import reply_timeout
-from lmpool.refusals import passes
 
 
 def test_the_pauses_between_tries_double_up_to_two_seconds() -> None:
@@ -24,11 +23,3 @@ def test_no_two_clients_try_again_at_the_same_times() -> None:
 @pytest.mark.parametrize(("lease_s", "seconds"), [(0.1, 2.0), (3.0, 3.0), (15.0, 15.0), (3600.0, 30.0)])
 def test_a_reply_is_awaited_for_a_lease(lease_s: float, seconds: float) -> None:
     assert reply_timeout(lease_s) == seconds
-
-
-def test_what_passes_is_told_from_what_stays() -> None:
-    assert passes("READONLY You can't write against a read only replica.")
-    assert passes("BUSY Valkey is busy running a script.")
-    assert not passes("OOM command not allowed when used memory > 'maxmemory'.")
-    assert not passes("BUSYKEY Target key name already exists.")
-    assert not passes("")

@@ -11,7 +11,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 
 from lmpool.errors import LMPoolError, ModelMismatch
 from lmpool.producer import Producer, SyncProducer
@@ -262,7 +262,8 @@ async def test_the_sync_producer_works_inside_a_running_event_loop(pool: Pool) -
 
 async def test_a_redis_client_can_be_passed_instead_of_a_url(pool: Pool) -> None:
     pool.start()
-    client = Redis.from_url(pool.url, decode_responses=True)
+    kind = RedisCluster if "+cluster" in pool.url else Redis
+    client = kind.from_url(pool.url.replace("+cluster", ""), decode_responses=True)
     async with Producer(redis=client, prefix=pool.prefix) as producer:
         assert np.array_equal(await producer.logprobs([4]), row([4]))
     assert await client.ping()

@@ -19,13 +19,13 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
+from lmpool.clusterrows import rows_on
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError
 from lmpool.line import CommandLine
 from lmpool.link import Argument
 from lmpool.producer import Producer, session
 from lmpool.prompts import encode_prompt
-from lmpool.rowcache import RedisRows
 from lmpool.rows import Encoding, RowBlock
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
@@ -263,7 +263,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
         stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]
         last = asyncio.ensure_future(producer.logprobs([2]))
         await until_async(lambda: is_held(pool), "the worker holds a prompt")
-        rows = RedisRows(Server(pool.url), pool.keys, producer.model)
+        rows = rows_on(Server(pool.url), pool.keys, producer.model)
         digest = encode_prompt([2], vocab_size=V, max_tokens=10).digest
         block = RowBlock([digest], synthetic_row([2], vocab_size=V)[np.newaxis], None, Encoding.F32)
         assert not await rows.put(block)

@@ -72,7 +72,7 @@ async def submit(
     keys = [JOBS, reply, *map(waiting, numbers)]
     if check_rows:
         keys += [ROWS + digest(number) for number in numbers]
-    args = [limit, lifetime, int(check_rows), int(again), *(b"job-%d" % number for number in numbers)]
+    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
     outcome: bytes = await scripts.SUBMIT(redis, keys, args)
     return outcome.decode()
 
@@ -94,7 +94,7 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
 
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
     """End entries: (entry, number, failure, dead)."""
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
@@ -309,7 +309,7 @@ async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
     for _ in range(260):
         await submit(redis, 1)
         (entry,) = await take(redis)
-        args = [GROUP, "fp", 10, LIFETIME_MS, 100, entry, b"", 0]
+        args = [GROUP, "fp", 10, LIFETIME_MS, 100, 0, entry, b"", 0]
         assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await redis.xlen(A) <= 110
 
@@ -341,7 +341,7 @@ async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, b
     """As `finish`, and have it looked whether the rows are there."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     outcome: bytes = await scripts.FINISH(redis, keys, args)
@@ -423,11 +423,14 @@ async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None
 async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:
     numbers = list(range(scripts.MOST_AT_ONCE))
     digests = [number.to_bytes(16, "big") for number in numbers]
+    await redis.hset(MODEL.rooms, "w1", str(len(numbers)))
     keys = [JOBS, A, *(MODEL.waiting + one for one in digests), *(ROWS + one for one in digests)]
-    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, 1, 0, *[b"job"] * len(numbers)]) == b"Q" * len(numbers)
+    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
+        numbers
+    )
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
     for entry in entries:
         args += [entry, b"", 0]
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"
@@ -605,11 +608,11 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
-            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, 0, 0, b"job-1", b"job-2"]) == outcome
+            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
         assert await control.script_exists(scripts.SUBMIT.sha) == [True]
         assert await scripts.CANCEL.on(line.call, [JOBS, A, waiting(1)], [GROUP]) == 1
         with pytest.raises(ServerError, match="WRONGTYPE"):
-            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, 0, 0, b"job-1"])
+            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
     finally:
         line.close()
         await control.aclose()

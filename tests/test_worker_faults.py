@@ -37,7 +37,7 @@ async def joined(redis: Redis, keys: Keys, card: ModelCard, worker_id: str) -> P
     jobs = keys.model(card.name).jobs
     if not await redis.exists(jobs):
         await redis.xgroup_create(jobs, GROUP, id="0", mkstream=True)
-    presence = Presence(redis, keys, card, worker_id)
+    presence = Presence(redis, keys, card, worker_id, batch=8)
     await presence.join({})
     return presence
 

@@ -150,10 +150,8 @@ class AdapterRegistry:
         Raises:
             ProtocolError: more than there can be, or something that is none.
         """
-        pipe = self._redis.pipeline(transaction=True)
-        for key in self._keys:
-            pipe.hgetall(key)
-        served, offered = await pipe.execute()
+        found = await scripts.REGISTERED(self._redis, self._keys, [])
+        served, offered = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in found)
         owner = served.pop(b"", b"").decode("ascii", "replace")
         adapters = {name: Adapter(*fields) for name, fields in _decode(served, 2)}
         return Registered(owner, adapters, {name: Offer(*fields) for name, fields in _decode(offered, 3)})
@@ -214,12 +212,8 @@ class AdapterRegistry:
             name: of the adapter.
             known_for_s: for so long clients may still use it; see `known_for`.
         """
-        pipe = self._redis.pipeline(transaction=True)
-        for key in self._keys:
-            pipe.hdel(key, name)
-        pipe.set(self._model.replaced(name), b"", px=int(known_for_s * 1000))
-        removed, *_ = await pipe.execute()
-        return bool(removed)
+        keys = [*self._keys, self._model.replaced(name)]
+        return bool(await scripts.REMOVE(self._redis, keys, [name, int(known_for_s * 1000)]))
 
     async def restore(self, adapters: Mapping[str, Adapter], *, instead_of: str = "") -> None:
         """Write down all adapters, if the server has lost them, or has those of the model with another fingerprint."""

@@ -1,8 +1,7 @@
 """Every Redis key that lmpool uses, in one place.
 
-The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one node. Rows have no
-tag, so that they can spread over all nodes; `submit.lua` and `finish.lua` look at rows too, so a cluster is not
-supported yet.
+The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one master. Rows have no tag,
+so that they spread over all of them; on one server `submit.lua` and `finish.lua` look at rows too.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ GROUP = "workers"
 
 JOB_FIELD = b"m"
 """The field of a job entry that holds the encoded job."""
+
+SINCE_FIELD = b"t"
+"""The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,28 @@ class ModelKeys:
 
     @property
     def jobs(self) -> bytes:
-        """Stream with the consumer group `GROUP`; one entry per prompt."""
+        """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take."""
         return self.base + b":jobs"
+
+    @property
+    def backlog(self) -> bytes:
+        """Sorted set: digests of prompts that wait behind the stream, in the order of their clients' turns."""
+        return self.base + b":backlog"
+
+    @property
+    def backlog_jobs(self) -> bytes:
+        """Hash: digest of a prompt in the backlog -> ms since 1970 when it was queued, a space, its encoded job."""
+        return self.base + b":backlog:jobs"
+
+    @property
+    def turns(self) -> bytes:
+        """Hash: reply key -> the client's last turn in the backlog; "" -> the turn of who moved up last."""
+        return self.base + b":turns"
+
+    @property
+    def rooms(self) -> bytes:
+        """Hash: worker id -> how many prompts it computes at once."""
+        return self.base + b":rooms"
 
     @property
     def dead(self) -> bytes:
@@ -77,7 +99,11 @@ class ModelKeys:
 
     @property
     def waiting(self) -> bytes:
-        """Prefix of the hashes {"job": entry id, reply key: ""} of prompts being computed; expire."""
+        """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
+
+        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
+        for a client, where there is none.
+        """
         return self.base + b":waiting:"
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -75,6 +75,8 @@ class Line(Generic[L]):
         except (RedisError, OSError, LMPoolError) as error:
             if isinstance(error, ResponseError) and str(error).startswith("NOSCRIPT"):
                 raise NoScriptError(str(error)) from error
+            if isinstance(error, ResponseError):
+                self.check(link, error)
             raise self._server.explain(error) from error
         finally:
             timer.cancel()
@@ -85,6 +87,12 @@ class Line(Generic[L]):
         if self._link is not None:
             self._link.close(error)
         return error
+
+    def check(self, link: L, error: ResponseError) -> bool:
+        """Whether an answer means to ask again, on another connection: then this one is closed."""
+        if found := self._server.is_not_now(error):
+            link.close(self._server.explain(error))
+        return found
 
     def _give_up(self, link: L) -> None:
         link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
@@ -101,10 +109,18 @@ class CommandLine(Line[CommandLink]):
 
     Args:
         server: where to.
+        key: the line goes to who has this key, which commands must be about; b"" where there is no cluster.
+
+    Attributes:
+        key: as above; counts from the next time that the line opens.
     """
 
-    def __init__(self, server: Server) -> None:
-        super().__init__(server, server.command_link)
+    def __init__(self, server: Server, key: bytes = b"") -> None:
+        super().__init__(server, self._connect_to_key)
+        self.key = key
+
+    async def _connect_to_key(self) -> CommandLink:
+        return await (await self._server.at(self.key)).command_link()
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command.
@@ -150,5 +166,45 @@ class RowLine(Line[RowLink]):
         """Run a command on this very link: behind what was sent there, or not at all."""
         (reply,) = await self.wait_for(link, link.call(arguments))
         if isinstance(reply, ResponseError):
+            self.check(link, reply)
             raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)
         return reply.tobytes() if isinstance(reply, np.ndarray) else reply
+
+
+class RowLines:
+    """Lines for rows: one, or one to each master of a cluster.
+
+    Args:
+        server: where to.
+        max_bulk: largest value in bytes that is accepted.
+        reply_timeout_s: as `Line.reply_timeout_s`.
+    """
+
+    def __init__(self, server: Server, max_bulk: int, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        self._server = server
+        self._reply_timeout_s = reply_timeout_s
+        self._max_bulk = max_bulk
+        self._lines: dict[Server, RowLine] = {}
+
+    async def of(self, keys: Sequence[bytes]) -> list[tuple[RowLine, list[int]]]:
+        """Which line goes to which of some keys, by their numbers.
+
+        Raises:
+            ServerError: the cluster does not say.
+        """
+        parts: dict[Server, list[int]] = {}
+        for number, key in enumerate(keys):
+            parts.setdefault(await self._server.at(key), []).append(number)
+        return [(self._to(server), numbers) for server, numbers in parts.items()]
+
+    def _to(self, server: Server) -> RowLine:
+        line = self._lines.get(server)
+        if line is None:
+            line = self._lines[server] = RowLine(server, self._max_bulk)
+            line.reply_timeout_s = self._reply_timeout_s
+        return line
+
+    def close(self) -> None:
+        """Close all lines."""
+        for line in self._lines.values():
+            line.close()

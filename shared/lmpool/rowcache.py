@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from redis.exceptions import ResponseError
 
+from lmpool import scripts
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
-from lmpool.line import RowLine, reply_timeout
-from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
+from lmpool.line import CommandLine, RowLine, reply_timeout
+from lmpool.rowlink import Bulk, RowLink, RowWrite, fresh_bulk
 from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_logprobs, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
@@ -27,6 +28,9 @@ from lmpool.server import Server
 Row = NDArray[np.float32]
 Deliver = Callable[[bytes, Row | CorruptRow | None], None]
 """Called once per digest with its row, None when there is none, or CorruptRow (an error is a value here)."""
+
+Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
+"""Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
 
 _CHUNK_BYTES = 1024 * 1024
 _CHUNK_ROWS = 512
@@ -41,20 +45,23 @@ class RowCache(Protocol):
     """Stores the rows of one model under one fingerprint."""
 
     @property
-    def line(self) -> RowLine:
-        """The connection that rows take."""
+    def is_seen(self) -> bool:
+        """Whether scripts on the model's queue can look at the rows."""
         ...
 
-    async def put(
-        self, block: Block, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
-    ) -> dict[bytes, str]:
+    @property
+    def queue(self) -> Call:
+        """Calls scripts on the model's queue; where they can look at rows, behind those that are being stored."""
+        ...
+
+    async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
 
         Args:
             block: the rows; must not change meanwhile.
             overwrite: digests whose rows are replaced.
-            then: sends more right behind the rows, without waiting for them to be stored; what it calls finds
-                the rows, or fails together with them.
+            then: sends more right behind the rows; what it calls finds the rows, or fails together with them. Where
+                scripts can look at the rows it is called without waiting for them to be stored.
 
         Returns:
             digest -> reason, for the rows that were refused.
@@ -73,13 +80,37 @@ class RowCache(Protocol):
         """
         ...
 
+    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
+        """Store what trie jobs work on; as `put`, but in a place of its own and for a shorter time."""
+        ...
+
+    async def there(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Those digests whose rows are there."""
+        ...
+
+    async def entries(
+        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+    ) -> list[bytes | None]:
+        """Some entries of rows, as `entries.lua` gives them.
+
+        Args:
+            digests: whose rows.
+            encoding: that of the rows, as far as is known.
+            ranges: where the entries of each are (`lmpool.rows.entry_ranges`).
+        """
+        ...
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """Remove answers and weights."""
+        ...
+
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close all connections."""
         ...
 
 
 class RedisRows:
-    """Rows as Redis strings with a TTL.
+    """Rows as Redis strings with a TTL, on one server.
 
     Args:
         server: where they are.
@@ -87,46 +118,102 @@ class RedisRows:
         card: the model; decides the namespace, the size and the lifetime of rows.
 
     Attributes:
-        line: the connection that rows take.
+        is_seen: see `RowCache.is_seen`.
     """
 
+    is_seen = True
+
     def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
+        self._server = server
         self._prefix = keys.row(card.fingerprint)
         self._weights_prefix = keys.weights()
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
-        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
-        self.line.reply_timeout_s = reply_timeout(card.lease_s)
+        self._line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
+        self._commands = CommandLine(server)
+        self._line.reply_timeout_s = self._commands.reply_timeout_s = reply_timeout(card.lease_s)
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(card.vocab_size, card.row_encoding)
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
     async def put(
-        self, block: Block, overwrite: Collection[bytes] = (), then: Callable[[Call], Awaitable[None]] | None = None
+        self,
+        block: Block,
+        overwrite: Collection[bytes] = (),
+        then: Then | None = None,
+        some: Sequence[int] | None = None,
     ) -> dict[bytes, str]:
-        """See `RowCache.put`.
+        """See `RowCache.put`; `some`: the numbers of those rows of the block that are to be stored, None for all.
 
         Raises:
             ServerError: the server cannot be used; nothing is known of the rows.
         """
-        link = await self.line.open()
-        writes = _writes(self._prefix, block, overwrite)
+        link = await self._line.open()
+        writes = _writes(self._prefix, block, overwrite, some)
         ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
         stored = link.set(writes, ttl_ms)
         if then is not None:
-            await then(partial(self.line.call_on, link))
-        return _refused(block, await self.line.wait_for(link, stored))
+            await then(partial(self._line.call_on, link), ())
+        return self._refused(link, block, some, await self._line.wait_for(link, stored))
 
-    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
-        """Store what trie jobs work on; as `put`, but in a place of its own and for a shorter time.
+    async def put_weights(self, block: VectorBlock, some: Sequence[int] | None = None) -> dict[bytes, str]:
+        """See `RowCache.put_weights`; `some` as for `put`.
 
         Raises:
             ServerError: the server cannot be used.
         """
-        link = await self.line.open()
-        writes = _writes(self._weights_prefix, block, block.digests)
-        return _refused(block, await self.line.wait_for(link, link.set(writes, _WEIGHTS_TTL_MS)))
+        link = await self._line.open()
+        writes = _writes(self._weights_prefix, block, block.digests, some)
+        return self._refused(link, block, some, await self._line.wait_for(link, link.set(writes, _WEIGHTS_TTL_MS)))
+
+    def _refused(
+        self, link: RowLink, block: Block, some: Sequence[int] | None, replies: Sequence[object]
+    ) -> dict[bytes, str]:
+        """The rows that the server refused for good; raises ServerError when it refused them for now."""
+        digests = block.digests if some is None else [block.digests[index] for index in some]
+        refused = {
+            digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
+        }
+        for reply in refused.values():
+            if self._line.check(link, reply):
+                raise self._server.explain(reply)
+        return {digest: str(reply) for digest, reply in refused.items()}
+
+    @property
+    def queue(self) -> Call:
+        """See `RowCache.queue`."""
+        return self._line.call
+
+    async def there(self, digests: Sequence[bytes]) -> list[bytes]:
+        """See `RowCache.there`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        sizes = await asyncio.gather(*(self._line.call(b"STRLEN", self._prefix + digest) for digest in digests))
+        return [digest for digest, size in zip(digests, sizes, strict=True) if size]
+
+    async def entries(
+        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+    ) -> list[bytes | None]:
+        """See `RowCache.entries`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        keys = [self._prefix + digest for digest in digests]
+        found: list[bytes | None] = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
+        return found
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """See `RowCache.drop`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        # On the connection that weights take: behind those that are still on their way.
+        await self._line.call(b"UNLINK", *keys)
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
@@ -138,7 +225,7 @@ class RedisRows:
         """
         lengths = lengths or {}
         if lengths:
-            self.line.allow(encoded_size(max(lengths.values()), Encoding.F32))
+            self._line.allow(encoded_size(max(lengths.values()), Encoding.F32))
         chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
             await self._get_chunk(chunks[0], deliver, lengths)
@@ -163,13 +250,18 @@ class RedisRows:
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> None:
         prefix = self._prefix
         async with self._window:
-            link = await self.line.open()
-            values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+            link = await self._line.open()
+            values = await self._line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+        for value in values:
+            if isinstance(value, ResponseError) and self._line.check(link, value):
+                raise self._server.explain(value)
         for digest, value in zip(digests, values, strict=True):
             length = lengths.get(digest, self._vocab_size)
             deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
 
     def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
+        if isinstance(value, ResponseError):
+            return CorruptRow(f"what the cache holds for prompt {digest.hex()} is no row: {value}")
         if not isinstance(value, np.ndarray):
             return None
         try:
@@ -189,17 +281,14 @@ class RedisRows:
         return fresh_bulk(size)
 
     def close(self) -> None:
-        """Close the connection; what is under way fails."""
-        self.line.close()
+        """Close the connections; what is under way fails."""
+        self._line.close()
+        self._commands.close()
 
 
-def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes]) -> list[RowWrite]:
+def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes], some: Sequence[int] | None) -> list[RowWrite]:
+    digests = block.digests
     return [
-        RowWrite(prefix + digest, block.header(index), block.payload(index), digest in overwrite)
-        for index, digest in enumerate(block.digests)
+        RowWrite(prefix + digests[index], block.header(index), block.payload(index), digests[index] in overwrite)
+        for index in (range(len(digests)) if some is None else some)
     ]
-
-
-def _refused(block: Block, replies: Sequence[object]) -> dict[bytes, str]:
-    pairs = zip(block.digests, replies, strict=True)
-    return {digest: str(reply) for digest, reply in pairs if isinstance(reply, ResponseError)}

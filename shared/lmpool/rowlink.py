@@ -70,15 +70,22 @@ class RowLink(Link, asyncio.BufferedProtocol):
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
         allocate: gives the uint8 array of shape (size,) that a value is received into.
+        one_by_one: fetch values with a GET each: a master of a cluster refuses an MGET of keys in several slots.
 
     Attributes:
         max_bulk: as above; may be changed at any time.
     """
 
     def __init__(
-        self, connection: AbstractConnection, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk
+        self,
+        connection: AbstractConnection,
+        max_bulk: int,
+        allocate: Callable[[int], Bulk] = fresh_bulk,
+        *,
+        one_by_one: bool = False,
     ) -> None:
         self.max_bulk = max_bulk
+        self._one_by_one = one_by_one
         self._allocate = allocate
         self._pending: deque[_Pending] = deque()
         self._scratch = bytearray(_WINDOW)
@@ -93,10 +100,15 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Reply]]:
         """Fetch values; each is a fresh uint8 array of shape (size,), or None where there is none.
 
-        The future raises ConnectionError when the link breaks and ResponseError when the server refuses.
+        The future raises ConnectionError when the link breaks and ResponseError when the server refuses; fetched one by
+        one, a value may be the error with which the server refused it.
         """
-        future = self._expect(len(keys), is_array=True)
+        future = self._expect(len(keys), is_array=not self._one_by_one)
         if future.done():
+            return future
+        if self._one_by_one:
+            gets = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key) for key in keys]
+            self._transport.write(b"".join(gets))
             return future
         parts = [b"*%d\r\n$4\r\nMGET" % (len(keys) + 1)]
         parts += [b"$%d\r\n%b" % (len(key), key) for key in keys]

@@ -19,13 +19,18 @@ _FOLDER = Path(__file__).with_name("lua")
 
 
 class Script:
-    """One script, sent whole only when the server does not know it yet."""
+    """One script, sent whole only when the server does not know it yet.
+
+    Args:
+        name: its file in `lua/`.
+        begins_with: a file there that its text begins with, or "".
+    """
 
     __slots__ = ("name", "sha", "source")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begins_with: str = "") -> None:
         self.name = name
-        self.source = (_FOLDER / f"{name}.lua").read_text("utf-8")
+        self.source = "".join((_FOLDER / f"{part}.lua").read_text("utf-8") for part in (begins_with, name) if part)
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
@@ -47,16 +52,22 @@ class Script:
             return await redis.eval(self.source, len(keys), *keys, *args)
 
 
-SUBMIT = Script("submit")
-CANCEL = Script("cancel")
-FINISH = Script("finish")
+_QUEUE = "queue"
+
+SUBMIT = Script("submit", _QUEUE)
+CANCEL = Script("cancel", _QUEUE)
+FINISH = Script("finish", _QUEUE)
+REFILL = Script("refill", _QUEUE)
+UNWANTED = Script("unwanted")
 CLAIM = Script("claim")
 RENEW = Script("renew")
 SWEEP = Script("sweep")
 SWAP = Script("swap")
 ENTRIES = Script("entries")
+REGISTERED = Script("registered")
 OFFER = Script("offer")
 ADOPT = Script("adopt")
+REMOVE = Script("remove")
 RESTORE = Script("restore")
 
 MOST_AT_ONCE = 500

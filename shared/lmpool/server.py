@@ -6,7 +6,8 @@ import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from copy import copy
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import redis as redis_sync
@@ -16,10 +17,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
+from lmpool.cluster import Cluster, Place, client_settings
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
 from lmpool.rowlink import Bulk, RowLink, fresh_bulk
 from lmpool.runtime_folder import find, runtime_dir
+
+RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
+"""What names a server: a URL, or a client of redis-py."""
 
 URL_VARIABLE = "LMPOOL_REDIS_URL"
 
@@ -27,7 +32,11 @@ REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
 _CONNECT_TIMEOUT_S = 5.0
-_SCHEMES = ("redis", "rediss", "unix")
+_CLUSTER = "+cluster"
+_SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
+# Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
+_NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
+            "NOREPLICAS", "UNBLOCKED")  # fmt: skip
 # What may be told of an address: a host with a port that is a number, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
@@ -43,22 +52,28 @@ class Server:
     """Where a pool's Redis is and how to connect to it. Holds no connection itself.
 
     Args:
-        redis: URL (`redis://`, `rediss://`, `unix://`), a redis-py client whose settings are taken over
-            (the client itself is not used), or None for `LMPOOL_REDIS_URL` and then this user's
-            embedded server.
+        redis: URL (`redis://`, `rediss://`, `unix://`; of a cluster `redis+cluster://` or `rediss+cluster://` with one
+            node or several, with commas between), a redis-py client whose settings are taken over (the client itself is
+            not used), or None for `LMPOOL_REDIS_URL` and then this user's embedded server.
 
     Raises:
         SettingsError: `redis` is malformed.
         ServerUnreachable: nothing was named and no embedded server runs.
     """
 
-    def __init__(self, redis: str | redis_async.Redis | redis_sync.Redis | None = None) -> None:
-        if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
+    def __init__(self, redis: RedisLike | None = None) -> None:
+        nodes: list[Place] = []
+        self._class: type[connections.AbstractConnection]
+        if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
+            nodes, kwargs = client_settings(redis)
+            self._class = connections.SSLConnection if kwargs.pop("ssl", False) else connections.Connection
+        elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
             taken = redis.connection_pool.connection_kwargs
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
             self._class = _async_class(redis.connection_pool.connection_class)
         else:
             url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
+            nodes, url = _cluster_nodes(url)
             kwargs = _parse(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
         for name in _NOT_OURS:
@@ -67,6 +82,13 @@ class Server:
         if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
+        self._is_node = False
+        self._nodes: dict[Place, Server] = {}
+        self._cluster: Cluster | None = None
+        if nodes:
+            for name in ("host", "port", "db", "path"):
+                kwargs.pop(name, None)
+            self._cluster = Cluster(nodes, kwargs, is_tls=issubclass(self._class, connections.SSLConnection))
         self._connection()
 
     def __str__(self) -> str:
@@ -74,13 +96,59 @@ class Server:
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
         scheme = "rediss" if issubclass(self._class, connections.SSLConnection) else "redis"
+        if self.is_cluster:
+            return f"{scheme}{_CLUSTER}://{self._cluster}"
         return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
 
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are on several masters."""
+        return self._cluster is not None and not self._is_node
+
+    @property
+    def is_node(self) -> bool:
+        """Whether this is one master of a cluster (see `at`)."""
+        return self._is_node
+
+    async def at(self, key: bytes) -> Server:
+        """The server that has a key: this one, or one master of the cluster; equal places give the same object.
+
+        Raises:
+            ServerError: the cluster does not say.
+        """
+        if self._cluster is None or self._is_node:
+            return self
+        try:
+            place = await self._cluster.place(key)
+        except (RedisError, OSError) as error:
+            raise self.explain(error) from error
+        node = self._nodes.get(place)
+        if node is None:
+            node = self._nodes[place] = copy(self)
+            node._is_node = True
+            node._kwargs = {**self._kwargs, "host": place[0], "port": place[1]}
+        return node
+
+    def is_not_now(self, error: BaseException) -> bool:
+        """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
+        found = str(error).startswith(_NOT_NOW)
+        if found:
+            self.forget_places()
+        return found
+
+    def forget_places(self) -> None:
+        """Look up anew which master has which keys, if this is a cluster."""
+        if self._cluster is not None:
+            self._cluster.forget()
+
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry: retrying is its user's decision."""
+        if self._cluster is not None and self.is_cluster:
+            # It has the methods of Redis, but is no subclass of it.
+            return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
         pool = connections.ConnectionPool(
             connection_class=self._class,
             retry=Retry(NoBackoff(), 0),
@@ -95,7 +163,7 @@ class Server:
         Raises:
             ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
         """
-        return RowLink(await self._open(), max_bulk, allocate)
+        return RowLink(await self._open(), max_bulk, allocate, one_by_one=self._is_node)
 
     async def command_link(self) -> CommandLink:
         """A new connection for any commands.
@@ -113,6 +181,7 @@ class Server:
                 await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             await connection.disconnect(nowait=True)
+            self.forget_places()  # Another may have taken its place.
             raise self.explain(error) from error
         return connection
 
@@ -133,6 +202,10 @@ class Server:
             return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
+        if text.startswith("MOVED") and not self._is_node:
+            return ServerError(
+                f"{self} is one node of a Redis Cluster: name it as redis{_CLUSTER}://HOST:PORT ({text})"
+            )
         return ServerError(f"{self} answered with an error: {text}")
 
 
@@ -159,7 +232,7 @@ def _fault(url: str) -> str:
     """What is wrong with the address in a URL, in our words: urllib's repeat the password. "" when it is good."""
     scheme, mark, _ = url.partition("://")
     if not mark or scheme.lower() not in _SCHEMES:
-        return "it must begin with redis://, rediss:// or unix://"
+        return f"it must begin with redis://, rediss://, unix:// or redis{_CLUSTER}://"
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -173,10 +246,24 @@ def _fault(url: str) -> str:
     return "" if not database or database.isdecimal() else "after the host comes the number of a database"
 
 
+def _cluster_nodes(url: str) -> tuple[list[Place], str]:
+    """The nodes that the URL of a cluster names, and the URL of the first of them; none for another URL."""
+    scheme, mark, rest = url.partition("://")
+    if not scheme.lower().endswith(_CLUSTER):
+        return [], url
+    place, *tail = re.split("([/?#].*)", rest, maxsplit=1)
+    user, at, hosts = place.rpartition("@")
+    urls = [f"{scheme[: -len(_CLUSTER)]}{mark}{user}{at}{host}{''.join(tail)}" for host in hosts.split(",")]
+    parsed = [_parse(one) for one in urls]
+    if any(one.get("db") for one in parsed):
+        raise SettingsError(f"redis: {mask(url)!r}: a cluster has one database only, number 0")
+    return [(one.get("host", "localhost"), one.get("port", 6379)) for one in parsed], urls[0]
+
+
 def mask(url: str) -> str:
     """A URL without user, password and options; what cannot be told from a password is left out too."""
     scheme, mark, rest = url.partition("://")
-    if not scheme.isalnum():
+    if not scheme.replace("+", "").isalnum():
         scheme, mark, rest = "", "", url
     place, *options = re.split("[?#]", rest, maxsplit=1)
     if options and "@" in options[0]:

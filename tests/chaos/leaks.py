@@ -35,7 +35,8 @@ def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> Non
     jobs = keys.model("syn").jobs
 
     def is_settled() -> bool:
-        return not client.xlen(jobs) and len(client.xinfo_consumers(jobs, "workers")) == workers
+        queued = client.xlen(jobs) or client.zcard(keys.model("syn").backlog)
+        return not queued and len(client.xinfo_consumers(jobs, "workers")) == workers
 
     _wait(is_settled, seconds)
 

@@ -9,12 +9,13 @@ import numpy as np
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.card import ModelCard
+from lmpool.clusterrows import rows_on
 from lmpool.errors import CorruptRow, LMPoolError, ProducerClosed
 from lmpool.keys import Keys, ModelKeys
 from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
-from lmpool.rowcache import RedisRows, Row
+from lmpool.rowcache import Row, RowCache
 from lmpool.rows import VectorBlock
 from lmpool.server import Server
 
@@ -55,7 +56,7 @@ class Channel:
         self._keys = keys
         self._flights = flights
         self._client_id = secrets.token_hex(8)
-        self._rows: RedisRows | None = None
+        self._rows: RowCache | None = None
         self.redis = server.client()
         self.reader = CommandLine(server)
         self.line = CommandLine(server)
@@ -74,7 +75,19 @@ class Channel:
         self.model = self._keys.model(card.name)
         self.reply = self.model.reply(self._client_id)
         self.row_prefix = self._keys.row(self.fingerprint)
-        self._rows = RedisRows(self._server, self._keys, card)
+        self.line.key = self.reader.key = self.model.jobs
+        self._rows = rows_on(self._server, self._keys, card)
+
+    @property
+    def rows(self) -> RowCache:
+        """Where the model's rows are.
+
+        Raises:
+            LMPoolError: no model has been adopted yet.
+        """
+        if self._rows is None:
+            raise LMPoolError("the model is not known yet")
+        return self._rows
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
         """Look for rows in the cache and give what is found to the flights.
@@ -145,13 +158,19 @@ class Channel:
             ServerError: the server cannot be used.
         """
         if keys and self._rows is not None:
-            # On the connection that weights take: behind those that are still on their way.
-            await self._rows.line.call(b"UNLINK", *keys)
+            await self._rows.drop(keys)
 
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
         if self.closed:
             raise ProducerClosed(CLOSED)
+
+    def full(self) -> str:
+        """What to say when the queue has no room for a prompt."""
+        return (
+            f"the queue of {self.card.name!r} is at its limit of {self.card.queue_limit} prompts; "
+            "ask for less at once, add workers, or raise the workers' --queue-limit"
+        )
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

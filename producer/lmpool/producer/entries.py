@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lmpool import scripts
 from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.tasks import Tasks
@@ -81,13 +80,12 @@ class EntryReader:
 
     async def _read(self, wanted: list[WantedEntries]) -> list[Found]:
         channel = self._channel
-        prefix, card = channel.row_prefix, channel.card
-        keys = [prefix + one.digest for one in wanted]
-        encoding = card.row_encoding
         # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
-        args: list[bytes | str | int] = [int(encoding), *[entry_ranges(one.ids, encoding) for one in wanted]]
+        card = channel.card
+        encoding = card.row_encoding
+        ranges = [entry_ranges(one.ids, encoding) for one in wanted]
         try:
-            replies = await scripts.ENTRIES.on(channel.line.call, keys, args)
+            replies = await channel.rows.entries([one.digest for one in wanted], encoding, ranges)
         except TROUBLE as error:
             channel.note(error)
             return [None] * len(wanted)

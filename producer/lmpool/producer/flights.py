@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 
@@ -35,6 +36,8 @@ class Flight:
         waiters: who waits for it here.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
+        until: loop time at which the most patient waiter gives up.
+        is_away: whether it counts as one that the server has.
         damaged: the cache holds something else than a row; it must be overwritten.
         overwrites: how often a worker was asked to do that.
         origin: counter of `ProducerStats` that the first waiter's request adds to.
@@ -46,6 +49,7 @@ class Flight:
 
     __slots__ = (
         "damaged",
+        "is_away",
         "is_private",
         "is_touch",
         "origin",
@@ -53,6 +57,7 @@ class Flight:
         "prompt",
         "since",
         "stage",
+        "until",
         "waiters",
         "weights",
         "weights_name",
@@ -67,6 +72,8 @@ class Flight:
         self.waiters: list[Waiter] = []
         self.stage = Stage.UNSENT
         self.since = 0.0
+        self.until = 0.0
+        self.is_away = False
         self.damaged = False
         self.overwrites = 0
         self.origin = "cache_hits"
@@ -78,12 +85,20 @@ class FlightTable:
     Args:
         cache: the producer's own rows; what lands is added.
         stats: the producer's counters.
+
+    Attributes:
+        away: flights that the server has.
+        away_bytes: bytes of their prompts.
+        on_end: called whenever a flight has ended; None for nobody.
     """
 
     def __init__(self, cache: RowLRU, stats: ProducerStats) -> None:
         self._flights: dict[bytes, Flight] = {}
         self._cache = cache
         self._stats = stats
+        self.away = 0
+        self.away_bytes = 0
+        self.on_end: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -99,12 +114,15 @@ class FlightTable:
         """Whether a flight is still under way."""
         return self._flights.get(flight.prompt.digest) is flight
 
-    def board(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> tuple[Flight, bool]:
+    def board(
+        self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, touch: bool = False
+    ) -> tuple[Flight, bool]:
         """Let a waiter wait for a prompt; returns its flight, and whether that is a new one.
 
         Args:
             prompt: what is asked.
             waiter: who asks.
+            until: loop time at which the waiter gives up.
             touch: the waiter does not want the row, just that it be in the cache.
         """
         flight = self._flights.get(prompt.digest)
@@ -115,8 +133,26 @@ class FlightTable:
         else:
             self._stats.joined += 1
             flight.is_touch = flight.is_touch and touch
+        if until > flight.until:
+            flight.until = until
         flight.waiters.append(waiter)
         return flight, is_new
+
+    def send(self, flight: Flight) -> None:
+        """Count a flight as one that the server has, until it ends."""
+        if not flight.is_away:
+            flight.is_away = True
+            self.away += 1
+            self.away_bytes += len(flight.prompt.ids)
+
+    def _end(self, flight: Flight) -> None:
+        del self._flights[flight.prompt.digest]
+        if flight.is_away:
+            flight.is_away = False
+            self.away -= 1
+            self.away_bytes -= len(flight.prompt.ids)
+        if self.on_end is not None:
+            self.on_end()
 
     def leave(self, flight: Flight, waiter: Waiter) -> bool:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
@@ -124,7 +160,7 @@ class FlightTable:
         self._stats.failed += 1
         if flight.waiters or not self.is_open(flight):
             return False
-        del self._flights[flight.prompt.digest]
+        self._end(flight)
         return True
 
     def deliver(self, digest: bytes, found: Row | CorruptRow | None) -> None:
@@ -149,7 +185,7 @@ class FlightTable:
     def land(self, flight: Flight, answer: Answer) -> None:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
         if self.is_open(flight):
-            del self._flights[flight.prompt.digest]
+            self._end(flight)
         waiters, flight.waiters = flight.waiters, []
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)

@@ -67,8 +67,10 @@ class Inbox:
             digests, self._arrived = self._arrived, []
             self._has_arrived.clear()
             try:
+                announced = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
                 await self._channel.settle(digests)
-                lost = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
+                # Not those that have begun meanwhile: they look for themselves.
+                lost = [flight for flight in announced if self._flights.is_open(flight)]
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.
                     await self._outbox.submit(lost, again=True)

@@ -123,7 +123,8 @@ class Lobby:
 
     async def depth(self, model: str) -> int:
         """Prompts of a model that wait or are being computed."""
-        return int(await self._redis.xlen(self._keys.model(model).jobs))
+        keys = self._keys.model(model)
+        return int(await self._redis.xlen(keys.jobs)) + int(await self._redis.zcard(keys.backlog))
 
     async def dead(self, model: str) -> int:
         """Jobs of a model that were given up."""

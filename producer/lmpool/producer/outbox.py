@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from lmpool import scripts
 from lmpool.backoff import delays
+from lmpool.errors import QueueFull
 from lmpool.keys import GROUP
 from lmpool.messages import Job
 from lmpool.producer.channel import TROUBLE, Channel
@@ -17,7 +19,10 @@ _FEW = 8
 _SENT = (Stage.SENDING, Stage.WAITING)
 _HARDLY_ANY = 0.02
 _HIT_RATE_WINDOW = 8
-_WAITING_TTL_MS = 3_600_000
+_LEAST_PATIENCE_S = 5.0
+_MOST_PATIENCE_S = 3600.0
+_MOST_AWAY = 8192
+_MOST_AWAY_BYTES = 64 * 1024 * 1024
 _UPLOAD_BYTES = 4 * 1024 * 1024
 
 
@@ -28,13 +33,16 @@ class Outbox:
         channel: the connections.
         flights: all flights of the session.
         tasks: where background work runs.
+        waits_when_full: whether flights that the queue has no room for wait for it, or end.
     """
 
-    def __init__(self, channel: Channel, flights: FlightTable, tasks: Tasks) -> None:
+    def __init__(self, channel: Channel, flights: FlightTable, tasks: Tasks, *, waits_when_full: bool = True) -> None:
         self._channel = channel
         self._flights = flights
         self._tasks = tasks
-        self._unsent: list[Flight] = []
+        self._waits_when_full = waits_when_full
+        self._unsent: deque[Flight] = deque()
+        self._flushing = False
         self._left: set[bytes] = set()
         self._spent: list[bytes] = []
         self._leaving = False
@@ -43,10 +51,10 @@ class Outbox:
 
     def add(self, flight: Flight) -> None:
         """Send a new flight, together with all that are added in this tick of the event loop."""
-        if not self._unsent:
-            # Runs after everything that is ready in this tick has added its requests.
-            self._tasks.loop.call_soon(self._flush)
         self._unsent.append(flight)
+        if not self._flushing:
+            # Runs after everything that is ready in this tick has added its requests.
+            self._flush_soon()
 
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
@@ -73,17 +81,28 @@ class Outbox:
         Raises:
             ServerError or an error of redis-py: the server cannot be used.
         """
-        stored: list[bytes] = []
+        # Whether the row of a touch is there the script can tell, if it sees rows.
+        touched = (
+            []
+            if self._channel.rows.is_seen
+            else [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
+        )
+        stored = await self._channel.rows.there(touched) if touched else []
         for part in _parts(flights):
             await self._channel.upload(part)
-            stored += await self._submit_part([flight for flight in part if self._flights.is_open(flight)], again)
+            if left := [flight for flight in part if self._flights.is_open(flight)]:
+                stored += await self._submit_part(left, again)
         self._channel.trouble = None
         if stored:
             await self._channel.settle(stored)
             damaged = [flight for flight in flights if flight.damaged and self._flights.is_open(flight)]
             if damaged:
                 await self.submit(damaged)
-        if any(flight.stage is Stage.REFUSED for flight in flights):
+            gone = [one for digest in stored if (one := self._flights.get(digest)) and not one.damaged]
+            if gone and not again:
+                # Evicted since: a row is a pure function, so ask for it once more.
+                await self.submit(gone, again=True)
+        if any(flight.stage is Stage.REFUSED and self._flights.is_open(flight) for flight in flights):
             self.retry_soon()
 
     def discard(self, flights: Sequence[Flight]) -> None:
@@ -113,9 +132,26 @@ class Outbox:
         # On the line of the submissions, so behind any that is under way.
         await self._cancel([*waiting, *self._left])
 
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._tasks.loop.call_soon(self._flush)
+
     def _flush(self) -> None:
-        batch, self._unsent = self._unsent, []
-        self._tasks.spawn(self._send([flight for flight in batch if flight.waiters]))
+        """Send what has been added, as far as the server is to have so much of one client at once.
+
+        The rest waits here, where it costs the server nothing, until something that the server has comes back.
+        """
+        self._flushing = False
+        flights, unsent, batch = self._flights, self._unsent, []
+        while unsent and flights.away < _MOST_AWAY and flights.away_bytes < _MOST_AWAY_BYTES:
+            flight = unsent.popleft()
+            if flight.waiters:
+                flights.send(flight)
+                batch.append(flight)
+        flights.on_end = self._flush_soon if unsent else None
+        if batch:
+            self._tasks.spawn(self._send(batch))
 
     async def _send(self, flights: Sequence[Flight]) -> None:
         """Look for rows in the cache; ask workers for the rest."""
@@ -123,7 +159,7 @@ class Outbox:
             flight.stage = Stage.SENDING
         try:
             # The script sees rows that exist too: a look beforehand pays for many prompts of which some are there.
-            if len(flights) > _FEW and self._hit_rate > _HARDLY_ANY:
+            if not self._channel.rows.is_seen or (len(flights) > _FEW and self._hit_rate > _HARDLY_ANY):
                 await self._channel.fetch([flight.prompt.digest for flight in flights if not flight.damaged])
             await self.submit([flight for flight in flights if self._flights.is_open(flight)])
             self._learn(flights)
@@ -141,12 +177,14 @@ class Outbox:
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
         channel = self._channel
-        check_rows = not any(flight.damaged for flight in flights)
+        is_seen, is_damaged = channel.rows.is_seen, any(flight.damaged for flight in flights)
+        look = "" if is_damaged else "rows" if is_seen else "marks"
         keys = [channel.model.jobs, channel.reply]
         keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
-        if check_rows:
+        if look == "rows":
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
-        args: list[bytes | str | int] = [channel.card.queue_limit, _WAITING_TTL_MS, int(check_rows), int(again)]
+        patience_ms = self._patience_ms(flights)
+        args: list[bytes | str | int] = [channel.card.queue_limit, patience_ms, look, int(again)]
         args += [
             Job(one.prompt.ids, one.prompt.adapter, channel.fingerprint, one.damaged, one.prompt.ask).pack()
             for one in flights
@@ -160,6 +198,8 @@ class Outbox:
             flight.since = now
             flight.overwrites += flight.damaged
             flight.stage = Stage.REFUSED if code == "F" else Stage.WAITING
+            if code == "F" and not self._waits_when_full:
+                self._flights.land(flight, QueueFull(channel.full()))
             if code == "R":
                 stored.append(flight.prompt.digest)
             elif code == "Q":
@@ -170,6 +210,15 @@ class Outbox:
                 abandoned.append(flight.prompt.digest)
         await self._cancel(abandoned)
         return [digest for digest in stored if self._flights.get(digest) is not None]
+
+    def _patience_ms(self, flights: Sequence[Flight]) -> int:
+        """For how long the server is to believe that these are waited for.
+
+        Until the last deadline among them, and some more: who waits after that says so again every lease.
+        """
+        patience = max(flight.until for flight in flights) - self._tasks.loop.time()
+        patience += max(2 * self._channel.card.lease_s, _LEAST_PATIENCE_S)
+        return int(1000 * min(max(patience, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
 
     async def _retry(self) -> None:
         waits = delays()
@@ -184,7 +233,7 @@ class Outbox:
             self._retrying = False
 
     def _pending(self) -> list[Flight]:
-        return [flight for flight in self._flights if flight.stage in (Stage.UNSENT, Stage.REFUSED)]
+        return [one for one in self._flights if one.is_away and one.stage in (Stage.UNSENT, Stage.REFUSED)]
 
     def _flush_left(self) -> None:
         self._tasks.spawn(self._cancel_left())

@@ -6,15 +6,13 @@ import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
-import redis as redis_sync
-import redis.asyncio as redis_async
 from numpy.typing import NDArray
 
 from lmpool.card import TRIE_SERVICE, ModelCard
-from lmpool.checks import check_name, shown
+from lmpool.checks import check_choice, check_name, shown
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
@@ -31,7 +29,7 @@ from lmpool.producer.row_asker import (
     read_batch_targets,
     read_targets,
 )
-from lmpool.producer.session import Session
+from lmpool.producer.session import Session, WhenFull
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -39,10 +37,8 @@ from lmpool.producer.trie_asker import TrieAsker
 from lmpool.producer.waiters import BatchWaiter
 from lmpool.producer.within import Within, begin
 from lmpool.prompts import Prompt
-from lmpool.server import Server
+from lmpool.server import RedisLike, Server
 from lmpool.vocab import Vocabulary
-
-RedisLike = str | redis_async.Redis | redis_sync.Redis
 
 
 class Producer(Picking):
@@ -59,6 +55,8 @@ class Producer(Picking):
         timeout: seconds that a request may take, unless the call says otherwise.
         cache_bytes: bytes of rows that this producer keeps in its own memory; 0 for none.
         prefix: prefix of the pool's Redis keys.
+        when_full: what a request does while the model's queue is at its limit: "wait" for room until its deadline, or
+            "raise" QueueFull at once.
 
     Raises:
         SettingsError: a value is malformed.
@@ -72,6 +70,7 @@ class Producer(Picking):
         timeout: float = 60.0,
         cache_bytes: int = 256 * 1024 * 1024,
         prefix: str = "lmpool",
+        when_full: WhenFull = "wait",
     ) -> None:
         if model is not None:
             check_name("model", model)
@@ -81,9 +80,10 @@ class Producer(Picking):
                 "the only one, and ask for tries by `await producer.trie()`"
             )
         check_name("prefix", prefix)
+        check_choice("when_full", when_full, get_args(WhenFull))
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
-        if redis is not None and not isinstance(redis, (str, redis_async.Redis, redis_sync.Redis)):
+        if redis is not None and not isinstance(redis, get_args(RedisLike)):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
         self._timeout = check_timeout(timeout)
         self._model = model
@@ -91,11 +91,15 @@ class Producer(Picking):
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._rows = SessionSlot(
-            lambda: Server(redis), lambda server: Session(server, self._keys, self._cache, self._stats), model
+            lambda: Server(redis),
+            lambda server: Session(server, self._keys, self._cache, self._stats, when_full),
+            model,
         )
         # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
         self._tries = SessionSlot(
-            lambda: Server(redis), lambda server: Session(server, self._keys, RowLRU(0), ProducerStats()), TRIE_SERVICE
+            lambda: Server(redis),
+            lambda server: Session(server, self._keys, RowLRU(0), ProducerStats(), when_full),
+            TRIE_SERVICE,
         )
 
     @by_revision
@@ -168,7 +172,7 @@ class Producer(Picking):
             wanted, count = read_batch_targets(targets, len(encoded), card.vocab_size)
             return await ask_entries_of_all(session, encoded, wanted, count, within)
         batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
-        waits = self._ask_all(session, encoded, batch)
+        waits = self._ask_all(session, encoded, batch, within.end)
         timer = session.loop.call_at(within.end, _expire_first, session, waits, within.seconds)
         try:
             await batch.future
@@ -179,13 +183,15 @@ class Producer(Picking):
                     session.leave(flight, waiter)
         return batch.rows
 
-    def _ask_all(self, session: Session, prompts: list[Prompt], batch: BatchWaiter) -> list[tuple[Flight, Waiter]]:
+    def _ask_all(
+        self, session: Session, prompts: list[Prompt], batch: BatchWaiter, until: float
+    ) -> list[tuple[Flight, Waiter]]:
         waits: list[tuple[Flight, Waiter]] = []
         for index, prompt in enumerate(prompts):
             waiter = batch.at(index)
             row = session.kept(prompt)
             if row is None:
-                waits.append((session.ask(prompt, waiter), waiter))
+                waits.append((session.ask(prompt, waiter, until), waiter))
             else:
                 waiter(row)
         return waits

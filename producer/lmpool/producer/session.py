@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
@@ -35,6 +35,9 @@ from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 from lmpool.server import Server
 
+WhenFull = Literal["wait", "raise"]
+"""What requests do while the queue is at its limit."""
+
 _log = logging.getLogger("lmpool.producer")
 
 _COLLECTORS = 2
@@ -51,6 +54,7 @@ class Session:
         keys: the deployment's key names.
         cache: the producer's own rows.
         stats: the producer's counters.
+        when_full: what requests do while the queue is at its limit.
 
     Attributes:
         loop: the event loop.
@@ -58,7 +62,9 @@ class Session:
         adapters: which weights the model's adapters have.
     """
 
-    def __init__(self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats) -> None:
+    def __init__(
+        self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats, when_full: WhenFull = "wait"
+    ) -> None:
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self._cache = cache
@@ -68,7 +74,7 @@ class Session:
         self.vocabularies = Vocabularies(self._channel, keys)
         self._entries = EntryReader(self._channel, self._tasks)
         self.adapters = Adapters(self._channel)
-        self._outbox = Outbox(self._channel, self._flights, self._tasks)
+        self._outbox = Outbox(self._channel, self._flights, self._tasks, waits_when_full=when_full == "wait")
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
         self._next_recheck = 0
@@ -149,16 +155,17 @@ class Session:
         self._stats.requests += count
         self._stats.cache_hits += count
 
-    def ask(self, prompt: Prompt, waiter: Waiter, *, touch: bool = False) -> Flight:
+    def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
 
         Args:
             prompt: what is asked.
             waiter: who asks.
+            until: loop time at which the waiter gives up.
             touch: the row itself is not wanted, just that it be in the cache; the answer is empty.
         """
         self._stats.requests += 1
-        flight, is_new = self._flights.board(prompt, waiter, touch=touch)
+        flight, is_new = self._flights.board(prompt, waiter, until=until, touch=touch)
         if is_new:
             self._outbox.add(flight)
         return flight
@@ -186,7 +193,7 @@ class Session:
         """
         self.check_open()
         waiter = SingleWaiter(self.loop)
-        flight = self.ask(prompt, waiter, touch=touch)
+        flight = self.ask(prompt, waiter, within.end, touch=touch)
         if weights is not None:
             flight.weights_name, flight.weights = weights
         flight.is_private = private or weights is not None
@@ -218,10 +225,7 @@ class Session:
         if channel.trouble is not None:
             return type(channel.trouble)(f"{within}: {channel.trouble}")
         if flight.stage is Stage.REFUSED:
-            return QueueFull(
-                f"{within}: the queue of {name!r} stayed at its limit of {self.card.queue_limit} prompts; "
-                "ask for less at once, add workers, or raise the workers' --queue-limit"
-            )
+            return QueueFull(f"{within}: {channel.full()}")
         if self._workers == 0:
             return NoWorker(f"{within}: no live worker serves {name!r}; start one with `{self.card.start_command}`")
         return DeadlineExceeded(

@@ -1,10 +1,11 @@
 -- End jobs, with a row in the cache or with a failure, and tell the clients that wait.
 --
 -- KEYS  jobs, dead, then per job: waiting key,
---       and, to have jobs left alone whose rows are not there, after all of those per job: row key
+--       and, to have jobs left alone whose rows are not there, after all of those per job: row key; where
+--       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
---       cap of the dead stream, then per job: entry id, failure (encoded, or '' when the row is stored),
---       dead (0|1)
+--       cap of the dead stream, lifetime of a mark in ms (0 for none), then per job: entry id,
+--       failure (encoded, or '' when the row is stored), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -13,20 +14,29 @@
 -- stays as it is, for the worker to store the row again.
 --
 -- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
-local DIGEST, HEAD = 16, 5
-local jobs, dead = KEYS[1], KEYS[2]
-local group, fingerprint = ARGV[1], ARGV[2]
+local DIGEST, HEAD = 16, 6
+local dead = KEYS[2]
+local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[6]
 local count = math.floor((#ARGV - HEAD) / 3)
 local entries, done, told, left = {}, {}, {}, {}
 local function tell(reply, ...)
   redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   told[reply] = true
 end
+-- Whether there is a row; what can be none is removed, so that the row can be stored.
+local function is_stored(row)
+  local size = redis.pcall('STRLEN', row)
+  if type(size) == 'table' or size == 0 then
+    redis.call('DEL', row)
+    return false
+  end
+  return true
+end
 for i = 1, count do
   local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
   local digest, at = string.sub(waiting, -DIGEST), HEAD + 3 * (i - 1)
   local entry, failure = ARGV[at + 1], ARGV[at + 2]
-  local is_left = row and failure == '' and redis.call('EXISTS', row) == 0
+  local is_left = row and failure == '' and not is_stored(row)
   if is_left then
     left[#left + 1] = i
   else
@@ -39,7 +49,7 @@ for i = 1, count do
     end
   end
   for _, reply in ipairs(is_left and {} or redis.call('HKEYS', waiting)) do
-    if reply ~= 'job' then
+    if reply ~= 'job' and reply ~= 'keep' then
       if failure ~= '' then
         tell(reply, 'd', digest, 'e', failure)
       else
@@ -54,6 +64,11 @@ for i = 1, count do
   end
   if not is_left then
     redis.call('DEL', waiting)
+    if mark_ms ~= '0' and failure == '' then
+      -- For who has looked for the row before it was stored, and asks for it now.
+      redis.call('HSET', waiting, 'job', DONE)
+      redis.call('PEXPIRE', waiting, mark_ms)
+    end
   end
 end
 for reply, digests in pairs(done) do
@@ -69,5 +84,6 @@ if #entries > 0 then
   redis.call('XACK', jobs, group, unpack(entries))
   redis.call('XDEL', jobs, unpack(entries))
 end
+move_up()
 table.insert(left, 1, clients)
 return table.concat(left, ' ')

@@ -1,50 +1,117 @@
 -- Register a client for prompts, and queue those that nobody asked for yet.
 --
 -- KEYS  jobs, reply key of the client, then per prompt: waiting key
---       and, unless check_rows is 0, after all of those per prompt: row key
--- ARGV  queue limit, lifetime of a waiting key in ms, check_rows (0|1), again (0|1),
+--       and, if look is "rows", after all of those per prompt: row key
+-- ARGV  queue limit, how long the client waits in ms, look ("rows"|"marks"|""), again (0|1),
 --       then per prompt: encoded job
+--
+-- look: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
+-- rows are on other masters; nowhere when a row is to be replaced.
 --
 -- again: the caller has waited long; make sure that the job it waits for still exists.
 --
+-- A client that has much in the backlog leaves room in the queue for others: it may have so much there as SHARE times
+-- what is free. So one client alone gets nine tenths of the limit, and whoever comes later always finds some room.
+--
 -- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
 -- is full, R the row is in the cache (it was stored after the client looked).
-local jobs, reply = KEYS[1], KEYS[2]
-local limit, lifetime = tonumber(ARGV[1]), ARGV[2]
-local check_rows, again = ARGV[3] == '1', ARGV[4] == '1'
+local SHARE = 9
+local reply = KEYS[2]
+local limit, lifetime = tonumber(ARGV[1]), tonumber(ARGV[2])
+local look, again = ARGV[3], ARGV[4] == '1'
 local count = #ARGV - 4
-local depth = redis.call('XLEN', jobs)
+local depth, behind = redis.call('XLEN', jobs), redis.call('ZCARD', backlog)
+-- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
+local free = depth == 0 and behind == 0 and 1 or nil
+local now, last, queued_later = nil, nil, false
+
+-- The client's next turn.
+local function next_turn()
+  if not last then
+    now = clock()
+    last = math.max(now, tonumber(redis.call('HGET', turns, reply) or 0))
+  end
+  return last + 1
+end
+
+local function queue(waiting, job)
+  if depth + behind >= limit then
+    return 'F'
+  end
+  if behind == 0 and not free then
+    free = room()
+  end
+  if behind == 0 and free > 0 then
+    to_stream(waiting, job)
+    depth, free = depth + 1, depth > 0 and free - 1 or nil
+  else
+    local turn = next_turn()
+    if last - now >= SHARE * (limit - depth - behind) then
+      return 'F'
+    end
+    to_backlog(waiting, string.sub(waiting, -16), job, turn)
+    last, behind, queued_later = turn, behind + 1, true
+  end
+  return 'Q'
+end
+
+-- Whether the job that a prompt waits for is still in the queue.
+local function exists(job, waiting)
+  if job == LATER then
+    return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
+  end
+  return #redis.call('XRANGE', jobs, job, job) > 0
+end
+
+-- Who joins a prompt that waits for somebody else's turn may have an earlier one.
+local function hasten(digest)
+  local turn = redis.call('ZSCORE', backlog, digest)
+  if turn and next_turn() < tonumber(turn) then
+    redis.call('ZADD', backlog, last + 1, digest)
+    last, queued_later = last + 1, true
+  end
+end
+
 local outcome = {}
 for i = 1, count do
   local waiting = KEYS[2 + i]
   local row = KEYS[2 + count + i]
-  local size = check_rows and redis.pcall('STRLEN', row) or 0
+  local size = look == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
-    -- Something else than a string: nobody could read it, and no row could be stored.
-    redis.call('DEL', row)
+    -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
+    -- it to the worker.
+    redis.pcall('DEL', row)
     size = 0
   end
   if size > 0 then
     outcome[i] = 'R'
   else
     local job = redis.call('HGET', waiting, 'job')
-    if job and again and #redis.call('XRANGE', jobs, job, job) == 0 then
+    if job == DONE and (again or look ~= 'marks') or job and again and not exists(job, waiting) then
       job = false
     end
-    if job then
+    if job == DONE then
+      outcome[i] = 'R'
+    elseif job then
       redis.call('HSET', waiting, reply, '')
+      if job == LATER then
+        hasten(string.sub(waiting, -16))
+      end
       outcome[i] = 'J'
-    elseif depth >= limit then
-      outcome[i] = 'F'
     else
-      job = redis.call('XADD', jobs, '*', 'm', ARGV[4 + i])
-      redis.call('HSET', waiting, 'job', job, reply, '')
-      depth = depth + 1
-      outcome[i] = 'Q'
+      outcome[i] = queue(waiting, ARGV[4 + i])
+      if outcome[i] == 'Q' then
+        redis.call('HSET', waiting, reply, '')
+      end
     end
-    if outcome[i] ~= 'F' then
+    -- As long as the most patient of those who wait.
+    if outcome[i] == 'Q' or outcome[i] == 'J' and redis.call('PTTL', waiting) < lifetime then
       redis.call('PEXPIRE', waiting, lifetime)
     end
   end
+end
+if queued_later then
+  redis.call('HSET', turns, reply, last)
+  move_up()
 end
 return table.concat(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -27,6 +28,8 @@ from lmpool.messages import Failure, Job, unpack_job
 from lmpool.prompts import ask_digest, check_encoded, digest_of
 from lmpool.streams import stream_entries
 from lmpool.workers.backend import BackendJob
+
+_STALE_S = 1.0
 
 
 class Taken(NamedTuple):
@@ -92,9 +95,13 @@ class Intake:
         self._fingerprint = card.fingerprint
         self._worker_id = worker_id
         self._max_deliveries = max_deliveries
+        # By how much the server's clock is ahead of this machine's.
+        self._ahead_s = 0.0
 
     async def ensure_group(self) -> None:
         """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
+        seconds, micros = await self._line.call(b"TIME")
+        self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         try:
             await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
         except ResponseError as error:
@@ -102,7 +109,7 @@ class Intake:
                 raise
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
-        """Take up to `count` new jobs; waits up to `block_ms` for the first."""
+        """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first."""
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         try:
             reply = await self._line.call(*command, b"STREAMS", self._keys.jobs, b">")
@@ -111,7 +118,27 @@ class Intake:
                 raise
             await self.ensure_group()
             return []
-        return [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
+        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
+        if not taken:
+            await self._refill()
+        return await self._wanted(taken)
+
+    async def _refill(self) -> None:
+        """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
+        while await scripts.REFILL(self._redis, [self._keys.jobs], []):
+            pass
+
+    async def _wanted(self, taken: list[Taken]) -> list[Taken]:
+        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at."""
+        before = (time.time() + self._ahead_s - _STALE_S) * 1000
+        stale = [one for one in taken if one.job is not None and _queued_ms(one.entry) < before]
+        removed = set()
+        for at in range(0, len(stale), scripts.MOST_AT_ONCE):
+            part = stale[at : at + scripts.MOST_AT_ONCE]
+            keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
+            numbers = await scripts.UNWANTED(self._redis, keys, [one.entry for one in part])
+            removed |= {part[number - 1].entry for number in numbers}
+        return [one for one in taken if one.entry not in removed]
 
     async def claim(self, count: int, *, idle: bool) -> Claimed:
         """Take over up to `count` jobs whose lease has passed; `idle`: this worker holds none."""
@@ -128,7 +155,7 @@ class Intake:
                 text = f"given up after {deliveries} deliveries: its workers died or hung while they held it"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
             taken.append(one)
-        return Claimed(taken, bool(alone))
+        return Claimed(await self._wanted(taken), bool(alone))
 
     def _read(self, entry: bytes, data: bytes) -> Taken:
         """Decode and check one job in the one place where this is done for all backends."""
@@ -193,3 +220,8 @@ class Intake:
                 text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
                 return Failure(ProtocolError.__name__, text)
         return None
+
+
+def _queued_ms(entry: bytes) -> int:
+    """When an entry was added to the stream, in ms since 1970, by the server's clock."""
+    return int(entry.partition(b"-")[0])

@@ -34,16 +34,24 @@ class Presence:
         keys: the deployment's key names.
         card: the model that the worker serves.
         worker_id: the worker's name.
+        batch: how many prompts it computes at once.
         vocabulary: what the model's tokens stand for, if it is known.
     """
 
     def __init__(
-        self, redis: Redis, keys: Keys, card: ModelCard, worker_id: str, vocabulary: Vocabulary | None = None
+        self,
+        redis: Redis,
+        keys: Keys,
+        card: ModelCard,
+        worker_id: str,
+        batch: int,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
         self._card = card
         self._worker_id = worker_id
+        self._batch = batch
         self._vocabulary = vocabulary
         self._started = time.time()
 
@@ -89,15 +97,17 @@ class Presence:
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models."""
         live = await self._live_workers(self._card.name)
-        gone = [name for name in await self._consumers(self._card.name) if name not in live and name != self._worker_id]
-        if gone:  # One with jobs stays, so that they can be claimed.
-            await scripts.SWEEP(self._redis, [self._jobs], [GROUP, *gone])
+        rooms = await self._redis.hkeys(self._keys.model(self._card.name).rooms)
+        known = {*await self._consumers(self._card.name), *(_bytes(name).decode("utf-8", "replace") for name in rooms)}
+        # One with jobs stays, so that they can be claimed.
+        await self._drop_consumers(sorted(known - live.keys() - {self._worker_id}))
         for name, seen in (await self._redis.hgetall(self._keys.models())).items():
             model = _bytes(name).decode("utf-8", "replace")
             if model == self._card.name or await self._live_workers(model):
                 continue
             # While prompts wait, the card stays: a worker that starts again will serve them.
-            if not await self._redis.xlen(self._keys.model(model).jobs):
+            keys = self._keys.model(model)
+            if not (await self._redis.xlen(keys.jobs) or await self._redis.zcard(keys.backlog)):
                 await self._forget(model, seen)
 
     async def others(self, field: str) -> dict[str, str]:
@@ -113,11 +123,15 @@ class Presence:
         """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
         await self._redis.delete(self._heartbeat)
         if self._worker_id in await self._consumers(self._card.name):
-            await scripts.SWEEP(self._redis, [self._jobs], [GROUP, self._worker_id])
+            await self._drop_consumers([self._worker_id])
         seen = _bytes(await self._redis.hget(self._keys.models(), self._card.name))
         # By its fingerprint: the card may be that of another worker, with another lease.
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
             await self._forget(self._card.name, seen)
+
+    async def _drop_consumers(self, names: list[str]) -> None:
+        keys = self._keys.model(self._card.name)
+        await scripts.SWEEP(self._redis, [keys.jobs, keys.rooms, keys.turns], [GROUP, *names])
 
     async def _forget(self, model: str, seen: bytes | str) -> None:
         """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost."""
@@ -146,6 +160,7 @@ class Presence:
         pipe = self._redis.pipeline(transaction=False)
         pipe.hset(self._heartbeat, mapping=fields)
         pipe.pexpire(self._heartbeat, int(self._card.lease_s * 1000))
+        pipe.hset(self._keys.model(self._card.name).rooms, self._worker_id, str(self._batch))
         return pipe
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:

@@ -12,10 +12,10 @@ from redis.exceptions import RedisError
 
 from lmpool import scripts
 from lmpool.backoff import delays
-from lmpool.errors import LMPoolError, ServerError
+from lmpool.checks import shown
+from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.keys import GROUP, ModelKeys
 from lmpool.messages import Failure
-from lmpool.refusals import passes
 from lmpool.rowcache import RowCache
 from lmpool.rows import Block
 from lmpool.server import Server
@@ -27,6 +27,7 @@ _log = logging.getLogger("lmpool.worker")
 _REPLY_CAP = 1000
 _REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
+_MARK_MS = 10_000
 
 
 class Ending(NamedTuple):
@@ -87,19 +88,17 @@ class Publisher:
         """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
         left: list[Ending] = []
 
-        async def end(call: scripts.Call) -> None:
-            left.extend(await self._end(endings, call))
+        async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
+            left.extend(ending for ending in endings if ending.digest in refused)
+            left.extend(await self._end([ending for ending in endings if ending.digest not in refused], call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         refused = await self._rows.put(block, overwrite, then=end)
-        for reason in refused.values():
-            if passes(reason):
-                raise ServerError(reason)
         return refused, left
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
-        await self.insist(partial(self._end, endings, self._rows.line.call))
+        await self.insist(partial(self._end, endings, self._rows.queue))
 
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
         """End jobs; returns those whose rows are not there."""
@@ -108,13 +107,15 @@ class Publisher:
             part = endings[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, self._keys.dead]
             keys += [self._keys.waiting + ending.digest for ending in part]
-            keys += [self._row_prefix + ending.digest for ending in part]
-            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
+            if self._rows.is_seen:
+                keys += [self._row_prefix + ending.digest for ending in part]
+            mark_ms = 0 if self._rows.is_seen else _MARK_MS
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP, mark_ms]
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
-                raise self._rows.line.distrust(outcome)
+                raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
             left += [part[int(number) - 1] for number in outcome.split()[1:]]
         return left
 

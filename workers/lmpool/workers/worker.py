@@ -13,10 +13,10 @@ from lmpool import scripts
 from lmpool.adapters import AdapterRegistry
 from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
+from lmpool.clusterrows import rows_on
 from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine, reply_timeout
-from lmpool.rowcache import RedisRows
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 from lmpool.workers.adapters import AdapterKeeper
@@ -129,13 +129,13 @@ class Worker:
         self._keys = keys.model(card.name)
         # Half a lease: a renewal whose reply does not come is sent again before the lease has passed.
         self._redis = self._server.client(reply_timeout_s=reply_timeout(card.lease_s / 2))
-        reader = CommandLine(self._server)
+        reader = CommandLine(self._server, self._keys.jobs)
         reader.reply_timeout_s = reply_timeout(card.lease_s)
-        rows = RedisRows(self._server, keys, card)
+        rows = rows_on(self._server, keys, card)
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
-        self._presence = Presence(self._redis, keys, card, self._id, opened.vocabulary)
+        self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
         self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
         self._larder = Larder(self._server, keys, opened.device, settings)

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from lmpool.errors import ProducerClosed
-from lmpool.producer.producer import Producer, RedisLike
+from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer
+from lmpool.server import RedisLike
 
 
 @dataclass(frozen=True, slots=True)

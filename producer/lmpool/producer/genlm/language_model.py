@@ -15,9 +15,9 @@ from lmpool.card import ModelCard
 from lmpool.errors import NotTokenIds, SettingsError, UnknownAdapter
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned
-from lmpool.producer.producer import RedisLike
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer
+from lmpool.server import RedisLike
 from lmpool.vocab import decode_vocab
 
 try:

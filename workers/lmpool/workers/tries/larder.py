@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from redis.exceptions import ResponseError
 
 from lmpool.asks import TrieAsk
 from lmpool.errors import (
@@ -18,9 +19,10 @@ from lmpool.errors import (
     UnknownVocabulary,
 )
 from lmpool.keys import Keys
-from lmpool.line import RowLine, reply_timeout
+from lmpool.line import RowLine, RowLines, reply_timeout
 from lmpool.messages import Failure
 from lmpool.registry import MOST_BYTES, unpack_known
+from lmpool.rowlink import Reply, RowLink
 from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
@@ -45,11 +47,11 @@ class Larder:
     """
 
     def __init__(self, server: Server, keys: Keys, device: str, settings: WorkerSettings) -> None:
+        self._server = server
         self._keys = keys
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
-        self._line = RowLine(server, MOST_BYTES)
-        self._line.reply_timeout_s = reply_timeout(settings.lease_s)
+        self._lines = RowLines(server, MOST_BYTES, reply_timeout(settings.lease_s))
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -123,10 +125,8 @@ class Larder:
         return found
 
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
-        link = await self._line.open()
         # Not GET: a value that is too large would end the connection.
-        ask = link.call((b"GETRANGE", self._keys.vocabulary(digest), 0, MOST_BYTES - 1))
-        (data,) = await self._line.wait_for(link, ask)
+        data = await self._get_range(self._keys.vocabulary(digest), MOST_BYTES)
         packed = data.tobytes() if isinstance(data, np.ndarray) else b""
         try:
             # In a thread, for a large one takes long.
@@ -138,32 +138,48 @@ class Larder:
         """Weights and rows by name, or why they cannot be used."""
         found: dict[_Source, Values | LMPoolError] = {}
         count = max(1, _MGET_BYTES // (4 * max(length for _, _, length in names)))
-        link = await self._line.open()
-        parts = [names[at : at + count] for at in range(0, len(names), count)]
-        replies = [link.mget([self._key(name) for name in part]) for part in parts]
-        for part, reply in zip(parts, replies, strict=True):
-            try:
-                values: Sequence[object] = await self._line.wait_for(link, reply)
-            except (ServerError, ProtocolError):  # The latter is what a value over the limit ends the link with.
-                values = [await self._get_bounded(name) for name in part]
-            for name, value in zip(part, values, strict=True):
-                found[name] = _read(value, name)
+        for line, numbers in await self._lines.of([self._key(name) for name in names]):
+            link = await line.open()
+            parts = [[names[one] for one in numbers[at : at + count]] for at in range(0, len(numbers), count)]
+            replies = [link.mget([self._key(name) for name in part]) for part in parts]
+            for part, reply in zip(parts, replies, strict=True):
+                for name, value in zip(part, await self._values_of(line, link, part, reply), strict=True):
+                    found[name] = _read(value, name)
         return found
+
+    async def _values_of(
+        self, line: RowLine, link: RowLink, names: Sequence[_Source], reply: asyncio.Future[list[Reply]]
+    ) -> Sequence[object]:
+        try:
+            values: Sequence[object] = await line.wait_for(link, reply)
+        except (ServerError, ProtocolError):  # The latter is what a value over the limit ends the link with.
+            return [await self._get_bounded(name) for name in names]
+        for value in values:
+            if isinstance(value, ResponseError) and line.check(link, value):
+                raise self._server.explain(value)
+        return values
 
     async def _get_bounded(self, name: _Source) -> object:
         """One vector by itself: a value that is too large ends the connection for the others too."""
-        size = encoded_size(name[2], Encoding.F32)
-        link = await self._line.open()
-        (value,) = await self._line.wait_for(link, link.call((b"GETRANGE", self._key(name), 0, size)))
+        value = await self._get_range(self._key(name), encoded_size(name[2], Encoding.F32) + 1)
         return value if isinstance(value, np.ndarray) and value.size else None
+
+    async def _get_range(self, key: bytes, most: int) -> object:
+        """The first bytes of a value, or an error of the server as a value."""
+        ((line, _),) = await self._lines.of([key])
+        link = await line.open()
+        (value,) = await line.wait_for(link, link.call((b"GETRANGE", key, 0, most - 1)))
+        if isinstance(value, ResponseError) and line.check(link, value):
+            raise self._server.explain(value)
+        return value
 
     def _key(self, name: _Source) -> bytes:
         rows, source, _ = name
         return (self._keys.row(rows) if rows else self._keys.weights()) + source
 
     def close(self) -> None:
-        """Close the connection."""
-        self._line.close()
+        """Close the connections."""
+        self._lines.close()
 
 
 def _read(value: object, name: _Source) -> Values | LMPoolError:

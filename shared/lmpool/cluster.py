@@ -1,0 +1,97 @@
+"""A Redis Cluster: which of its masters has a key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.cluster as redis_sync
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.exceptions import RedisClusterException
+
+from lmpool.errors import ServerUnreachable
+
+Place = tuple[str, int]
+"""Host and port of a node."""
+
+# What a client's own options may hold that connections to any node take.
+_OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
+            "socket_keepalive", "socket_keepalive_options")  # fmt: skip
+
+
+_MOST_NODES = 100
+
+
+def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any]]:
+    """The nodes that a cluster client was told of, and the options of its connections."""
+    nodes = [(str(node.host), int(node.port)) for node in client.nodes_manager.startup_nodes.values()]
+    given = client.connection_kwargs if isinstance(client, RedisCluster) else client.nodes_manager.connection_kwargs
+    options = {name: value for name, value in given.items() if (name in _OPTIONS or name.startswith("ssl")) and value}
+    return nodes, options
+
+
+class Cluster:
+    """Knows which master serves which slot, and reads it anew when it has been told that this has changed.
+
+    Args:
+        nodes: some nodes, of which one must answer.
+        options: of the connections to them, as redis-py calls them.
+        is_tls: whether they speak TLS.
+    """
+
+    def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
+        self.nodes = list(nodes)
+        self._options = {**options, "ssl": True} if is_tls else dict(options)
+        self._places: dict[int, Place] | None = None
+
+    def client(self, reply_timeout_s: float) -> RedisCluster:
+        """A client for control messages: of any keys, and following those that move."""
+        return RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=reply_timeout_s,
+            **self._options,
+        )
+
+    async def place(self, key: bytes) -> Place:
+        """The master that serves a key.
+
+        Raises:
+            ServerUnreachable: nobody does at present.
+            RedisError, OSError: no node answers.
+        """
+        if self._places is None:
+            self._places = await self._read()
+        slot = key_slot(key)
+        place = self._places.get(slot)
+        if place is None:
+            self.forget()
+            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
+        return place
+
+    async def _read(self) -> dict[int, Place]:
+        client = self.client(5.0)
+        try:
+            await client.initialize()
+            served = {
+                slot: (str(nodes[0].host), int(nodes[0].port))
+                for slot, nodes in client.nodes_manager.slots_cache.items()
+            }
+        except RedisClusterException as error:
+            raise ServerUnreachable(f"the cluster at {self} cannot be used: {error}") from error
+        finally:
+            await client.aclose()
+        # Those that were named at first may be gone one day.
+        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MOST_NODES]
+        return served
+
+    def forget(self) -> None:
+        """Read the places anew when they are needed next."""
+        self._places = None
+
+    def __str__(self) -> str:
+        host, port = self.nodes[0]
+        return f"{host}:{port}"

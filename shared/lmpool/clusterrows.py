@@ -1,0 +1,119 @@
+"""Where rows live on a Redis Cluster: on all of its masters, each row where its key belongs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+from lmpool.card import ModelCard
+from lmpool.keys import Keys
+from lmpool.line import CommandLine, reply_timeout
+from lmpool.rowcache import Deliver, RedisRows, RowCache, Then
+from lmpool.rows import Block, Encoding, VectorBlock
+from lmpool.scripts import Call
+from lmpool.server import Server
+
+
+def rows_on(server: Server, keys: Keys, card: ModelCard) -> RowCache:
+    """The cache of a model's rows on a server or cluster."""
+    return ClusterRows(server, keys, card) if server.is_cluster else RedisRows(server, keys, card)
+
+
+class ClusterRows:
+    """Rows as Redis strings with a TTL, on the masters of a cluster; see `RowCache` for the methods.
+
+    All of them raise ServerError when a master that is needed cannot be used.
+
+    Args:
+        server: the cluster.
+        keys: the deployment's key names.
+        card: the model.
+
+    Attributes:
+        is_seen: see `RowCache.is_seen`: the queue is on one master, most rows on others.
+    """
+
+    is_seen = False
+
+    def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
+        self._server = server
+        self._keys = keys
+        self._card = card
+        self._prefix = keys.row(card.fingerprint)
+        self._queue = CommandLine(server, keys.model(card.name).jobs)
+        self._queue.reply_timeout_s = reply_timeout(card.lease_s)
+        self._masters: dict[Server, RedisRows] = {}
+
+    @property
+    def queue(self) -> Call:
+        """See `RowCache.queue`."""
+        return self._queue.call
+
+    async def _split(self, prefix: bytes, digests: Sequence[bytes]) -> list[tuple[RedisRows, list[int]]]:
+        """Which master has which of some keys, by their numbers."""
+        parts: dict[Server, list[int]] = {}
+        for index, digest in enumerate(digests):
+            parts.setdefault(await self._server.at(prefix + digest), []).append(index)
+        return [(self._on(master), numbers) for master, numbers in parts.items()]
+
+    def _on(self, master: Server) -> RedisRows:
+        rows = self._masters.get(master)
+        if rows is None:
+            rows = self._masters[master] = RedisRows(master, self._keys, self._card)
+        return rows
+
+    async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
+        """See `RowCache.put`."""
+        parts = await self._split(self._prefix, block.digests)
+        found = await asyncio.gather(*(rows.put(block, overwrite, some=numbers) for rows, numbers in parts))
+        refused = _together(found)
+        if then is not None:
+            await then(self._queue.call, refused)
+        return refused
+
+    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
+        """See `RowCache.put_weights`."""
+        parts = await self._split(self._keys.weights(), block.digests)
+        return _together(await asyncio.gather(*(rows.put_weights(block, numbers) for rows, numbers in parts)))
+
+    async def get_many(
+        self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
+    ) -> None:
+        """See `RowCache.get_many`."""
+        lengths = lengths or {}
+
+        async def get(rows: RedisRows, some: list[bytes]) -> None:
+            await rows.get_many(some, deliver, {digest: lengths[digest] for digest in some if digest in lengths})
+
+        parts = await self._split(self._prefix, digests)
+        await asyncio.gather(*(get(rows, [digests[number] for number in numbers]) for rows, numbers in parts))
+
+    async def there(self, digests: Sequence[bytes]) -> list[bytes]:
+        """See `RowCache.there`."""
+        parts = await self._split(self._prefix, digests)
+        found = await asyncio.gather(*(rows.there([digests[one] for one in numbers]) for rows, numbers in parts))
+        return [digest for some in found for digest in some]
+
+    async def entries(
+        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+    ) -> list[bytes | None]:
+        """See `RowCache.entries`; one call for each row, for a script may look at keys of one slot only."""
+        parts = await self._split(self._prefix, digests)
+        owners = {number: rows for rows, numbers in parts for number in numbers}
+        calls = (owners[at].entries([digests[at]], encoding, [ranges[at]]) for at in range(len(digests)))
+        return [one for (one,) in await asyncio.gather(*calls)]
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """See `RowCache.drop`; one call for each key, for the same reason."""
+        parts = await self._split(b"", keys)
+        await asyncio.gather(*(rows.drop([keys[number]]) for rows, numbers in parts for number in numbers))
+
+    def close(self) -> None:
+        """Close all connections; what is under way fails."""
+        self._queue.close()
+        for rows in self._masters.values():
+            rows.close()
+
+
+def _together(found: Sequence[dict[bytes, str]]) -> dict[bytes, str]:
+    return {digest: reason for some in found for digest, reason in some.items()}
