@@ -295,9 +295,11 @@ async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: P
         async def trouble() -> None:
             # The replica of a master that does not exist: reads are answered, writes refused.
             shaken.redis.replicaof("127.0.0.1", "1")
-            late = asyncio.create_task(ask(producer, prompts(8)))
-            await refused(shaken, "try again: READONLY")
-            shaken.redis.replicaof("NO", "ONE")
+            try:
+                late = asyncio.create_task(ask(producer, prompts(8)))
+                await refused(shaken, "READONLY")
+            finally:
+                shaken.redis.replicaof("NO", "ONE")
             await late
 
         await ask_during(producer, shaken, trouble)
@@ -345,9 +347,11 @@ async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool
         async def trouble() -> None:
             endless = asyncio.create_task(asyncio.to_thread(_never_ends, shaken.url))
             late = asyncio.create_task(ask(producer, prompts(8)))
-            await refused(shaken, "BUSY")
-            shaken.redis.script_kill()
-            await endless
+            try:
+                await refused(shaken, "BUSY")
+            finally:
+                shaken.redis.script_kill()
+                await endless
             await late
 
         await ask_during(producer, shaken, trouble)
@@ -377,9 +381,11 @@ async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_s
             shaken.redis.config_set("save", "3600 1")
             in_the_way.mkdir()
             shaken.redis.bgsave()
-            await refused(shaken, "MISCONF")
-            in_the_way.rmdir()
-            shaken.redis.config_set("save", "")
+            try:
+                await refused(shaken, "MISCONF")
+            finally:
+                in_the_way.rmdir()
+                shaken.redis.config_set("save", "")
 
         await ask_during(producer, shaken, trouble)
 

@@ -38,6 +38,7 @@ class Striker:
         self._proxy = proxy
         self._server = server
         self._draw = random.Random(seed)
+        self._restarting = asyncio.Lock()
         self.troubles: list[Trouble] = []
 
     async def run(self, plan: Sequence[Strike], seconds: float) -> None:
@@ -113,7 +114,7 @@ class Striker:
             client.close()
 
     async def _restart(self, strike: Strike) -> float:
-        if self._server.running:  # Else another strike is at it.
+        async with self._restarting:  # Another strike may be at it.
             if strike.kind is Kind.CRASH:
                 os.kill(self._server.pid, signal.SIGKILL)
             await asyncio.to_thread(self._server.stop)
