@@ -15,8 +15,8 @@ from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, V, until, until_async
 
 QUEUED = 400
-SLOW = ("--lease-s", 2, "--step-ms", 100, "--max-batch", 8)
-"""80 rows a second."""
+SLOW = ("--lease-s", 1, "--step-ms", 100, "--max-batch", 4)
+"""40 rows a second."""
 
 CLIENT = """
 import asyncio, sys
@@ -90,7 +90,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
     raw = list(pool.redis.scan_iter(f"{pool.prefix}:*waiting*", 1000))
     assert waiting
     assert all(pool.redis.pttl(key) <= 10_000 for key in raw)
-    await until_async(lambda: is_empty(pool), "its prompts are done with", 15)
+    await until_async(lambda: is_empty(pool), "its prompts are done with")
     async with pool.producer(timeout=20) as producer:
         assert np.array_equal(await producer.logprobs([7]), synthetic_row([7], vocab_size=V))
         await until_async(lambda: _computed(pool, 1), "the heartbeat counts")
