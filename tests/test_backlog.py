@@ -177,9 +177,9 @@ async def test_an_entry_that_moved_up_tells_since_when_it_has_waited(redis: redi
 
 async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redis: redis_async.Redis) -> None:
     """As `lmpool dead retry` queues it: with the field "keep" in place of a client."""
-    entry = await redis.xadd(JOBS, {"m": b"job-1"})
+    await redis.xadd(JOBS, {"m": b"job-1"})
+    (entry,) = await take(redis)
     await redis.hset(waiting(1), mapping={"job": entry, "keep": ""})
-    await take(redis)
     assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry]) == []
     assert await finish(redis, (entry, 1, b"", False)) == 0
     assert not await redis.exists(b"keep", waiting(1))
