@@ -171,9 +171,8 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
             if landed % 50 == 0:
                 taken.append(resident_bytes())
 
-        tasks = [asyncio.create_task(ask(i)) for i in range(100_000)]
-        await asyncio.sleep(0)
         taken = [resident_bytes()]
+        tasks = [asyncio.create_task(ask(i)) for i in range(100_000)]
 
         async def some() -> bool:
             return landed >= 3000
@@ -181,8 +180,8 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
         await until_async(some, "rows come", 90)
         grown = max(taken) - taken[0]
         # What 100,000 requests themselves take, and some rows on their way.
-        assert grown < 400 * 2**20, f"{grown / 2**20:.0f} MB"
-        print(f"peak of 100,000 awaits: {grown / 2**20:.0f} MB more than the tasks themselves")
+        assert grown < 600 * 2**20, f"{grown / 2**20:.0f} MB"
+        print(f"peak of 100,000 awaits: {grown / 2**20:.0f} MB, the tasks included")
         assert pool.jobs() <= 8192, "the server has a part of them only"
         for task in tasks:
             task.cancel()
