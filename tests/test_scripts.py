@@ -5,127 +5,41 @@ Leases pass without waiting: XCLAIM sets how long an entry has been idle.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
-import fakeredis.aioredis
 import pytest
 import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError
 
 from lmpool import scripts
-from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ServerError
 from lmpool.keys import GROUP, JOB_FIELD, Keys
 from lmpool.line import CommandLine, RowLine
-from lmpool.messages import Failure
 from lmpool.server import Server
-
-MODEL = Keys("test").model("m")
-ROWS = Keys("test").row("fp")
-JOBS, DEAD = MODEL.jobs, MODEL.dead
-LEASE_MS = 15_000
-LIFETIME_MS = 100_000
-FAILURE = Failure("WorkerError", "no").pack()
-A, B, C = (MODEL.reply(name) for name in "abc")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
-        yield running.url
-
-
-@pytest.fixture(params=["fake", "real"])
-async def redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_async.Redis]:
-    client: redis_async.Redis
-    if request.param == "fake":
-        client = fakeredis.aioredis.FakeRedis()
-    else:
-        client = redis_async.Redis.from_url(request.getfixturevalue("server"))
-        await client.flushall()
-    await client.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
-    yield client
-    await client.aclose()
-
-
-def digest(number: int) -> bytes:
-    """A digest with bytes that text would not survive."""
-    return bytes([number, 0, 10, 13, 58, 123, 255, 128]) * 2
-
-
-def waiting(number: int) -> bytes:
-    return MODEL.waiting + digest(number)
-
-
-async def submit(
-    redis: redis_async.Redis,
-    *numbers: int,
-    reply: bytes = A,
-    limit: int = 100,
-    check_rows: bool = True,
-    again: bool = False,
-    lifetime: int = LIFETIME_MS,
-) -> str:
-    keys = [JOBS, reply, *map(waiting, numbers)]
-    if check_rows:
-        keys += [ROWS + digest(number) for number in numbers]
-    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
-    outcome: bytes = await scripts.SUBMIT(redis, keys, args)
-    return outcome.decode()
-
-
-async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> int:
-    return int(await scripts.CANCEL(redis, [JOBS, reply, *map(waiting, numbers)], [GROUP]))
-
-
-async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
-    """Read new entries as a worker does; returns their ids."""
-    reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
-    return [entry for entry, _ in reply[0][1]] if reply else []
-
-
-async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
-    """Make entries look as if their worker had taken them a lease ago, for the given time."""
-    await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
-
-
-async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
-    """End entries: (entry, number, failure, dead)."""
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
-    for entry, _, failure, dead in endings:
-        args += [entry, failure, int(dead)]
-    return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
-
-
-async def claim(
-    redis: redis_async.Redis, *, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
-) -> tuple[int, list[tuple[bytes, bytes, int]]]:
-    alone, taken = await scripts.CLAIM(redis, [JOBS], [GROUP, consumer, LEASE_MS, most, want, int(idle)])
-    return alone, [(entry, job, deliveries) for entry, job, deliveries in taken]
-
-
-async def entries_of(redis: redis_async.Redis, key: bytes = JOBS) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    found: Any = await redis.xrange(key)
-    return [(entry, fields) for entry, fields in found]
-
-
-async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes]]:
-    return [fields for _, fields in await entries_of(redis, reply)]
-
-
-async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
-    """Entry -> who holds it, and its deliveries."""
-    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
-    return {one["message_id"]: (one["consumer"], one["times_delivered"]) for one in found}
-
-
-async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
-    found: Any = await redis.hgetall(key)
-    return dict(found)
-
+from tests.script_calls import (
+    DEAD,
+    FAILURE,
+    JOBS,
+    LIFETIME_MS,
+    MODEL,
+    ROWS,
+    A,
+    B,
+    C,
+    cancel,
+    claim,
+    digest,
+    entries_of,
+    fall_silent,
+    finish,
+    hash_of,
+    pending,
+    submit,
+    take,
+    told,
+    waiting,
+)
+from tests.script_fixtures import script_redis, script_server  # noqa: F401
 
 # submit
 

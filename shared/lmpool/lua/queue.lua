@@ -74,9 +74,7 @@ local function move_up()
   while free > 0 and looked_at < MOST_LOOKED_AT do
     local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_LOOKED_AT - looked_at))
     if #first == 0 then
-      -- Nobody has a turn any more: the clock begins anew.
-      redis.call('DEL', turns, backlog_jobs)
-      return false
+      break
     end
     for i = 1, #first, 2 do
       local digest, waiting = first[i], base .. ':waiting:' .. first[i]
@@ -92,9 +90,13 @@ local function move_up()
       redis.call('HDEL', backlog_jobs, digest)
     end
   end
+  if redis.call('EXISTS', backlog) == 0 then
+    -- Nobody has a turn any more: the clock begins anew.
+    redis.call('DEL', turns, backlog_jobs)
+    return false
+  end
   if now then
     redis.call('HSET', turns, '', now)
   end
   return free > 0
 end
-

@@ -1,0 +1,95 @@
+"""Calling the scripts of a queue as producers and workers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio as redis_async
+
+from lmpool import scripts
+from lmpool.keys import GROUP, Keys
+from lmpool.messages import Failure
+
+MODEL = Keys("test").model("m")
+ROWS = Keys("test").row("fp")
+JOBS, DEAD = MODEL.jobs, MODEL.dead
+LEASE_MS = 15_000
+LIFETIME_MS = 100_000
+FAILURE = Failure("WorkerError", "no").pack()
+A, B, C = (MODEL.reply(name) for name in "abc")
+
+
+def digest(number: int) -> bytes:
+    """A digest with bytes that text would not survive."""
+    return bytes([number, 0, 10, 13, 58, 123, 255, 128]) * 2
+
+
+def waiting(number: int) -> bytes:
+    return MODEL.waiting + digest(number)
+
+
+async def submit(
+    redis: redis_async.Redis,
+    *numbers: int,
+    reply: bytes = A,
+    limit: int = 100,
+    check_rows: bool = True,
+    again: bool = False,
+    lifetime: int = LIFETIME_MS,
+) -> str:
+    keys = [JOBS, reply, *map(waiting, numbers)]
+    if check_rows:
+        keys += [ROWS + digest(number) for number in numbers]
+    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
+    outcome: bytes = await scripts.SUBMIT(redis, keys, args)
+    return outcome.decode()
+
+
+async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> int:
+    return int(await scripts.CANCEL(redis, [JOBS, reply, *map(waiting, numbers)], [GROUP]))
+
+
+async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
+    """Read new entries as a worker does; returns their ids."""
+    reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
+    return [entry for entry, _ in reply[0][1]] if reply else []
+
+
+async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
+    """Make entries look as if their worker had taken them a lease ago, for the given time."""
+    await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
+
+
+async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
+    """End entries: (entry, number, failure, dead)."""
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
+    for entry, _, failure, dead in endings:
+        args += [entry, failure, int(dead)]
+    return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
+
+
+async def claim(
+    redis: redis_async.Redis, *, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
+) -> tuple[int, list[tuple[bytes, bytes, int]]]:
+    alone, taken = await scripts.CLAIM(redis, [JOBS], [GROUP, consumer, LEASE_MS, most, want, int(idle)])
+    return alone, [(entry, job, deliveries) for entry, job, deliveries in taken]
+
+
+async def entries_of(redis: redis_async.Redis, key: bytes = JOBS) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    found: Any = await redis.xrange(key)
+    return [(entry, fields) for entry, fields in found]
+
+
+async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes]]:
+    return [fields for _, fields in await entries_of(redis, reply)]
+
+
+async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
+    """Entry -> who holds it, and its deliveries."""
+    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
+    return {one["message_id"]: (one["consumer"], one["times_delivered"]) for one in found}
+
+
+async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
+    found: Any = await redis.hgetall(key)
+    return dict(found)

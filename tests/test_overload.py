@@ -1,0 +1,188 @@
+"""More is asked than can be computed: clients take turns, memory is bounded, and the caller chooses what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.errors import QueueFull, SettingsError
+from lmpool.producer import Producer
+from lmpool.synthetic import synthetic_row
+from tests.pool import Pool, V, is_held, until_async
+
+BATCH = 8
+SLOW = ("--max-batch", BATCH, "--step-ms", 20)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def checked(producer: Producer, prompt: list[int]) -> None:
+    assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
+
+
+async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(pool: Pool) -> None:
+    pool.start(*SLOW)
+    done = 0
+
+    async def ask(prompt: list[int]) -> None:
+        nonlocal done
+        await checked(greedy, prompt)
+        done += 1
+
+    async with pool.producer(timeout=600) as greedy, pool.producer() as modest:
+        tasks = [asyncio.create_task(ask([i % 500, i // 500])) for i in range(50_000)]
+
+        async def moves() -> bool:
+            return done > 4 * BATCH
+
+        await until_async(moves, "the many are being computed")
+        waited = []
+        for i in range(30):
+            before = done
+            await checked(modest, [501, i])
+            waited.append((done - before) / BATCH)
+        assert np.quantile(waited, 0.99) <= 10
+        assert done < 25_000, "the many are still under way"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await checked(greedy, [501, 0])
+
+
+async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
+    pool.start("--max-batch", 512)
+    pool.start("--max-batch", 512)
+    async with pool.producer(timeout=100) as producer:
+        await asyncio.gather(*(checked(producer, [i % 500, i // 500]) for i in range(12_000)))
+    assert pool.jobs() == 0
+    assert not pool.names("*backlog*")
+    assert not pool.names("*turns*")
+
+
+async def test_cancelled_prompts_leave_the_backlog(pool: Pool) -> None:
+    pool.start("--max-batch", 1, "--step-ms", 200)
+    async with pool.producer() as producer:
+        tasks = [asyncio.create_task(producer.logprobs([i])) for i in range(200)]
+
+        async def queued() -> bool:
+            return pool.jobs() == 200
+
+        await until_async(queued, "all are queued")
+        for task in tasks[5:]:
+            task.cancel()
+
+        async def taken_back() -> bool:
+            return pool.jobs() <= 5
+
+        await until_async(taken_back, "the others are taken back")
+        await asyncio.gather(*tasks[:5])
+
+
+async def test_what_nobody_waits_for_any_more_is_not_computed(pool: Pool) -> None:
+    """A client that vanishes leaves its prompts behind; workers pass over them when its deadline is past."""
+    script = """
+        import asyncio, sys
+        from lmpool.producer import Producer
+        async def main():
+            async with Producer(redis=sys.argv[1], prefix=sys.argv[2], timeout=0.5) as producer:
+                asked = [asyncio.create_task(producer.logprobs([i])) for i in range(200)]
+                await asyncio.sleep(0)
+                print("asked", flush=True)
+                await asyncio.gather(*asked)
+        asyncio.run(main())
+    """
+    first = pool.start("--max-batch", 1, "--step-ms", 60_000, "--lease-s", 0.5)
+    client = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), pool.url, pool.prefix], stdout=subprocess.PIPE
+    )
+    assert client.stdout is not None
+    assert client.stdout.readline() == b"asked\n"
+
+    async def queued() -> bool:
+        return pool.jobs() == 200
+
+    await until_async(queued, "all are queued")
+    client.kill()
+    client.wait()
+    first.end()
+
+    async def expired() -> bool:
+        return not pool.names("*waiting*")
+
+    await until_async(expired, "nobody waits any more")
+    await asyncio.to_thread(pool.start, "--max-batch", 8, "--lease-s", 0.5)
+    async with pool.producer() as producer:
+        await checked(producer, [300])
+
+        async def empty() -> bool:
+            return pool.jobs() == 0
+
+        await until_async(empty, "the queue is empty")
+        # What the first worker held is given to the second after a lease, which may compute it.
+        assert await pool.rows_computed() <= 4
+
+
+async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wants_so(pool: Pool) -> None:
+    pool.start("--step-ms", 60_000, "--max-batch", 1, "--queue-limit", 3)
+    async with pool.producer() as patient, pool.producer(when_full="raise", timeout=60) as impatient:
+        asked = [asyncio.create_task(patient.logprobs([i])) for i in range(3)]
+        await until_async(lambda: is_held(pool), "the worker holds a prompt")
+
+        async def full() -> bool:
+            return pool.jobs() == 3
+
+        await until_async(full, "the queue is full")
+        with pytest.raises(QueueFull, match="limit of 3 prompts.*--queue-limit"):
+            await asyncio.wait_for(impatient.logprobs([9]), 5)
+        with pytest.raises(QueueFull, match="limit of 3 prompts"):
+            await asyncio.wait_for(impatient.batch_logprobs([[8], [9]]), 5)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+@pytest.mark.parametrize("value", ["block", None, True])
+def test_what_a_full_queue_means_is_one_of_two_words(value: object) -> None:
+    with pytest.raises(SettingsError, match="when_full: .* is not one of wait, raise"):
+        Producer(when_full=value)  # type: ignore[arg-type]
+
+
+async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None:
+    """Rows of 100,000 prompts would be 26 GB; those that have not been fetched yet wait in the server's cache."""
+    wide = 65_536
+    pool.start("--vocab-size", wide, "--max-batch", 64, "--encoding", "bf16")
+    landed = 0
+    async with pool.producer(cache_bytes=0, timeout=600) as producer:
+
+        async def ask(i: int) -> None:
+            nonlocal landed
+            await producer.logprobs([i % 60_000, i // 60_000])
+            landed += 1
+            if landed % 50 == 0:
+                taken.append(resident_bytes())
+
+        taken = [resident_bytes()]
+        tasks = [asyncio.create_task(ask(i)) for i in range(100_000)]
+
+        async def some() -> bool:
+            return landed >= 3000
+
+        await until_async(some, "rows come", 90)
+        grown = max(taken) - taken[0]
+        # What 100,000 requests themselves take, and some rows on their way.
+        assert grown < 600 * 2**20, f"{grown / 2**20:.0f} MB"
+        print(f"peak of 100,000 awaits: {grown / 2**20:.0f} MB, the tasks included")
+        assert pool.jobs() <= 8192, "the server has a part of them only"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
