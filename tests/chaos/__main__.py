@@ -26,6 +26,8 @@ from tests.proxy import Proxy
 
 _PREFIX = "chaos"
 _MEMORY = 1 << 29
+_PATIENCE_S = 10.0
+"""What is waited for is remembered for a little longer than its deadline."""
 
 
 async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Report:
@@ -65,7 +67,7 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
         keys = Keys(_PREFIX)
         settle(client, keys, settings.workers, 3 * settings.lease_s)
         fleet.end_workers()
-        return leaked_keys(client, keys, settings.timeout_s, settings.lease_s)
+        return leaked_keys(client, keys, settings.timeout_s + _PATIENCE_S, settings.lease_s)
     finally:
         client.close()
 

@@ -51,12 +51,12 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
     """What should not be there: "key: why".
 
     Rows, vocabularies and a client's reply stream expire, and the empty stream of the queue stays for the next worker.
-    A killed worker's heartbeat is given its lease. What is waited for may live as long as a request, but not longer.
+    A killed worker's heartbeat is given its lease. What is waited for may live as long as a request, and hardly longer.
 
     Args:
         client: of the server.
         keys: names of the pool's keys.
-        most_ttl_s: how long a request may take.
+        most_ttl_s: how long it may be remembered that somebody waits.
         lease_s: how long a heartbeat lives.
     """
     beats = f"{keys.prefix}:worker:*"
