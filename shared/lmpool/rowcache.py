@@ -20,7 +20,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.rowlink import Bulk, RowWrite, fresh_bulk
-from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_logprobs, decode_row, encoded_size
+from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
 
@@ -174,10 +174,11 @@ class RedisRows:
         try:
             row = decode_row(value, length)
             if not is_answer:
-                check_logprobs(row)
-            if value.flags.writeable and len(self._spare) < _MOST_SPARE:
+                check_row(row)
+            received = value if value.base is None else value.base
+            if received.flags.writeable and len(self._spare) < _MOST_SPARE:
                 # The row does not live in it. Memory that the processor has in its cache is worth keeping.
-                self._spare.append(value)
+                self._spare.append(received)
             return row
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
