@@ -107,6 +107,11 @@ class RowLine(Line[RowLink]):
         super().__init__(server, lambda: server.row_link(self._max_bulk, allocate))
         self._max_bulk = max_bulk
 
+    @property
+    def max_bulk(self) -> int:
+        """Largest value in bytes that is accepted."""
+        return self._max_bulk
+
     def allow(self, size: int) -> None:
         """Accept values of up to `size` bytes from now on, if that is more than until now."""
         if size > self._max_bulk:

@@ -96,7 +96,8 @@ class RedisRows:
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
-        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
+        # And a row that is too long must be told from one of the right length.
+        self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32) + 1), self._allocate)
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(card.vocab_size, card.row_encoding)
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
@@ -137,7 +138,7 @@ class RedisRows:
         """
         lengths = lengths or {}
         if lengths:
-            self.line.allow(encoded_size(max(lengths.values()), Encoding.F32))
+            self.line.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
         chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
             await self._get_chunk(chunks[0], deliver, lengths)
@@ -163,10 +164,21 @@ class RedisRows:
         prefix = self._prefix
         async with self._window:
             link = await self.line.open()
-            values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+            try:
+                values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+            except ProtocolError:  # What a value over the limit ends the link with, for all that are under way.
+                values = await self._get_bounded(digests)
         for digest, value in zip(digests, values, strict=True):
             length = lengths.get(digest, self._vocab_size)
             deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
+
+    async def _get_bounded(self, digests: Sequence[bytes]) -> list[object]:
+        """As MGET, for values of which some may be of any size: no more of each than shows that it is too large."""
+        link, most = await self.line.open(), self.line.max_bulk - 1
+        replies = [link.call((b"GETRANGE", self._prefix + digest, 0, most)) for digest in digests]
+        found = [await self.line.wait_for(link, reply) for reply in replies]
+        # An empty string is what GETRANGE finds where there is nothing.
+        return [value if isinstance(value, np.ndarray) and value.size else None for (value,) in found]
 
     def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
         if not isinstance(value, np.ndarray):

@@ -222,9 +222,18 @@ def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
     Raises:
         ProtocolError: an entry is NaN or far above 0, or all lie too low.
     """
-    if not -math.log(len(row)) - _MOST_LOGPROB <= (most := row.max()) <= _MOST_LOGPROB:
-        raise ProtocolError(f"the largest of the row's {len(row)} entries is {most}: these are no log-probabilities")
+    check_largest(row.max(), len(row))
     return row
+
+
+def check_largest(most: float | np.float32, vocab_size: int) -> None:
+    """Refuse what cannot be the largest entry of a row of V; see `check_row`.
+
+    Raises:
+        ProtocolError: it is NaN, far above 0 or too low.
+    """
+    if not -math.log(vocab_size) - _MOST_LOGPROB <= most <= _MOST_LOGPROB:
+        raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -27,8 +27,14 @@ for i = 1, count do
   if size > 0 then
     outcome[i] = 'R'
   else
-    local job = redis.call('HGET', waiting, 'job')
-    if job and again and #redis.call('XRANGE', jobs, job, job) == 0 then
+    local job = redis.pcall('HGET', waiting, 'job')
+    if type(job) == 'table' then
+      -- No hash: nobody can be waiting there.
+      redis.call('DEL', waiting)
+      job = false
+    end
+    -- What stands there may be no entry id: then there is no such job either.
+    if job and again and #redis.pcall('XRANGE', jobs, job, job) == 0 then
       job = false
     end
     if job then

@@ -21,7 +21,7 @@ from lmpool.keys import Keys
 from lmpool.line import RowLine
 from lmpool.messages import Failure
 from lmpool.registry import MOST_BYTES, unpack_known
-from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
+from lmpool.rows import Encoding, check_row, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
 from lmpool.workers.settings import WorkerSettings
@@ -48,7 +48,9 @@ class Larder:
         self._keys = keys
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
-        self._line = RowLine(server, MOST_BYTES)
+        # A link for each size: what others have stored as a row or as weights is not to be as large as a vocabulary.
+        self._line = RowLine(server, 0)
+        self._vocabularies = RowLine(server, MOST_BYTES)
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -122,10 +124,11 @@ class Larder:
         return found
 
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
-        link = await self._line.open()
+        line = self._vocabularies
+        link = await line.open()
         # Not GET: a value that is too large would end the connection.
         ask = link.call((b"GETRANGE", self._keys.vocabulary(digest), 0, MOST_BYTES - 1))
-        (data,) = await self._line.wait_for(link, ask)
+        (data,) = await line.wait_for(link, ask)
         packed = data.tobytes() if isinstance(data, np.ndarray) else b""
         try:
             # In a thread, for a large one takes long.
@@ -136,7 +139,9 @@ class Larder:
     async def _find_vectors(self, names: Sequence[_Source]) -> dict[_Source, Values | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
         found: dict[_Source, Values | LMPoolError] = {}
-        count = max(1, _MGET_BYTES // (4 * max(length for _, _, length in names)))
+        longest = max(length for _, _, length in names)
+        count = max(1, _MGET_BYTES // (4 * longest))
+        self._line.allow(encoded_size(longest, Encoding.F32) + 1)
         link = await self._line.open()
         parts = [names[at : at + count] for at in range(0, len(names), count)]
         replies = [link.mget([self._key(name) for name in part]) for part in parts]
@@ -163,6 +168,7 @@ class Larder:
     def close(self) -> None:
         """Close the connection."""
         self._line.close()
+        self._vocabularies.close()
 
 
 def _read(value: object, name: _Source) -> Values | LMPoolError:
@@ -171,7 +177,7 @@ def _read(value: object, name: _Source) -> Values | LMPoolError:
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
         vector = decode_row(value, name[2])
-        return check_logprobs(vector) if name[0] else vector
+        return check_row(vector) if name[0] else vector
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
 
