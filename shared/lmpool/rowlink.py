@@ -2,9 +2,9 @@
 
 Rows are written straight from the backend's block, and each is received into the buffer that becomes the row,
 together with the line end behind it: a value counts only when that has been seen, for bytes that were lost on the way
-would be replaced by those that follow. A general client copies a received row twice more, and every copy of 200 KB is paid in page faults too. The
-script that ends jobs runs here as well: what is sent first is done first, so it finds the rows of the SETs
-before it.
+would be replaced by those that follow. A general client copies a received row twice more, and every copy of 200 KB is
+paid in page faults too. The script that ends jobs runs here as well: what is sent first is done first, so it finds the
+rows of the SETs before it.
 """
 
 from __future__ import annotations

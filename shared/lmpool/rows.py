@@ -212,9 +212,9 @@ def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> 
 def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
     """Refuse what cannot be the row of a prompt; returns the row.
 
-    Of V probabilities that sum to 1 the largest is at least 1 / V, so a row whose largest entry lies below -log V is none:
-    one of -inf alone, of logits, or shifted. That costs no other pass; summing would cost several times as much. The
-    rounding of logZ and of 16-bit numbers takes an entry as far down as up.
+    Of V probabilities that sum to 1 the largest is at least 1 / V, so a row whose largest entry lies below -log V is
+    none: one of -inf alone, of logits, or shifted. That costs no other pass; summing would cost several times as much.
+    The rounding of logZ and of 16-bit numbers takes an entry as far down as up.
 
     Args:
         row: float32 (V,), whole.

@@ -8,8 +8,8 @@
 local NAME = 1024
 local most, limit = tonumber(ARGV[1]), tonumber(ARGV[2])
 local found = {}
-for i, key in ipairs(KEYS) do
-  local count = redis.pcall('HLEN', key)
+for i = 1, #KEYS do
+  local count = redis.pcall('HLEN', KEYS[i])
   local names = {unpack(ARGV, 3)}
   if type(count) == 'table' then
     if not string.find(count.err or 'WRONGTYPE', 'WRONGTYPE', 1, true) then
@@ -20,9 +20,9 @@ for i, key in ipairs(KEYS) do
     found[i] = count
   else
     local pairs = {}
-    for _, name in ipairs(#names > 0 and names or redis.call('HKEYS', key)) do
-      local size = redis.call('HSTRLEN', key, name)
-      local value = size <= limit and redis.call('HGET', key, name)
+    for _, name in ipairs(#names > 0 and names or redis.call('HKEYS', KEYS[i])) do
+      local size = redis.call('HSTRLEN', KEYS[i], name)
+      local value = size <= limit and redis.call('HGET', KEYS[i], name)
       if #name <= NAME and (value or size > limit) then
         pairs[#pairs + 1] = name
         pairs[#pairs + 1] = value or size

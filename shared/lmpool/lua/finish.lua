@@ -22,20 +22,18 @@ local jobs, dead = KEYS[1], KEYS[2]
 local group, fingerprint = ARGV[1], ARGV[2]
 local count = math.floor((#ARGV - HEAD) / 3)
 local entries, done, told, left = {}, {}, {}, {}
-local replies = string.gsub(jobs, 'jobs$', 'reply:')
--- Whether an entry was added; not where something else than a stream is, or one that has come to its last id.
-local function add(stream, cap, ...)
-  local outcome = redis.pcall('XADD', stream, 'MAXLEN', '~', cap, '*', ...)
-  local err = type(outcome) == 'table' and outcome.err or ''
-  if string.find(err, 'WRONGTYPE', 1, true) or string.find(err, 'exhausted', 1, true) then
-    return false
-  end
-  return type(outcome) == 'string' or redis.call('XADD', stream, 'MAXLEN', '~', cap, '*', ...)
+local replies = string.gsub(jobs, 'jobs$', 'reply')
+-- Whether something else than a stream is there, or one that has come to its last id.
+local function is_spoilt(outcome)
+  return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
 end
 local function tell(reply, ...)
-  if not add(reply, ARGV[3], ...) then
-    redis.call('DEL', reply)
-    add(reply, ARGV[3], ...)
+  local outcome = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
+  if type(outcome) == 'table' then
+    if is_spoilt(outcome) then
+      redis.call('DEL', reply)
+    end
+    redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   end
   told[reply] = true
 end
@@ -60,7 +58,10 @@ local function bury(failure, fields)
   if #fields > 2 * MOST_DEAD_FIELDS or size > MOST_DEAD_BYTES then
     fields = {'bytes', size}
   end
-  add(dead, ARGV[5], 'e', failure, unpack(fields))
+  local outcome = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+  if type(outcome) == 'table' and not is_spoilt(outcome) then
+    redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+  end
 end
 for i = 1, count do
   local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
