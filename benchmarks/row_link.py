@@ -32,7 +32,9 @@ class RowLinkUser:
     def __init__(self, url: str, vocab_size: int) -> None:
         card = ModelCard("row-link", "none", vocab_size, 1, "row-link", "float32", row_ttl_s=600)
         self._rows = RedisRows(Server(url), Keys(), card)
-        self._numbers = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
+        logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
+        # Log-probabilities, for others are refused when they are fetched.
+        self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self._got = 0
 
     async def put(self, rows: int) -> None:

@@ -229,7 +229,10 @@ async def test_each_value_is_fresh_writeable_memory_of_its_own() -> None:
     one, other = first.result()
     assert one.dtype == np.uint8
     assert one.shape == (3,)
-    assert one.flags.owndata
+    # Views of what was received, its line end included.
+    received = [cast(np.ndarray[Any, Any], value.base) for value in (one, other)]
+    assert [value.shape for value in received] == [(5,), (5,)]
+    assert not np.shares_memory(received[0], received[1])
     one[:] = 0
     assert (other.tobytes(), second.result()[0].tobytes()) == (b"one", b"two")
 
@@ -238,10 +241,34 @@ async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
     line = Line()
     reply = line.mget(2)
     whole = array([b"abc", b"def"])
-    line.feed(whole[:-3])  # all but the last byte of the value
-    assert not reply.done()
-    line.feed(whole[-3:])
+    for byte in whole[:-1]:
+        line.feed(bytes([byte]))
+        assert not reply.done()
+    line.feed(whole[-1:])
     assert plain(reply) == [b"abc", b"def"]
+
+
+@pytest.mark.parametrize("size", [1, 3000, LARGE])
+@pytest.mark.parametrize("lost", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 5000, 10**9])
+async def test_bytes_that_are_lost_within_the_last_value_are_not_replaced_by_those_that_follow(
+    size: int, lost: int, step: int
+) -> None:
+    """Whatever comes behind it takes the place of what was lost, and the line end is not where it should be."""
+    line = Line()
+    replies = [line.mget(1), line.mget(1)]
+    first, second = array([b"a" * size]), array([b"b" * size])
+    line.feed(first[: -2 - lost] + first[-2:] + second, iter(lambda: step, 0))
+    assert_broken(line, replies, ProtocolError)
+
+
+async def test_one_value_that_does_not_end_answers_no_call() -> None:
+    line = Line()
+    reply = line.link.call([b"GETRANGE", b"k", 0, 5])
+    line.feed(b"$5\r\nabc\r\n")
+    assert not reply.done()
+    line.feed(b"$5\r\nother\r\n")
+    assert_broken(line, [reply], ProtocolError)
 
 
 # Errors that the server answers with

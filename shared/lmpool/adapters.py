@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from lmpool import scripts
 from lmpool.checks import shown
 from lmpool.errors import ProtocolError, SettingsError
+from lmpool.hashes import read_hashes
 from lmpool.keys import ModelKeys
 from lmpool.messages import unpack_flat
 
@@ -150,9 +151,15 @@ class AdapterRegistry:
         Raises:
             ProtocolError: more than there can be, or something that is none.
         """
-        found = await scripts.REGISTERED(self._redis, self._keys, [])
-        served, offered = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in found)
-        owner = served.pop(b"", b"").decode("ascii", "replace")
+        # Workers that start at once may register some too many.
+        most = 2 * MAX_ADAPTERS
+        try:
+            served, offered = await read_hashes(self._redis, self._keys, most_bytes=_MOST_BYTES, most_fields=most)
+        except ProtocolError as error:
+            text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
+            raise ProtocolError(text) from error
+        found = served.pop(b"", b"")
+        owner = found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
         adapters = {name: Adapter(*fields) for name, fields in _decode(served, 2)}
         return Registered(owner, adapters, {name: Offer(*fields) for name, fields in _decode(offered, 3)})
 
@@ -223,13 +230,12 @@ class AdapterRegistry:
         await scripts.RESTORE(self._redis, self._keys, args)
 
 
-def _decode(found: dict[bytes, bytes], fields: int) -> list[tuple[str, list[str]]]:
-    # Workers that start at once may register some too many.
-    if len(found) > 2 * MAX_ADAPTERS:
-        raise ProtocolError(f"the server has {len(found)} adapters of this model: there can be {MAX_ADAPTERS}")
+def _decode(found: dict[bytes, bytes | int], fields: int) -> list[tuple[str, list[str]]]:
     decoded = []
     for key, data in found.items():
         name = key.decode("utf-8", "replace")
+        if isinstance(data, int):
+            raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
         values: Any = unpack_flat(data, _MOST_BYTES, "registered adapter")
         is_right = isinstance(values, list) and len(values) == 1 + fields and values[0] == _VERSION
         if not is_right or not all(isinstance(value, str) for value in values[1:]) or not _NAME.fullmatch(name):

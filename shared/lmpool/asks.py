@@ -8,7 +8,7 @@ import msgpack
 
 from lmpool.errors import ProtocolError
 from lmpool.kernels import OPS, Op
-from lmpool.messages import unpack_flat
+from lmpool.messages import described, unpack_flat
 from lmpool.picks import MOST_SEED, Sampling
 from lmpool.prompts import DIGEST_SIZE
 
@@ -123,7 +123,7 @@ def unpack_ask(data: bytes) -> Ask:
         case [str(op), str(vocabulary), str(select), bytes(nodes), str(rows), bytes(source)]:
             return _checked_trie(TrieAsk(cast(Op, op), vocabulary, cast(Selection, select), nodes, rows, source))
         case other:
-            raise ProtocolError(f"not an ask: {str(other)[:80]}")
+            raise ProtocolError(f"not an ask: {described(other)}")
 
 
 def _checked_sampling(how: Sampling) -> Sampling:

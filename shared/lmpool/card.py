@@ -24,7 +24,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 TRIE_SERVICE = "trie"
 """The name under which trie workers serve; no model can have it."""
 
-_MAX_CARD_BYTES = 64 * 1024
+MAX_CARD_BYTES = 64 * 1024
+"""Most bytes of an encoded card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ class ModelCard:
         Raises:
             ProtocolError: too large, not MessagePack, or fields missing, unknown, of the wrong type or impossible.
         """
-        if len(data) > _MAX_CARD_BYTES:
-            raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {_MAX_CARD_BYTES}")
+        if len(data) > MAX_CARD_BYTES:
+            raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {MAX_CARD_BYTES}")
         try:
             values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:

@@ -146,6 +146,11 @@ class RowLine(Line[RowLink]):
         super().__init__(server, lambda: server.row_link(self._max_bulk, allocate))
         self._max_bulk = max_bulk
 
+    @property
+    def max_bulk(self) -> int:
+        """Largest value in bytes that is accepted."""
+        return self._max_bulk
+
     def allow(self, size: int) -> None:
         """Accept values of up to `size` bytes from now on, if that is more than until now."""
         if size > self._max_bulk:
@@ -196,6 +201,12 @@ class RowLines:
         for number, key in enumerate(keys):
             parts.setdefault(await self._server.at(key), []).append(number)
         return [(self._to(server), numbers) for server, numbers in parts.items()]
+
+    def allow(self, size: int) -> None:
+        """Accept values of up to `size` bytes from now on, if that is more than until now."""
+        self._max_bulk = max(self._max_bulk, size)
+        for line in self._lines.values():
+            line.allow(size)
 
     def _to(self, server: Server) -> RowLine:
         line = self._lines.get(server)

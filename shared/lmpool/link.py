@@ -19,6 +19,8 @@ from lmpool.errors import ProtocolError
 
 Argument = bytes | str | int
 CRLF = b"\r\n"
+MAX_REPLY = 256 * 1024 * 1024
+"""Bytes: a batch of the longest prompts, or of the largest asks for nodes, is smaller."""
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:
@@ -77,9 +79,16 @@ class Link(asyncio.BaseProtocol):
 
 
 class CommandLink(Link, asyncio.Protocol):
-    """Any commands, their replies parsed by hiredis; replies come in order."""
+    """Any commands, their replies parsed by hiredis; replies come in order.
 
-    def __init__(self, connection: AbstractConnection) -> None:
+    Args:
+        connection: an open redis-py connection; the link owns it from now on.
+        max_reply: most bytes of a reply; a larger one closes the link, for what others have stored may be of any size.
+    """
+
+    def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
+        self._max_reply = max_reply
+        self._got = 0
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -96,9 +105,15 @@ class CommandLink(Link, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
+        if self._closed is not None:
+            return
+        self._got += len(data)
         try:
+            if self._got > self._max_reply:
+                raise ProtocolError(f"a reply of over {self._max_reply} bytes")
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
+                self._got = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
                 future = self._pending.popleft()

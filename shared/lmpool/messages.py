@@ -9,7 +9,9 @@ import msgpack
 from lmpool.errors import ProtocolError
 
 _VERSION = 2
-_MAX_JOB_BYTES = 16 * 1024 * 1024
+MAX_JOB_BYTES = 16 * 1024 * 1024
+"""Most bytes of an encoded job."""
+
 _MAX_ERROR_TEXT = 4096
 _MAX_FIELDS = 8
 
@@ -43,13 +45,13 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
-    match unpack_flat(data, _MAX_JOB_BYTES, "job"):
+    match unpack_flat(data, MAX_JOB_BYTES, "job"):
         case [int(version), bytes(ids), str(adapter), str(fingerprint), bool(overwrite), bytes(ask)] if _is_ours(
             version
         ):
             return Job(ids, adapter, fingerprint, overwrite, ask)
         case other:
-            raise ProtocolError(f"not a job of version {_VERSION}: {str(other)[:80]}")
+            raise ProtocolError(f"not a job of version {_VERSION}: {described(other)}")
 
 
 class Failure(NamedTuple):
@@ -79,7 +81,7 @@ def unpack_failure(data: bytes) -> Failure:
         case [int(version), str(kind), str(text)] if _is_ours(version):
             return Failure(kind, text)
         case other:
-            raise ProtocolError(f"not a failure of version {_VERSION}: {str(other)[:80]}")
+            raise ProtocolError(f"not a failure of version {_VERSION}: {described(other)}")
 
 
 def _is_ours(version: int) -> bool:
@@ -92,6 +94,13 @@ def _flat(values: list[Any]) -> list[Any]:
     if any(isinstance(value, list) for value in values):
         raise ValueError("a list within a list")
     return values
+
+
+def described(value: object) -> str:
+    """What a message holds, for an error: texts and bytes are cut before they are printed, for each may have 16 MB."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(described, value))}]"[:80]
+    return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:80]
 
 
 def unpack_flat(data: bytes, limit: int, what: str) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
+from lmpool.rows import check_largest
 
 Row = NDArray[np.float32]
 
@@ -94,13 +95,17 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
     """Read what `pack_top` made.
 
     Raises:
-        ProtocolError: an id is not below `vocab_size`, or a value is NaN.
+        ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
+            order.
     """
     k = len(answer) // 2
-    ids = answer[k:].view("<u4").astype(np.int64)
-    if ids.max() >= vocab_size or np.isnan(answer[:k]).any():
+    values, ids = answer[:k].copy(), answer[k:].view("<u4").astype(np.int64)
+    # In this form it refuses NaN too.
+    is_falling = (values[1:] <= values[:-1]).all()
+    if not is_falling or ids.max() >= vocab_size or len(np.unique(ids)) < k:
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
-    return TopK(answer[:k].copy(), ids)
+    check_largest(values[0], vocab_size)
+    return TopK(values, ids)
 
 
 def pack_token(token: int) -> NDArray[np.float32]:

@@ -21,7 +21,7 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import CommandLine, RowLine, reply_timeout
 from lmpool.rowlink import Bulk, RowLink, RowWrite, fresh_bulk
-from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_logprobs, decode_row, encoded_size
+from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
 
@@ -130,7 +130,8 @@ class RedisRows:
         self._vocab_size = card.vocab_size
         self._ttl_ms = int(card.row_ttl_s * 1000)
         # A script's reply must fit too where rows are tiny.
-        self._line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
+        # And a row that is too long must be told from one of the right length.
+        self._line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32) + 1), self._allocate)
         self._commands = CommandLine(server)
         self._line.reply_timeout_s = self._commands.reply_timeout_s = reply_timeout(card.lease_s)
         self._spare: list[Bulk] = []
@@ -225,7 +226,7 @@ class RedisRows:
         """
         lengths = lengths or {}
         if lengths:
-            self._line.allow(encoded_size(max(lengths.values()), Encoding.F32))
+            self._line.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
         chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
             await self._get_chunk(chunks[0], deliver, lengths)
@@ -251,13 +252,24 @@ class RedisRows:
         prefix = self._prefix
         async with self._window:
             link = await self._line.open()
-            values = await self._line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+            try:
+                values = await self._line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+            except ProtocolError:  # What a value over the limit ends the link with, for all that are under way.
+                values = await self._get_bounded(digests)
         for value in values:
             if isinstance(value, ResponseError) and self._line.check(link, value):
                 raise self._server.explain(value)
         for digest, value in zip(digests, values, strict=True):
             length = lengths.get(digest, self._vocab_size)
             deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
+
+    async def _get_bounded(self, digests: Sequence[bytes]) -> list[object]:
+        """As MGET, for values of which some may be of any size: no more of each than shows that it is too large."""
+        link, most = await self._line.open(), self._line.max_bulk - 1
+        replies = [link.call((b"GETRANGE", self._prefix + digest, 0, most)) for digest in digests]
+        found = [await self._line.wait_for(link, reply) for reply in replies]
+        # An empty string is what GETRANGE finds where there is nothing.
+        return [value if isinstance(value, np.ndarray) and value.size else None for (value,) in found]
 
     def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
         if isinstance(value, ResponseError):
@@ -267,10 +279,11 @@ class RedisRows:
         try:
             row = decode_row(value, length)
             if not is_answer:
-                check_logprobs(row)
-            if value.flags.writeable and len(self._spare) < _MOST_SPARE:
+                check_row(row)
+            received = value if value.base is None else value.base
+            if received.flags.writeable and len(self._spare) < _MOST_SPARE:
                 # The row does not live in it. Memory that the processor has in its cache is worth keeping.
-                self._spare.append(value)
+                self._spare.append(received)
             return row
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")

@@ -1,9 +1,10 @@
 """A connection for rows: SET and MGET without copying rows more often than the kernel does.
 
-Rows are written straight from the backend's block, and each is received into the buffer that becomes the row.
-A general client copies a received row twice more, and every copy of 200 KB is paid in page faults too. The
-script that ends jobs runs here as well: what is sent first is done first, so it finds the rows of the SETs
-before it.
+Rows are written straight from the backend's block, and each is received into the buffer that becomes the row,
+together with the line end behind it: a value counts only when that has been seen, for bytes that were lost on the way
+would be replaced by those that follow. A general client copies a received row twice more, and every copy of 200 KB is
+paid in page faults too. The script that ends jobs runs here as well: what is sent first is done first, so it finds the
+rows of the SETs before it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ Reply = Bulk | int | ResponseError | None
 _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
+_LINE_END = len(CRLF)
 
 
 def fresh_bulk(size: int) -> Bulk:
-    """New memory for a value."""
+    """New memory to receive into."""
     return np.empty(size, np.uint8)
 
 
@@ -69,7 +71,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
     Args:
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
-        allocate: gives the uint8 array of shape (size,) that a value is received into.
+        allocate: gives the uint8 array of shape (size,) that a value and its line end are received into; the value is
+            a view of it without its last 2 bytes.
         one_by_one: fetch values with a GET each: a master of a cluster refuses an MGET of keys in several slots.
 
     Attributes:
@@ -92,7 +95,6 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._view = memoryview(self._scratch)
         self._start = self._end = 0
         self._window = _WINDOW
-        self._skip = 0
         self._bulk: Bulk | None = None
         self._bulk_got = 0
         super().__init__(connection)
@@ -187,16 +189,14 @@ class RowLink(Link, asyncio.BufferedProtocol):
         """Bytes have come."""
         if self._closed is not None:
             return
-        if self._bulk is not None:
-            self._bulk_got += nbytes
-            if self._bulk_got < self._bulk.size:
-                return
-            done, self._bulk = self._bulk, None
-            self._skip = 2
-            self._element(done)
-            return
-        self._end += nbytes
         try:
+            if self._bulk is not None:
+                self._bulk_got += nbytes
+                if self._bulk_got == self._bulk.size:
+                    done, self._bulk = self._bulk, None
+                    self._end_bulk(done)
+                return
+            self._end += nbytes
             self._parse()
         except (ValueError, IndexError) as error:
             self.close(error if isinstance(error, ProtocolError) else ProtocolError(f"not a RESP reply: {error}"))
@@ -204,12 +204,6 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def _parse(self) -> None:
         scratch = self._scratch
         while self._start < self._end and self._bulk is None and self._closed is None:
-            if self._skip:
-                if scratch[self._start] != CRLF[-self._skip]:
-                    raise ProtocolError("a value does not end where it should")
-                self._start += 1
-                self._skip -= 1
-                continue
             stop = scratch.find(CRLF, self._start, self._end)
             if stop < 0:
                 return
@@ -258,17 +252,21 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def _begin_bulk(self, size: int) -> None:
         if size > self.max_bulk:
             raise ProtocolError(f"a value of {size} bytes is over the limit of {self.max_bulk}")
-        bulk = self._allocate(size)
-        have = min(size, self._end - self._start)
+        bulk = self._allocate(size + _LINE_END)
+        have = min(bulk.size, self._end - self._start)
         bulk[:have] = np.frombuffer(self._scratch, np.uint8, have, self._start)
         self._start += have
         # A row is received in place but for what came along with its first line: keep that short.
         self._window = _NARROW_WINDOW if size >= _LARGE_BULK else _WINDOW
-        if have == size:
-            self._skip = 2
-            self._element(bulk)
+        if have == bulk.size:
+            self._end_bulk(bulk)
         else:
             self._bulk, self._bulk_got = bulk, have
+
+    def _end_bulk(self, bulk: Bulk) -> None:
+        if bulk.data[-_LINE_END:] != CRLF:
+            raise ProtocolError("a value does not end where it should")
+        self._element(bulk[:-_LINE_END])
 
     def _error(self, error: ResponseError) -> None:
         if not self._pending or self._pending[0].begun:

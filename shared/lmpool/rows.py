@@ -36,6 +36,7 @@ HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12
 _MOST_LOGPROB = 1.0
+"""How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from."""
 
 
 class Encoding(IntEnum):
@@ -151,7 +152,8 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
         raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
     numbers = data[HEADER_SIZE:].view(encoding.dtype)
     if encoding is Encoding.F32:
-        return _frozen(data, numbers)
+        # What was received into may be longer than the row.
+        return _frozen(data.base if isinstance(data.base, np.ndarray) else data, numbers)
     row = _widened(numbers, encoding, log_z)
     return _frozen(row if row.base is None else row.base, row)
 
@@ -207,15 +209,42 @@ def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> 
     return entries if is_sound and entries.max() <= _MOST_LOGPROB else None
 
 
+def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Refuse what cannot be the row of a prompt; returns the row.
+
+    Of V probabilities that sum to 1 the largest is at least 1 / V, so a row whose largest entry lies below -log V is
+    none: one of -inf alone, of logits, or shifted. That costs no other pass; summing would cost several times as much.
+    The rounding of logZ and of 16-bit numbers takes an entry as far down as up.
+
+    Args:
+        row: float32 (V,), whole.
+
+    Raises:
+        ProtocolError: an entry is NaN or far above 0, or all lie too low.
+    """
+    check_largest(row.max(), len(row))
+    return row
+
+
+def check_largest(most: float | np.float32, vocab_size: int) -> None:
+    """Refuse what cannot be the largest entry of a row of V; see `check_row`.
+
+    Raises:
+        ProtocolError: it is NaN, far above 0 or too low.
+    """
+    if not -math.log(vocab_size) - _MOST_LOGPROB <= most <= _MOST_LOGPROB:
+        raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
+
+
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Refuse what cannot be log-probabilities; returns the row.
+    """Refuse what cannot be log-probabilities, some of a row or of several; returns them.
 
     Raises:
         ProtocolError: an entry is NaN, or far above 0.
     """
     # The largest is NaN when any is: one pass over the row, in the processor's cache.
     if not (most := row.max()) <= _MOST_LOGPROB:
-        raise ProtocolError(f"the row's largest entry is {most}: these are no log-probabilities")
+        raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
     return row
 
 

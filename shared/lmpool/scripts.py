@@ -69,6 +69,7 @@ OFFER = Script("offer")
 ADOPT = Script("adopt")
 REMOVE = Script("remove")
 RESTORE = Script("restore")
+FIELDS = Script("fields")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

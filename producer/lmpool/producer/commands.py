@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -92,17 +93,27 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     workers = Table("worker", "model", "state", "rows", "rows/s", "held", "failures", "prefix reuse", title="Workers")
     for model in found:
         card = model["card"] or {}
-        rate = sum(float(worker.get("rows_per_s", 0)) for worker in model["workers"])
+        rate = sum(_number(worker.get("rows_per_s", "")) for worker in model["workers"])
         cells = [str(card.get(name, "")) for name in ("backend", "vocab_size", "dtype", "encoding")]
         counts = (len(model["workers"]), model["queued"], model["dead"], f"{rate:.1f}")
         models.add_row(model["name"], *cells, *map(str, counts))
         for worker in model["workers"]:
-            reuse = f"{int(worker['reused']) / max(1, int(worker['tokens'])):.0%}" if "tokens" in worker else ""
+            reused, tokens = (_number(worker.get(name, "")) for name in ("reused", "tokens"))
+            reuse = f"{reused / max(1, tokens):.0%}" if "tokens" in worker else ""
             names = ("id", "model", "state", "rows", "rows_per_s", "held", "failures")
             workers.add_row(*(str(worker.get(name, "")) for name in names), reuse)
     console = Console()
     console.print(models)
     console.print(workers)
+
+
+def _number(text: str) -> float:
+    """A number that a worker tells; 0 when it is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return 0.0
+    return number if math.isfinite(number) else 0.0
 
 
 async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:

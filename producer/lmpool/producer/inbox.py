@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from lmpool import errors
 from lmpool.backoff import delays
-from lmpool.errors import LMPoolError, ModelMismatch, WorkerError
+from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, WorkerError
 from lmpool.messages import unpack_failure
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.flights import Flight, FlightTable, Stage
@@ -15,6 +16,10 @@ from lmpool.producer.outbox import Outbox
 from lmpool.prompts import DIGEST_SIZE
 from lmpool.streams import stream_entries
 
+_log = logging.getLogger("lmpool.producer")
+
+_LONGEST_ID = len("9999999999999-18446744073709551615")
+"""Of an id with a time before the year 2286."""
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
 
 
@@ -48,17 +53,40 @@ class Inbox:
                 reply = await channel.reader.call(*_XREAD, channel.reply, last)
             except TROUBLE as error:
                 channel.note(error)
+                if isinstance(error, ProtocolError) or "WRONGTYPE" in str(error):
+                    last = await self._start_over()
                 await asyncio.sleep(next(waits))
-                # What was announced meanwhile may be lost with the connection: look for every row. Looking does not
-                # tell of touches, which are submitted again after a while.
-                self._announce([flight.prompt.digest for flight in self._flights if not flight.is_touch])
+                self._look_for_all()
                 continue
             waits = delays()
             for entry, fields in stream_entries(reply):
                 last = entry
                 self._on_message(fields)
+            if len(last) > _LONGEST_ID:
+                last = await self._start_over()
+                self._look_for_all()
             # The collectors go first: rows are waited for, the next notification is not.
             await asyncio.sleep(0)
+
+    def _look_for_all(self) -> None:
+        """What was announced meanwhile may be lost with the connection: look for every row.
+
+        Looking does not tell of touches, which are submitted again after a while.
+        """
+        self._announce([flight.prompt.digest for flight in self._flights if not flight.is_touch])
+
+    async def _start_over(self) -> bytes:
+        """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
+
+        There may be something too large to be read, something else than a stream, or an entry with an id that no clock
+        has come to, behind which the server can add nothing, or nothing that would be seen.
+        """
+        _log.warning("what is at %r cannot be followed: it is dropped", self._channel.reply)
+        try:
+            await self._channel.redis.unlink(self._channel.reply)
+        except TROUBLE as error:
+            self._channel.note(error)
+        return b"0-0"
 
     async def collect(self) -> None:
         """Fetch the rows that have been announced; what comes meanwhile makes the next fetch; never returns."""
@@ -102,7 +130,7 @@ class Inbox:
     def _on_failure(self, flight: Flight, packed: bytes) -> None:
         try:
             kind, text = unpack_failure(packed)
-        except errors.ProtocolError as error:
+        except ProtocolError as error:
             kind, text = WorkerError.__name__, f"a worker failed, and its message does not decode: {error}"
         if kind == ModelMismatch.__name__:
             flight.stage = Stage.UNSENT

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.card import TRIE_SERVICE, ModelCard
+from lmpool.card import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
+from lmpool.checks import shown
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
+from lmpool.hashes import read_hashes, read_texts
 from lmpool.keys import GROUP, Keys
 
 _log = logging.getLogger("lmpool.producer")
+
+_MOST_TOLD = 100
 
 
 class WorkerInfo(NamedTuple):
@@ -34,6 +38,7 @@ class Lobby:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
+        self._told: set[str] = set()
 
     async def cards(self) -> dict[str, ModelCard]:
         """The cards of all models that are served, by name; those that cannot be read are left out."""
@@ -81,16 +86,19 @@ class Lobby:
 
     async def _read_cards(self) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
         """The cards by name, and why others cannot be read: one bad card must not take down every other model."""
-        found = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.models()))
+        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
         cards: dict[str, ModelCard] = {}
         unreadable: dict[str, ProtocolError] = {}
         for key, data in sorted(found.items()):
             name = key.decode(errors="backslashreplace")
             try:
-                cards[name] = ModelCard.unpack(data)
+                cards[name] = _read_card(name, data)
             except ProtocolError as error:
                 unreadable[name] = error
-                _log.warning("the card of the model %r is left out: %s", name, error)
+                # Once: clients look every second.
+                if len(self._told) < _MOST_TOLD and name not in self._told:
+                    self._told.add(name)
+                    _log.warning("the card of the model %r is left out: %s", name, error)
         return cards, unreadable
 
     async def workers(self, model: str) -> list[WorkerInfo]:
@@ -99,26 +107,27 @@ class Lobby:
             consumers = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
         except ResponseError:
             return []  # No such stream: nobody has ever served this model.
-        return await self._alive(consumer["name"].decode() for consumer in consumers)
+        return await self._alive(consumer["name"] for consumer in consumers)
 
     async def loading(self) -> list[WorkerInfo]:
         """The workers that load their models, of all models."""
-        names = cast(list[bytes], await self._redis.hkeys(self._keys.loading()))
-        found = await self._alive(name.decode() for name in names)
+        loading = await read_texts(self._redis, self._keys.loading())
+        found = await self._alive(name.encode() for name in loading)
         return [worker for worker in found if worker.fields.get("state") == "loading"]
 
-    async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
-        """Those of some workers that have given a sign of life."""
+    async def _alive(self, names: Iterable[bytes]) -> list[WorkerInfo]:
+        """Those of some workers that have given a sign of life, and say what they serve."""
         found = []
-        for name in sorted(names):
+        # What is no UTF-8 names no worker.
+        for name in sorted(name.decode("utf-8", "replace") for name in names):
             try:
-                fields = cast(dict[bytes, bytes], await self._redis.hgetall(self._keys.worker(name)))
-            except ResponseError as error:
+                fields = await read_texts(self._redis, self._keys.worker(name))
+            except ProtocolError as error:
                 # One key that holds something else must not keep clients from all other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
                 continue
-            if fields:
-                found.append(WorkerInfo(name, {k.decode(): v.decode() for k, v in fields.items()}))
+            if "model" in fields:
+                found.append(WorkerInfo(name, fields))
         return found
 
     async def depth(self, model: str) -> int:
@@ -129,3 +138,13 @@ class Lobby:
     async def dead(self, model: str) -> int:
         """Jobs of a model that were given up."""
         return int(await self._redis.xlen(self._keys.model(model).dead))
+
+
+def _read_card(name: str, data: bytes | int) -> ModelCard:
+    if isinstance(data, int):
+        raise ProtocolError(f"a model card of {data} bytes is over the limit of {MAX_CARD_BYTES}")
+    card = ModelCard.unpack(data)
+    if card.name != name:
+        # Its queue would be that of another model.
+        raise ProtocolError(f"it is that of {shown(card.name)}")
+    return card

@@ -29,7 +29,7 @@ from lmpool.producer.together import all_of
 from lmpool.producer.within import Within
 from lmpool.prompts import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.rowcache import Row
-from lmpool.rows import check_logprobs
+from lmpool.rows import check_logprobs, check_row
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, wit
 async def ask_fresh(session: Session, prompt: Prompt, within: Within) -> Row:
     """A row that is computed now, whatever caches hold."""
     ask = FreshAsk(secrets.token_bytes(DIGEST_SIZE)).pack()
-    return await session.answer(prompt.asking(ask, session.card.vocab_size), within, private=True)
+    return await _answer(session, prompt.asking(ask, session.card.vocab_size), within, check_row, private=True)
 
 
 async def ask_entries_of_all(

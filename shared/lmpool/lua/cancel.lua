@@ -8,7 +8,8 @@ local reply = KEYS[2]
 local removed = 0
 for i = 3, #KEYS do
   local waiting = KEYS[i]
-  if redis.call('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1 then
+  -- What is there may be no hash, and its job no entry id.
+  if redis.pcall('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1 then
     local job = redis.call('HGET', waiting, 'job')
     if job == LATER then
       drop_later(string.sub(waiting, -16), reply)
@@ -16,7 +17,7 @@ for i = 3, #KEYS do
       removed = removed + 1
     -- A job that a worker holds stays registered, so that others can still join it.
     elseif job and #redis.pcall('XPENDING', jobs, ARGV[1], job, job, 1) == 0 then
-      redis.call('XDEL', jobs, job)
+      redis.pcall('XDEL', jobs, job)
       redis.call('DEL', waiting)
       removed = removed + 1
     end

@@ -14,13 +14,28 @@
 -- stays as it is, for the worker to store the row again.
 --
 -- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
+--
+-- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
+-- replaced, for an error here would keep all the worker's other jobs from ending.
 local DIGEST, HEAD = 16, 6
+local MOST_CLIENTS, MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 10000, 16, 1048576
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[6]
 local count = math.floor((#ARGV - HEAD) / 3)
 local entries, done, told, left = {}, {}, {}, {}
+local replies = string.gsub(jobs, 'jobs$', 'reply')
+-- Whether something else than a stream is there, or one that has come to its last id.
+local function is_spoilt(outcome)
+  return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
+end
 local function tell(reply, ...)
-  redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
+  local outcome = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
+  if type(outcome) == 'table' then
+    if is_spoilt(outcome) then
+      redis.call('DEL', reply)
+    end
+    redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
+  end
   told[reply] = true
 end
 -- Whether there is a row; what can be none is removed, so that the row can be stored.
@@ -31,6 +46,32 @@ local function is_stored(row)
     return false
   end
   return true
+end
+local function clients_at(waiting)
+  local count = redis.pcall('HLEN', waiting)
+  if type(count) == 'table' or count > MOST_CLIENTS then
+    return {}
+  end
+  local found = {}
+  for _, reply in ipairs(redis.call('HKEYS', waiting)) do
+    if string.sub(reply, 1, #replies) == replies then
+      found[#found + 1] = reply
+    end
+  end
+  return found
+end
+local function bury(failure, fields)
+  local size = 0
+  for _, part in ipairs(fields) do
+    size = size + #part
+  end
+  if #fields > 2 * MOST_DEAD_FIELDS or size > MOST_DEAD_BYTES then
+    fields = {'bytes', size}
+  end
+  local outcome = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+  if type(outcome) == 'table' and not is_spoilt(outcome) then
+    redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+  end
 end
 for i = 1, count do
   local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
@@ -45,21 +86,19 @@ for i = 1, count do
   if ARGV[at + 3] == '1' then
     local found = redis.call('XRANGE', jobs, entry, entry)
     if #found == 1 then
-      redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(found[1][2]))
+      bury(failure, found[1][2])
     end
   end
-  for _, reply in ipairs(is_left and {} or redis.call('HKEYS', waiting)) do
-    if reply ~= 'job' and reply ~= 'keep' then
-      if failure ~= '' then
-        tell(reply, 'd', digest, 'e', failure)
-      else
-        local digests = done[reply]
-        if not digests then
-          digests = {}
-          done[reply] = digests
-        end
-        digests[#digests + 1] = digest
+  for _, reply in ipairs(is_left and {} or clients_at(waiting)) do
+    if failure ~= '' then
+      tell(reply, 'd', digest, 'e', failure)
+    else
+      local digests = done[reply]
+      if not digests then
+        digests = {}
+        done[reply] = digests
       end
+      digests[#digests + 1] = digest
     end
   end
   if not is_left then

@@ -21,9 +21,20 @@ local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, backlog_jobs, turns = base .. ':backlog', base .. ':backlog:jobs', base .. ':turns'
 
+-- How much a command counts at a key; what is there and is something else than ours goes.
+local function count_at(command, key)
+  local count = redis.pcall(command, key)
+  if type(count) == 'table' then
+    redis.call('DEL', key)
+    return 0
+  end
+  return count
+end
+
 -- How many more prompts the stream may hold.
 local function room()
   local batches = 0
+  count_at('HLEN', base .. ':rooms')
   for _, batch in ipairs(redis.call('HVALS', base .. ':rooms')) do
     batches = batches + (tonumber(batch) or 0)
   end
@@ -33,7 +44,8 @@ local function room()
 end
 
 local function clock()
-  return tonumber(redis.call('HGET', turns, '') or 0)
+  count_at('HLEN', turns)
+  return tonumber(redis.call('HGET', turns, '') or 0) or 0
 end
 
 -- Add a job to the stream; `since` is when it was queued, in ms, if that was earlier.
@@ -49,6 +61,7 @@ end
 
 local function to_backlog(waiting, digest, job, turn)
   local now = redis.call('TIME')
+  count_at('HLEN', backlog_jobs)
   redis.call('ZADD', backlog, turn, digest)
   redis.call('HSET', backlog_jobs, digest, string.format('%d%03d ', now[1], math.floor(now[2] / 1000)) .. job)
   redis.call('HSET', waiting, 'job', LATER)
@@ -58,8 +71,8 @@ end
 local function drop_later(digest, client)
   if redis.call('ZREM', backlog, digest) == 1 then
     redis.call('HDEL', backlog_jobs, digest)
-    if redis.call('HEXISTS', turns, client) == 1 then
-      redis.call('HINCRBY', turns, client, -1)
+    if count_at('HLEN', turns) > 0 and redis.call('HEXISTS', turns, client) == 1 then
+      redis.pcall('HINCRBY', turns, client, -1)
     end
   end
 end
@@ -67,9 +80,11 @@ end
 -- Move prompts up from the backlog while the stream has room. Those that nobody waits for any more are dropped.
 -- Returns whether there may be more to move: one call does not look at more than MOST_LOOKED_AT.
 local function move_up()
-  if redis.call('EXISTS', backlog) == 0 then
+  if count_at('ZCARD', backlog) == 0 then
     return false
   end
+  count_at('HLEN', backlog_jobs)
+  count_at('HLEN', turns)
   local free, looked_at, now = room(), 0, nil
   while free > 0 and looked_at < MOST_LOOKED_AT do
     local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_LOOKED_AT - looked_at))
@@ -80,8 +95,8 @@ local function move_up()
       local digest, waiting = first[i], base .. ':waiting:' .. first[i]
       local stored = redis.call('HGET', backlog_jobs, digest)
       looked_at, now = looked_at + 1, first[i + 1]
-      if stored and redis.call('HLEN', waiting) > 1 then
-        local space = string.find(stored, ' ', 1, true)
+      local space = stored and string.find(stored, ' ', 1, true)
+      if space and count_at('HLEN', waiting) > 1 then
         to_stream(waiting, string.sub(stored, space + 1), string.sub(stored, 1, space - 1))
         free = free - 1
       else

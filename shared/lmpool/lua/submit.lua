@@ -20,7 +20,7 @@ local reply = KEYS[2]
 local limit, lifetime = tonumber(ARGV[1]), tonumber(ARGV[2])
 local look, again = ARGV[3], ARGV[4] == '1'
 local count = #ARGV - 4
-local depth, behind = redis.call('XLEN', jobs), redis.call('ZCARD', backlog)
+local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
 local free = depth == 0 and behind == 0 and 1 or nil
 local now, last, queued_later = nil, nil, false
@@ -29,7 +29,7 @@ local now, last, queued_later = nil, nil, false
 local function next_turn()
   if not last then
     now = clock()
-    last = math.max(now, tonumber(redis.call('HGET', turns, reply) or 0))
+    last = math.max(now, tonumber(redis.call('HGET', turns, reply) or 0) or 0)
   end
   return last + 1
 end
@@ -60,7 +60,8 @@ local function exists(job, waiting)
   if job == LATER then
     return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
   end
-  return #redis.call('XRANGE', jobs, job, job) > 0
+  -- What stands there may be no entry id: then there is no such job either.
+  return #redis.pcall('XRANGE', jobs, job, job) > 0
 end
 
 -- Who joins a prompt that waits for somebody else's turn may have an earlier one.
@@ -86,7 +87,12 @@ for i = 1, count do
   if size > 0 then
     outcome[i] = 'R'
   else
-    local job = redis.call('HGET', waiting, 'job')
+    local job = redis.pcall('HGET', waiting, 'job')
+    if type(job) == 'table' then
+      -- No hash: nobody can be waiting there.
+      redis.call('DEL', waiting)
+      job = false
+    end
     if job == DONE and (again or look ~= 'marks') or job and again and not exists(job, waiting) then
       job = false
     end

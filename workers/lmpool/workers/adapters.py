@@ -9,10 +9,10 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify, revision_of
-from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, SettingsError, WorkerError
+from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub
@@ -118,7 +118,7 @@ class AdapterKeeper:
         wanted = [adapter for adapter in self._loaded if name_of(adapter) in names]
         for worker, loaded in (await self._others("adapters_loaded")).items():
             for adapter in wanted:
-                if adapter not in json.loads(loaded or "[]"):
+                if adapter not in _listed(loaded):
                     name, source = name_of(adapter), self._loaded[adapter]
                     raise SettingsError(
                         f"adapters: {name!r} is not in service, and the worker {worker} serves the model without it: "
@@ -141,7 +141,10 @@ class AdapterKeeper:
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("cannot look for adapters, will try again: %s", error)
                 await asyncio.sleep(_LOOK_S)
-                continue
+                if not isinstance(error, (ProtocolError, ResponseError)):
+                    continue
+                # The server has answered, with what is no registry: jobs must not wait, and take up room, until
+                # somebody mends it.
             # Those that came since had better wait for the next look.
             jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
             if jobs:
@@ -248,3 +251,12 @@ class AdapterKeeper:
             del self._loaded[adapter]
             self._stepper.drop_adapter(adapter)
         self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
+
+
+def _listed(told: str) -> list[object]:
+    """The adapters that a heartbeat lists; none where it is no such list."""
+    try:
+        listed = json.loads(told or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return listed if isinstance(listed, list) else []

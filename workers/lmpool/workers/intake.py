@@ -24,12 +24,13 @@ from lmpool.errors import (
 )
 from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
 from lmpool.line import CommandLine
-from lmpool.messages import Failure, Job, unpack_job
+from lmpool.messages import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.prompts import ask_digest, check_encoded, digest_of
 from lmpool.streams import stream_entries
 from lmpool.workers.backend import BackendJob
 
 _STALE_S = 1.0
+_MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
 
 
 class Taken(NamedTuple):
@@ -109,7 +110,11 @@ class Intake:
                 raise
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
-        """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first."""
+        """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
+
+        Entries that are too large for the connection end it; once their lease has passed they come by way of `claim`,
+        which looks at sizes first, and so do those that were sent along with them.
+        """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         try:
             reply = await self._line.call(*command, b"STREAMS", self._keys.jobs, b">")
@@ -145,12 +150,21 @@ class Intake:
         reply = await scripts.CLAIM(
             self._redis,
             [self._keys.jobs],
-            [GROUP, self._worker_id, int(self._card.lease_s * 1000), self._max_deliveries, count, int(idle)],
+            [
+                GROUP,
+                self._worker_id,
+                int(self._card.lease_s * 1000),
+                self._max_deliveries,
+                count,
+                int(idle),
+                MAX_JOB_BYTES,
+                _MOST_CLAIMED_BYTES,
+            ],
         )
         alone, entries = reply
         taken = []
         for entry, data, deliveries in entries:
-            one = self._read(entry, data)
+            one = self._read(entry, data) if isinstance(data, bytes) else _too_large(entry, data)
             if deliveries >= self._max_deliveries:
                 text = f"given up after {deliveries} deliveries: its workers died or hung while they held it"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
@@ -225,3 +239,8 @@ class Intake:
 def _queued_ms(entry: bytes) -> int:
     """When an entry was added to the stream, in ms since 1970, by the server's clock."""
     return int(entry.partition(b"-")[0])
+
+
+def _too_large(entry: bytes, size: int) -> Taken:
+    text = f"a job of {size} bytes is over the limit of {MAX_JOB_BYTES}"
+    return Taken(entry, bytes(16), failure=Failure(ProtocolError.__name__, text), is_dead=True)

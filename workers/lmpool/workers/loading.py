@@ -70,5 +70,6 @@ class Loading:
     async def _sweep(self) -> None:
         """Remove those that were killed while they loaded."""
         for name in cast(list[bytes], await self._redis.hkeys(self._keys.loading())):
-            if not await self._redis.exists(self._keys.worker(name.decode())):
+            # What is no UTF-8 names no worker.
+            if not await self._redis.exists(self._keys.worker(name.decode("utf-8", "replace"))):
                 await self._redis.hdel(self._keys.loading(), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -14,11 +15,14 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
-from lmpool.card import ModelCard
+from lmpool.card import MAX_CARD_BYTES, ModelCard
 from lmpool.errors import ModelMismatch, ProtocolError
+from lmpool.hashes import read_hashes, read_texts
 from lmpool.keys import GROUP, Keys
 from lmpool.registry import register
 from lmpool.vocab import Vocabulary
+
+_log = logging.getLogger("lmpool.worker")
 
 
 def new_worker_id() -> str:
@@ -69,54 +73,72 @@ class Presence:
         pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
         await pipe.execute()
         await self._keep_vocabulary()
-        ours, name = self._card.pack(), self._card.name
-        while True:
-            seen = _bytes(await self._redis.hget(self._keys.models(), name))
-            if seen == ours:
+        while (seen := await self._read_card()) != self._card.pack():
+            if await self._put_card(seen):
                 return
-            differences = _differences(self._card, seen)
-            if differences and (others := await self._servers(_fingerprint(seen))):
-                raise self._mismatch(f"by {', '.join(others)} ", differences)
-            if await scripts.SWAP(self._redis, [self._keys.models()], [name, seen, ours]):
-                return
+
+    async def _put_card(self, seen: bytes) -> bool:
+        """Write our card over what was seen there; False when that has changed meanwhile.
+
+        Raises:
+            ModelMismatch: it is that of live workers, which serve other weights.
+        """
+        differences = _differences(self._card, seen)
+        if differences and (others := await self._servers(_fingerprint(seen))):
+            raise self._mismatch(f"by {', '.join(others)} ", differences)
+        swap = [self._card.name, seen, self._card.pack()]
+        return bool(await scripts.SWAP(self._redis, [self._keys.models()], swap))
+
+    async def _read_card(self) -> bytes:
+        """What is there as the card of the model, b"" for nothing."""
+        models, name = self._keys.models(), self._card.name
+        (found,) = await read_hashes(self._redis, [models], most_bytes=MAX_CARD_BYTES, fields=[name])
+        seen = found.get(name.encode(), b"")
+        if isinstance(seen, bytes):
+            return seen
+        # Too large to be anybody's card, or to be sent to and fro.
+        await self._redis.hdel(models, name)
+        return b""
 
     async def beat(self, counters: Mapping[str, str | int | float]) -> None:
         """Show a sign of life with the worker's counters, and mend the card if it was lost.
 
         Raises:
-            ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone.
+            ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone. A card
+                that no live worker stands for is somebody's junk, or that of workers that have gone: it is replaced.
         """
-        pipe = self._beating(counters)
-        pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
-        pipe.hget(self._keys.models(), self._card.name)
-        *_, seen = await pipe.execute()
-        if differences := _differences(self._card, _bytes(seen)):
-            raise self._mismatch("", differences)
+        await self._beating(counters).execute()
+        seen = await self._read_card()
+        # The card of another worker of these weights may have another lease: it stays.
+        if not seen or _differences(self._card, seen):
+            await self._put_card(seen)
         await self._keep_vocabulary()
 
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models."""
         live = await self._live_workers(self._card.name)
-        rooms = await self._redis.hkeys(self._keys.model(self._card.name).rooms)
-        known = {*await self._consumers(self._card.name), *(_bytes(name).decode("utf-8", "replace") for name in rooms)}
+        rooms = await read_texts(self._redis, self._keys.model(self._card.name).rooms)
+        known = {*await self._consumers(self._card.name), *rooms}
         # One with jobs stays, so that they can be claimed.
         await self._drop_consumers(sorted(known - live.keys() - {self._worker_id}))
-        for name, seen in (await self._redis.hgetall(self._keys.models())).items():
-            model = _bytes(name).decode("utf-8", "replace")
-            if model == self._card.name or await self._live_workers(model):
+        (cards,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
+        for name, seen in cards.items():
+            model = name.decode("utf-8", "replace")
+            if isinstance(seen, int):  # Too large to be anybody's card.
+                await self._redis.hdel(self._keys.models(), name)
+            elif model == self._card.name or await self._live_workers(model):
                 continue
             # While prompts wait, the card stays: a worker that starts again will serve them.
-            keys = self._keys.model(model)
-            if not (await self._redis.xlen(keys.jobs) or await self._redis.zcard(keys.backlog)):
-                await self._forget(model, seen)
+            elif not await self._queued(model):
+                await self._forget(model, seen, name)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
         told = {}
         for name in await self._servers(self._card.fingerprint):
-            state, value = await self._redis.hmget(self._keys.worker(name), ["state", field])
-            if state is not None and state != b"draining":
-                told[name] = _bytes(value).decode("utf-8", "replace")
+            fields = await self._told(name, "state", field)
+            if fields.get("state", "draining") != "draining":
+                told[name] = fields.get(field, "")
         return told
 
     async def leave(self) -> None:
@@ -124,7 +146,7 @@ class Presence:
         await self._redis.delete(self._heartbeat)
         if self._worker_id in await self._consumers(self._card.name):
             await self._drop_consumers([self._worker_id])
-        seen = _bytes(await self._redis.hget(self._keys.models(), self._card.name))
+        seen = await self._read_card()
         # By its fingerprint: the card may be that of another worker, with another lease.
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
             await self._forget(self._card.name, seen)
@@ -133,9 +155,15 @@ class Presence:
         keys = self._keys.model(self._card.name)
         await scripts.SWEEP(self._redis, [keys.jobs, keys.rooms, keys.turns], [GROUP, *names])
 
-    async def _forget(self, model: str, seen: bytes | str) -> None:
-        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost."""
-        if await scripts.SWAP(self._redis, [self._keys.models()], [model, seen, b""]):
+    async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
+        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
+
+        Args:
+            model: its name.
+            seen: its card.
+            field: what the card stands under, if that is no UTF-8.
+        """
+        if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
 
@@ -186,10 +214,26 @@ class Presence:
         """Who serves a model: worker id -> fingerprint."""
         live = {}
         for name in await self._consumers(model):
-            fingerprint = await self._redis.hget(self._keys.worker(name), "fingerprint")
-            if fingerprint is not None:
-                live[name] = _bytes(fingerprint).decode("utf-8", "replace")
+            fields = await self._told(name, "fingerprint")
+            if "fingerprint" in fields:
+                live[name] = fields["fingerprint"]
         return live
+
+    async def _told(self, worker_id: str, *fields: str) -> dict[str, str]:
+        """Some fields of a worker's heartbeat; none where there is no heartbeat."""
+        try:
+            return await read_texts(self._redis, self._keys.worker(worker_id), fields)
+        except ProtocolError as error:
+            # One key that holds something else must not keep this worker from all others.
+            _log.warning("the worker %r is left out: %s", worker_id, error)
+            return {}
+
+    async def _queued(self, model: str) -> int:
+        try:
+            keys = self._keys.model(model)
+            return int(await self._redis.xlen(keys.jobs)) + int(await self._redis.zcard(keys.backlog))
+        except ResponseError:
+            return 0  # Something else than a queue.
 
     async def _consumers(self, model: str) -> list[str]:
         """The workers that have joined a model's queue, gone or not."""
@@ -197,12 +241,8 @@ class Presence:
             found = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
         except ResponseError:
             return []  # No such stream or group: nobody has served this model yet.
-        return [_bytes(consumer["name"]).decode() for consumer in found]
-
-
-def _bytes(value: object) -> bytes:
-    """A reply as bytes; redis-py types it as bytes or text, for the clients that decode."""
-    return value if isinstance(value, bytes) else b""
+        # What is no UTF-8 names no worker, and stays for whoever made it.
+        return [consumer["name"].decode("utf-8", "replace") for consumer in found]
 
 
 def _differences(card: ModelCard, seen: bytes) -> list[str]:

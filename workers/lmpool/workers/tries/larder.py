@@ -23,7 +23,7 @@ from lmpool.line import RowLine, RowLines, reply_timeout
 from lmpool.messages import Failure
 from lmpool.registry import MOST_BYTES, unpack_known
 from lmpool.rowlink import Reply, RowLink
-from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
+from lmpool.rows import Encoding, check_row, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
 from lmpool.workers.settings import WorkerSettings
@@ -51,7 +51,9 @@ class Larder:
         self._keys = keys
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
-        self._lines = RowLines(server, MOST_BYTES, reply_timeout(settings.lease_s))
+        # A link for each size: what others have stored as a row or as weights is not to be as large as a vocabulary.
+        self._lines = RowLines(server, 0, reply_timeout(settings.lease_s))
+        self._vocabularies = RowLines(server, MOST_BYTES, reply_timeout(settings.lease_s))
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -126,7 +128,7 @@ class Larder:
 
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
         # Not GET: a value that is too large would end the connection.
-        data = await self._get_range(self._keys.vocabulary(digest), MOST_BYTES)
+        data = await self._get_range(self._vocabularies, self._keys.vocabulary(digest), MOST_BYTES)
         packed = data.tobytes() if isinstance(data, np.ndarray) else b""
         try:
             # In a thread, for a large one takes long.
@@ -137,7 +139,9 @@ class Larder:
     async def _find_vectors(self, names: Sequence[_Source]) -> dict[_Source, Values | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
         found: dict[_Source, Values | LMPoolError] = {}
-        count = max(1, _MGET_BYTES // (4 * max(length for _, _, length in names)))
+        longest = max(length for _, _, length in names)
+        count = max(1, _MGET_BYTES // (4 * longest))
+        self._lines.allow(encoded_size(longest, Encoding.F32) + 1)
         for line, numbers in await self._lines.of([self._key(name) for name in names]):
             link = await line.open()
             parts = [[names[one] for one in numbers[at : at + count]] for at in range(0, len(numbers), count)]
@@ -161,12 +165,12 @@ class Larder:
 
     async def _get_bounded(self, name: _Source) -> object:
         """One vector by itself: a value that is too large ends the connection for the others too."""
-        value = await self._get_range(self._key(name), encoded_size(name[2], Encoding.F32) + 1)
+        value = await self._get_range(self._lines, self._key(name), encoded_size(name[2], Encoding.F32) + 1)
         return value if isinstance(value, np.ndarray) and value.size else None
 
-    async def _get_range(self, key: bytes, most: int) -> object:
+    async def _get_range(self, lines: RowLines, key: bytes, most: int) -> object:
         """The first bytes of a value, or an error of the server as a value."""
-        ((line, _),) = await self._lines.of([key])
+        ((line, _),) = await lines.of([key])
         link = await line.open()
         (value,) = await line.wait_for(link, link.call((b"GETRANGE", key, 0, most - 1)))
         if isinstance(value, ResponseError) and line.check(link, value):
@@ -180,6 +184,7 @@ class Larder:
     def close(self) -> None:
         """Close the connections."""
         self._lines.close()
+        self._vocabularies.close()
 
 
 def _read(value: object, name: _Source) -> Values | LMPoolError:
@@ -188,7 +193,7 @@ def _read(value: object, name: _Source) -> Values | LMPoolError:
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
         vector = decode_row(value, name[2])
-        return check_logprobs(vector) if name[0] else vector
+        return check_row(vector) if name[0] else vector
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
 
