@@ -94,7 +94,7 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
 
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
     """End entries: (entry, number, failure, dead)."""
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1"]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
@@ -309,7 +309,7 @@ async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
     for _ in range(260):
         await submit(redis, 1)
         (entry,) = await take(redis)
-        args = [GROUP, "fp", 10, LIFETIME_MS, 100, entry, b"", 0]
+        args = [GROUP, "fp", 10, LIFETIME_MS, 100, "w1", entry, b"", 0]
         assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await redis.xlen(A) <= 110
 
@@ -341,7 +341,7 @@ async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, b
     """As `finish`, and have it looked whether the rows are there."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1"]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     outcome: bytes = await scripts.FINISH(redis, keys, args)
@@ -427,7 +427,7 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, 1, 0, *[b"job"] * len(numbers)]) == b"Q" * len(numbers)
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1"]
     for entry in entries:
         args += [entry, b"", 0]
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"
