@@ -76,8 +76,16 @@ class ModelKeys:
         return self.base + b":dead"
 
     @property
+    def reasons(self) -> bytes:
+        """Hash: entry id -> why the worker ended that held it at its last delivery; capped, expires."""
+        return self.base + b":reasons"
+
+    @property
     def waiting(self) -> bytes:
-        """Prefix of the hashes {"job": entry id, reply key: ""} of prompts being computed; expire."""
+        """Prefix of the hashes {"job": entry id, reply key: ""} of prompts being computed; expire.
+
+        The field "keep" stands for an operator who has queued the job again.
+        """
         return self.base + b":waiting:"
 
     @property
