@@ -106,7 +106,8 @@ def _exit_now(before_exit: Callable[[], None]) -> NoReturn:
 def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], None]) -> NoReturn:
     """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
     if error is not None:
-        _log.error("lmpool: %s", error)
+        sys.stderr.write(f"lmpool: {error}\n")
+        sys.stderr.flush()
     before_exit()
     logging.shutdown()
     os._exit(_HUNG)

@@ -178,6 +178,7 @@ class Stepper:
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
                 self._post(self._fail, error)
             finally:
+                self.call = None
                 backend.close()
         except BaseException as error:  # noqa: BLE001  making or closing it failed
             self._post(self._fail, error)

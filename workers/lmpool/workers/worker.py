@@ -211,7 +211,8 @@ class Worker:
         finally:
             await end_tasks([fetching, draining, *parts])
         if self._broken is not None:
-            raise WorkerError(f"the backend broke: {_reason(self._broken)}") from self._broken
+            what = "" if self._stepper.is_hung else "the backend broke: "
+            raise WorkerError(f"{what}{_reason(self._broken)}") from self._broken
 
     async def _drain(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
