@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,24 +149,26 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
 
 async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
     stepper = Stepper(lambda: Hanging(""), lambda _: None, lambda _: None)
     stepper.call = Call("step")
     told: list[WorkerError] = []
     looks = 0
 
-    async def sleep(seconds: float, passed: float = 0.0) -> None:
+    async def sleep(seconds: float) -> None:
         nonlocal now, looks
         looks += 1
         # The process is frozen for an hour at the third look.
         now += 3600 if looks == 3 else seconds
-        await yielding(0)
+        await asyncio.sleep(0)
 
-    yielding = asyncio.sleep
-    monkeypatch.setattr(watchdog.asyncio, "sleep", sleep)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
     async with Watchdog(stepper, 8.0, told.append):
-        while not told:
-            await yielding(0)
+
+        async def is_told() -> bool:
+            return bool(told)
+
+        await until_async(is_told, "it hangs", 10)
     # One look a second: the first sees the call, the frozen time counts as two.
     assert looks == 8
 

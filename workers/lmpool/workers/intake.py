@@ -137,7 +137,7 @@ class Intake:
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""
-        reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))  # type: ignore[arg-type]
+        reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
         if reason is None:
             return "its workers died or hung while they held it"
         return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
