@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,34 @@ async def test_a_worker_that_hangs_ends_though_its_server_does_not_answer(
         pool.end()
 
 
+WITH_THREADS = """
+import sys, threading
+from lmpool.server import Server
+from lmpool.workers.backends.synthetic import SyntheticSettings
+from lmpool.workers.serving import serve
+from lmpool.workers.settings import WorkerSettings
+
+class Engine(SyntheticSettings):
+    def open(self):
+        threading.Thread(target=threading.Event().wait).start()
+        return super().open()
+
+url, prefix = sys.argv[1:]
+backend = Engine(name="syn", vocab_size=512, hang_token=99)
+serve(Server(url), backend, WorkerSettings(prefix, step_timeout_s=0.5), lambda: print("the last thing", flush=True))
+"""
+
+
+async def test_threads_of_an_engine_that_hangs_do_not_keep_the_process(pool: Pool) -> None:
+    worker = pool._launch([sys.executable, "-c", WITH_THREADS, pool.url, pool.prefix], None, wait=True)
+    async with pool.producer() as producer:
+        asked = asyncio.create_task(producer.logprobs([POISON]))
+        assert await asyncio.to_thread(worker.wait, 20) == 2
+        asked.cancel()
+    assert FAULTS["hang"] in worker.text
+    assert worker.text.endswith("the last thing\n")
+
+
 def test_up_whose_backend_hangs_ends_with_its_server(
     short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +150,7 @@ def test_up_whose_backend_hangs_ends_with_its_server(
             producer.logprobs([POISON], timeout=1)
         assert owner.wait() == 2
         assert FAULTS["hang"] in owner.text
-        assert not (short_dir / "run" / "redis.sock").exists()
+        assert not (short_dir / "run" / "server.log").exists(), "the server was stopped, it did not just lose its owner"
         until(lambda: not Path(f"/proc/{pid}").exists(), "the server has ended")
     finally:
         owner.end()

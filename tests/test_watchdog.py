@@ -124,6 +124,22 @@ async def test_a_worker_whose_backend_hangs_over_an_adapter_ends(
             await adding
 
 
+async def test_a_worker_that_starts_is_watched_while_it_loads_adapters(
+    pool: Pool, hanging: dict[str, Hanging], tmp_path: Path
+) -> None:
+    (tmp_path / "weights").write_text("1")
+    healthy = Running(pool, Hanging(""))
+    await healthy.ready()
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", str(tmp_path))
+    starting = Running(pool, hanging["load"])
+    with pytest.raises(WorkerError, match="in one load of the adapter 'poet'"):
+        await starting.end()
+    assert len(pool.names("worker:*")) == 1
+    healthy.worker.stop()
+    await healthy.end()
+
+
 async def test_a_backend_that_does_not_close_does_not_keep_its_worker(pool: Pool, hanging: dict[str, Hanging]) -> None:
     running = Running(pool, hanging["close"])
     await running.ready()
@@ -188,10 +204,11 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     async def slow_publish(
         block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
     ) -> None:
-        async def is_broken() -> bool:
-            return running.worker._broken is not None
+        async def is_ending() -> bool:
+            fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
+            return running.worker._broken is not None and not fetches
 
-        await until_async(is_broken, "the backend breaks", 10)
+        await until_async(is_ending, "the worker takes nothing more", 10)
         await publish(block, entries, overwrite)
 
     running.worker._publisher.publish = slow_publish  # type: ignore[method-assign]
