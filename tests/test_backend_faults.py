@@ -156,67 +156,70 @@ def test_up_whose_backend_hangs_ends_with_its_server(
         owner.end()
 
 
+async def taken_over(pool: Pool, frozen: WorkerProcess) -> WorkerProcess:
+    """Freeze the worker that holds jobs, have another take all of them, and freeze that too while it computes."""
+    frozen.signal(signal.SIGSTOP)
+    (first,) = {job["consumer"] for job in pending(pool)}
+    other = await asyncio.to_thread(pool.start, "--lease-s", 0.6, "--step-ms", 2000, "--max-batch", 16)
+    until(lambda: first not in {job["consumer"] for job in pending(pool)}, "the other has taken all")
+    other.signal(signal.SIGSTOP)
+    return other
+
+
 async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_others(pool: Pool) -> None:
-    frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 1, "--lease-s", 0.6, "--max-batch", 16)
-    prompts = [[POISON, i] for i in range(10)]
+    frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 2, "--lease-s", 0.6, "--max-batch", 16)
     async with pool.producer() as producer:
-        asked = asyncio.create_task(ask_all(producer, prompts))
+        asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        frozen.signal(signal.SIGSTOP)
-        slow = await asyncio.to_thread(pool.start, "--lease-s", 0.6, "--step-ms", 4000, "--max-batch", 16)
-        (first,) = {job["consumer"] for job in pending(pool)}
-        until(lambda: {job["consumer"] for job in pending(pool)} - {first}, "the other has taken a job")
-        until(lambda: first not in {job["consumer"] for job in pending(pool)}, "the other has taken all")
+        other = await taken_over(pool, frozen)
+        before = pending(pool)
         frozen.signal(signal.SIGCONT)
         assert await asyncio.to_thread(frozen.wait) == 2
-        held = pending(pool)
-        assert len(held) == len(prompts), "the other still computes"
-        assert {job["times_delivered"] for job in held} == {2}
-        assert all(job["time_since_delivered"] < 4000 for job in held), "nothing was handed back"
         assert "handed" not in frozen.text
+        held = pending(pool)
+        assert [(job["consumer"], job["times_delivered"]) for job in held] == [(before[0]["consumer"], 2)] * 10
+        assert all(job["time_since_delivered"] < 3_600_000 for job in held), "they look as they did"
+        other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, 30)
-        assert slow.is_running
     assert pool.jobs() == 0
 
 
 async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool) -> None:
-    frozen = pool.start("--fail-token", POISON, "--lease-s", 0.6, "--step-ms", 300, "--max-batch", 16)
+    frozen = pool.start("--fail-token", POISON, "--lease-s", 0.6, "--step-ms", 2000, "--max-batch", 16)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        frozen.signal(signal.SIGSTOP)
-        (first,) = {job["consumer"] for job in pending(pool)}
-        await asyncio.to_thread(pool.start, "--lease-s", 0.6, "--step-ms", 3000, "--max-batch", 16)
-        until(lambda: first not in {job["consumer"] for job in pending(pool)}, "the other has taken all")
+        other = await taken_over(pool, frozen)
         frozen.signal(signal.SIGCONT)
         frozen.signal(signal.SIGTERM)
         assert await asyncio.to_thread(frozen.wait) == 0
-        assert len(pending(pool)) == 10, "the other still computes"
+        assert len(pending(pool)) == 10, "the other still has them"
+        other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, 30)
     assert pool.jobs() == 0
 
 
 async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Pool) -> None:
     chance = random.Random(6)
-    prompts = [[i % V, i // V] for i in range(1500)]
+    prompts = [[i % V, i // V] for i in range(800)]
     # Nobody is at fault here: however often a prompt's worker is killed, it is not given up.
     options = ("--lease-s", 0.5, "--max-batch", 16, "--step-ms", 15, "--max-deliveries", 100)
-    for _ in range(6):
+    for _ in range(5):
         pool.start(*options, wait=False)
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer() as producer:
         tasks = [asyncio.create_task(producer.logprobs(prompt)) for prompt in prompts]
         done = 0
-        for victim in chance.sample(pool.workers, 5):
-            done += chance.randrange(1, 250)
+        for victim in chance.sample(pool.workers, 4):
+            done += chance.randrange(1, 160)
 
             async def is_due(least: int = done) -> bool:
                 return sum(task.done() for task in tasks) >= least
 
             await until_async(is_due, f"{done} prompts have been answered")
             victim.end()
-        for prompt, row in zip(prompts, await asyncio.wait_for(asyncio.gather(*tasks), 60), strict=True):
+        for prompt, row in zip(prompts, await asyncio.wait_for(asyncio.gather(*tasks), 30), strict=True):
             assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
     assert pool.jobs() == 0
     assert not pool.names("*waiting*")

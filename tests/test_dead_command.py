@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from lmpool.card import ModelCard
-from lmpool.errors import SettingsError, WorkerError
+from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.messages import Failure, Job
+from lmpool.producer.dead_command import dead_app
 from lmpool.producer.dead_letters import DeadLetters, printable, read_letter
 from lmpool.prompts import digest_of
 from lmpool.server import Server
@@ -28,28 +29,33 @@ NASTY = "red \x1b[31m alert\nnext [bold]line\u202e \x07" + "x" * 5000
 GIVEN_UP = Failure("WorkerError", "given up after 3 deliveries: its workers died")
 
 
-def dead(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `lmpool dead` on the model of a pool."""
-    return subprocess.run(
-        [*lmpool_command(), "dead", *arguments, "--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "COLUMNS": "400"},
-    )  # fmt: skip
+class Ended(NamedTuple):
+    """How a command ended: what it printed, and the error that it is told by."""
+
+    stdout: str
+    error: str
+
+
+def dead(pool: Pool, *arguments: str) -> Ended:
+    """Run `lmpool dead` on the model of a pool, in this process: starting one costs more than all else."""
+    options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
+    ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
+    assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
+    return Ended(ended.stdout, str(ended.exception or ""))
 
 
 def as_json(pool: Pool, *arguments: str) -> Any:
     """What a command prints with `--json`."""
     ended = dead(pool, *arguments, "--json")
-    assert ended.returncode == 0, ended.stderr
+    assert not ended.error
     return json.loads(ended.stdout)
 
 
-def refusal(ended: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error; fails if it was not one."""
-    assert ended.returncode == 2, ended.stdout
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("lmpool: ")
-    assert line.isprintable()
-    return line
+def refusal(ended: Ended) -> str:
+    """The error of a command; fails if it was none, or not one line."""
+    assert ended.error
+    assert ended.error.isprintable()
+    return ended.error
 
 
 def fingerprint_of(pool: Pool) -> str:
@@ -80,22 +86,23 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
         await asyncio.to_thread(pool.start, "--max-deliveries", 1, "--lease-s", 0.6)
         with pytest.raises(WorkerError):
             await asyncio.wait_for(asked, 20)
-    (listed,) = as_json(pool, "list")
+    (listed,) = await asyncio.to_thread(as_json, pool, "list")
     assert listed["error"] == "WorkerError"
     assert listed["reason"].startswith("given up after 1 deliveries: the last worker that held it ended: MemoryError: ")
     assert listed["digest"] == digest_of(ids_of(prompt)).hex()
     assert listed["tokens"] == 3
     assert listed["asked"] == "row"
-    shown = dead(pool, "show", listed["id"]).stdout
+    shown = (await asyncio.to_thread(dead, pool, "show", listed["id"])).stdout
     assert re.search(r"^ids +99, 1, 2$", shown, re.MULTILINE)
     assert re.search(r"^given_up +20\d\d-", shown, re.MULTILINE)
-    assert as_json(pool, "retry", listed["id"]) == {"queued": [listed["id"]], "under_way": [], "refused": {}}
+    retried = await asyncio.to_thread(as_json, pool, "retry", listed["id"])
+    assert retried == {"queued": [listed["id"]], "under_way": [], "refused": {}}
     row_key = pool.keys.row(fingerprint_of(pool)) + digest_of(ids_of(prompt))
     until(lambda: pool.redis.exists(row_key), "the row is in the cache")
     async with pool.producer("syn") as producer:
         assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
         assert producer.stats().computed == 0
-    assert dead(pool, "list").stdout == "nothing was given up\n"
+    assert (await asyncio.to_thread(dead, pool, "list")).stdout == "nothing was given up\n"
     until(lambda: not pool.names("*waiting*") and not pool.jobs(), "nothing of it is left")
     assert pool.redis.type("keep") == b"none", "no stream of that name was made"
 
@@ -113,7 +120,7 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
     }
     good = bury(pool, job([7, 7], fingerprint))
     line = refusal(dead(pool, "retry", *list(cases)[:3]))
-    assert line.startswith("lmpool: 3 prompts were not queued again: ")
+    assert line.startswith("3 prompts were not queued again: ")
     for entry, reason in list(cases.items())[:3]:
         assert f"{entry}: {reason}" in line
     ended = dead(pool, "retry", "--all", "--json")
@@ -135,7 +142,7 @@ def test_text_of_others_does_not_reach_the_terminal_as_it_is(pool: Pool) -> None
         bury(pool, b"", b"", f"{2**64 - 1}-7"),
     ]
     listed = dead(pool, "list")
-    assert listed.returncode == 0, listed.stderr
+    assert not listed.error
     printed = [listed.stdout, *(dead(pool, "show", entry).stdout for entry in ids)]
     for text in printed:
         assert text.strip()
@@ -155,6 +162,8 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert unknown in refusal(dead(pool, "drop", kept, "12-34"))
     assert "name the ids that are meant" in refusal(dead(pool, "drop"))
     assert "name the ids that are meant" in refusal(dead(pool, "retry", kept, "--all"))
+    unnamed = CliRunner().invoke(dead_app, ["list", "--redis", pool.url, "--prefix", pool.prefix])
+    assert "name a model that is not served with --model" in str(unnamed.exception)
     # Nobody serves the model: it can be looked at and dropped, not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
     assert [one["id"] for one in as_json(pool, "list")] == [kept]
@@ -163,13 +172,21 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert as_json(pool, "list") == []
 
 
+def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
+    options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
+    command = [*lmpool_command(), "dead", "show", "12-34", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "lmpool: id: '12-34' is none of the dead letters: see `lmpool dead list`\n"
+
+
 # Without the command line
 
 
-@pytest.fixture
-async def letters(pool: Pool) -> AsyncIterator[DeadLetters]:
-    """The dead letters of a model."""
-    client = Server(pool.url).client()
+@pytest.fixture(params=[2, 3])
+async def letters(pool: Pool, request: pytest.FixtureRequest) -> AsyncIterator[DeadLetters]:
+    """The dead letters of a model, read by either version of Redis's protocol."""
+    client = Server(f"{pool.url}?protocol={request.param}").client()
     yield DeadLetters(client, pool.keys.model("syn"))
     await client.aclose()
 

@@ -236,7 +236,8 @@ async def test_a_letter_that_is_not_what_was_seen_is_left(redis: redis_async.Red
     await redis.xdel(DEAD, letter)
     if change != "gone":
         fields: Any = {"e": FAILURE, "m": b"job-2"} if change == "another" else {"other": b"field"}
-        letter = await redis.xadd(DEAD, fields)
+        added: Any = await redis.xadd(DEAD, fields)
+        letter = added
     assert await retry(redis, letter) == "G"
     assert await entries_of(redis) == []
     assert len(await entries_of(redis, DEAD)) == (change != "gone")
