@@ -62,7 +62,7 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
 
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
     """End entries: (entry, number, failure, dead)."""
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))

@@ -203,7 +203,7 @@ async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stor
 
     assert await ask("marks") == b"Q"
     (entry,) = await take(redis)
-    args = [GROUP, "fp", 1000, LIFETIME_MS, 100, 5000, entry, b"", 0]
+    args = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 5000, entry, b"", 0]
     assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await hash_of(redis, waiting(1)) == {b"job": b"done"}
     assert 0 < await redis.pttl(waiting(1)) <= 5000

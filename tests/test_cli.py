@@ -45,11 +45,11 @@ def test_version_and_help() -> None:
     assert run("--version").stdout == f"lmpool {version('lmpool')}\n"
     ended = run("--help")
     assert ended.returncode == 0
-    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench", "adapters"):
+    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench", "adapters", "dead"):
         assert re.search(rf"\b{command}\b", ended.stdout)
 
 
-@pytest.mark.parametrize("command", [[], ["trie"], ["adapters"]])
+@pytest.mark.parametrize("command", [[], ["trie"], ["adapters"], ["dead"]])
 def test_a_command_without_arguments_prints_its_help_and_no_error(command: list[str]) -> None:
     ended = run(*command)
     assert ended.returncode == 2

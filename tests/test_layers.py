@@ -170,6 +170,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
         "producer/lmpool/producer/commands.py": {"typer", "rich"},
         "producer/lmpool/producer/adapters_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/dead_command.py": {"typer", "rich"},
         "producer/lmpool/producer/trie_command.py": {"typer"},
         "producer/lmpool/producer/trie_picture.py": {"rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
@@ -280,7 +281,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         assert not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            ours = r"KEYS\[\d\]|jobs|dead|waiting|row|reply|adapters|offers"
+            ours = r"KEYS\[\d\]|jobs|dead|waiting|row|reply|adapters|offers|reasons"
             assert re.fullmatch(ours, call[2]) or "KEYS[" in call[2], call[0]
 
 

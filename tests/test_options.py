@@ -146,6 +146,7 @@ NAN, INF = float("nan"), float("inf")
     [
         *(("prefix", value) for value in ("", "a{b}", "a\nb", "a\0b", "p" * 201, None, 5, b"lmpool")),
         *(("lease_s", value) for value in (0, 0.09, -1, 3601, NAN, INF, -INF, "15", None, True)),
+        *(("step_timeout_s", value) for value in (0, 0.09, -1, NAN, INF, "15", None, True)),
         *(("max_deliveries", value) for value in (0, -1, 1001, 2.0, NAN, "3", None, True)),
         *(("queue_limit", value) for value in (0, -5, 1e5, INF, "9", None, False)),
         *(("row_ttl_s", value) for value in (0, 0.5, -1, NAN, "60", None, True)),

@@ -223,7 +223,7 @@ async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
     for _ in range(260):
         await submit(redis, 1)
         (entry,) = await take(redis)
-        args = [GROUP, "fp", 10, LIFETIME_MS, 100, 0, entry, b"", 0]
+        args = [GROUP, "fp", 10, LIFETIME_MS, 100, "w1", 0, entry, b"", 0]
         assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await redis.xlen(A) <= 110
 
@@ -255,7 +255,7 @@ async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, b
     """As `finish`, and have it looked whether the rows are there."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
     for entry, _, failure, dead in endings:
         args += [entry, failure, int(dead)]
     outcome: bytes = await scripts.FINISH(redis, keys, args)
@@ -344,7 +344,7 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     )
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, 0]
+    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
     for entry in entries:
         args += [entry, b"", 0]
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.vocab import MAX_BYTES, MAX_TOKENS
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.pool import until
 
 encodings = pytest.mark.parametrize("encoding", ["f32", "bf16"])
 
@@ -224,6 +226,7 @@ def test_the_crash_token_ends_the_process() -> None:
 from lmpool.prompts import encode_prompt
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.pool import until
 served = SyntheticBackend(SyntheticSettings(vocab_size=50, crash_token=7))
 for ids in ([1], [7]):
     prompt = encode_prompt(ids, vocab_size=50, max_tokens=5)
@@ -233,6 +236,32 @@ for ids in ([1], [7]):
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (70, "survived\n", "")
+
+
+def test_the_raise_token_breaks_its_step_and_no_other() -> None:
+    served = backend(raise_token=7, vocab_size=50)
+    served.submit([job([1], 50)])
+    assert len(served.step().digests) == 1
+    served.submit([job([2], 50), job([7], 50)])
+    with pytest.raises(MemoryError, match="contains the token 7"):
+        served.step()
+
+
+def test_the_hang_token_holds_up_its_step_and_no_other() -> None:
+    served = backend(hang_token=7, vocab_size=50)
+    stepped: list[int] = []
+
+    def step_twice() -> None:
+        for ids in ([1], [7]):
+            served.submit([job(ids, 50)])
+            stepped.append(len(served.step().digests))
+
+    thread = threading.Thread(target=step_twice, daemon=True)
+    thread.start()
+    until(lambda: stepped, "the first step has ended")
+    thread.join(0.3)
+    assert thread.is_alive()
+    assert stepped == [1]
 
 
 def test_rows_of_an_earlier_step_stay_as_they_are() -> None:
@@ -338,6 +367,8 @@ def test_the_backend_serves_the_vocabulary_of_its_seed() -> None:
         *(("encoding", value) for value in ("", "f64", "F32", "f16", None, 1)),
         *(("fail_token", value) for value in (-2, 1.0, "1", None, True)),
         *(("crash_token", value) for value in (-2, 1.0, "1", None, True)),
+        *(("raise_token", value) for value in (-2, 1.0, "1", None, True)),
+        *(("hang_token", value) for value in (-2, 1.0, "1", None, True)),
     ],
 )
 def test_a_malformed_setting_is_refused_with_its_name_and_value(field: str, value: object) -> None:

@@ -98,11 +98,16 @@ class ModelKeys:
         return self.base + b":dead"
 
     @property
+    def reasons(self) -> bytes:
+        """Hash: entry id -> why the worker ended that held it at its last delivery; capped, expires."""
+        return self.base + b":reasons"
+
+    @property
     def waiting(self) -> bytes:
         """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
 
         "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
-        for a client, where there is none.
+        for an operator who has queued the job again.
         """
         return self.base + b":waiting:"
 

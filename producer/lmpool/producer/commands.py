@@ -1,4 +1,4 @@
-"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench`, `trie`, `adapters`."""
+"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench`, `trie`, `adapters`, `dead`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lmpool.errors import SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapters_command import adapters_app
 from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, run
+from lmpool.producer.dead_command import dead_app
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
 from lmpool.producer.producer import Producer
@@ -37,6 +38,7 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
     app.add_typer(trie_app)
     app.add_typer(adapters_app)
+    app.add_typer(dead_app)
 
 
 def logprobs(

@@ -96,6 +96,8 @@ class SyntheticModel:
         return WorkerSettings(
             prefix=prefix,
             lease_s=self.lease_s,
+            # A worker that a test stalls is to stay so, however long somebody looks at it in a debugger.
+            step_timeout_s=1e9,
             queue_limit=self.queue_limit,
             row_ttl_s=self.row_ttl_s,
             with_trie=self.with_trie,

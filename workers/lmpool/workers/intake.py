@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -11,7 +11,7 @@ from redis.exceptions import ResponseError
 from lmpool import scripts
 from lmpool.adapters import is_qualified
 from lmpool.asks import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
-from lmpool.card import ModelCard
+from lmpool.card import LIMITS, ModelCard
 from lmpool.checks import shown
 from lmpool.errors import (
     InvalidPrompt,
@@ -31,6 +31,10 @@ from lmpool.workers.backend import BackendJob
 
 _STALE_S = 1.0
 _MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
+_LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
+_REASONS_TTL_MS = 3_600_000
+_MOST_REASONS = 1000
+_MOST_REASON_TEXT = 500
 
 
 class Taken(NamedTuple):
@@ -166,10 +170,35 @@ class Intake:
         for entry, data, deliveries in entries:
             one = self._read(entry, data) if isinstance(data, bytes) else _too_large(entry, data)
             if deliveries >= self._max_deliveries:
-                text = f"given up after {deliveries} deliveries: its workers died or hung while they held it"
+                text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
             taken.append(one)
         return Claimed(await self._wanted(taken), bool(alone))
+
+    async def _reason(self, entry: bytes) -> str:
+        """Why the last worker that held a job ended."""
+        reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
+        if reason is None:
+            return "its workers died or hung while they held it"
+        return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
+
+    async def hand_back(self, reason: str) -> int:
+        """Give all that this worker still holds to others at once; returns how many jobs that were.
+
+        Their deliveries stay counted.
+
+        Args:
+            reason: why this worker ends; clients hear of it if a job is given up.
+        """
+        # As long as any lease may be: workers of one model may have different ones.
+        head = [GROUP, self._worker_id, _LONG_SILENT_MS, scripts.MOST_AT_ONCE]
+        tail = [self._max_deliveries, reason[:_MOST_REASON_TEXT], _REASONS_TTL_MS, _MOST_REASONS]
+        count, begin = 0, b"-"
+        while begin:
+            keys = [self._keys.jobs, self._keys.reasons]
+            handed, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail])
+            count += handed
+        return count
 
     def _read(self, entry: bytes, data: bytes) -> Taken:
         """Decode and check one job in the one place where this is done for all backends."""

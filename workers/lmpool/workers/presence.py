@@ -141,11 +141,18 @@ class Presence:
                 told[name] = fields.get(field, "")
         return told
 
-    async def leave(self) -> None:
-        """Deregister: the worker, its consumer, and the card when nobody else serves the model."""
+    async def leave(self, *, for_good: bool = True) -> None:
+        """Deregister: the worker, its consumer if that holds nothing, and the card when nobody else serves the model.
+
+        Args:
+            for_good: False for a worker that failed: who waits is to find the model, and its adapters, when a worker
+                starts again.
+        """
         await self._redis.delete(self._heartbeat)
         if self._worker_id in await self._consumers(self._card.name):
             await self._drop_consumers([self._worker_id])
+        if not for_good:
+            return
         seen = await self._read_card()
         # By its fingerprint: the card may be that of another worker, with another lease.
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):

@@ -48,14 +48,18 @@ class Publisher:
         keys: the model's keys.
         row_prefix: prefix of the model's rows.
         fingerprint: the model's fingerprint, told to clients with each digest.
+        worker_id: the consumer that holds the jobs.
     """
 
-    def __init__(self, server: Server, rows: RowCache, keys: ModelKeys, row_prefix: bytes, fingerprint: str) -> None:
+    def __init__(
+        self, server: Server, rows: RowCache, keys: ModelKeys, row_prefix: bytes, fingerprint: str, worker_id: str
+    ) -> None:
         self._server = server
         self._rows = rows
         self._keys = keys
         self._row_prefix = row_prefix
         self._fingerprint = fingerprint
+        self._worker_id = worker_id
 
     async def publish(
         self, block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
@@ -110,7 +114,8 @@ class Publisher:
             if self._rows.is_seen:
                 keys += [self._row_prefix + ending.digest for ending in part]
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
-            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP, mark_ms]
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
+            args += (self._worker_id, mark_ms)
             for ending in part:
                 args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
             outcome = await scripts.FINISH.on(call, keys, args)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lmpool.card import ModelCard
+from lmpool.errors import LMPoolError
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.settings import WorkerSettings
@@ -21,6 +22,7 @@ from lmpool.workers.worker import Worker
 _log = logging.getLogger("lmpool.worker")
 
 _STOPPED_NOW = 130
+_HUNG = 2
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -39,7 +41,7 @@ def serve(
         before_exit: called before the process is ended at once.
 
     Raises:
-        As `Worker.run`.
+        As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     _exit_on_signals(before_exit)
@@ -78,7 +80,14 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await worker.run(on_ready)
+    try:
+        await worker.run(on_ready)
+    except LMPoolError as error:
+        if worker.is_hung:
+            _exit_hung(error, before_exit)
+        raise
+    if worker.is_hung:
+        _exit_hung(None, before_exit)
     _log.info("stopped; nothing was left unfinished")
 
 
@@ -92,6 +101,16 @@ def _exit_now(before_exit: Callable[[], None]) -> NoReturn:
     _log.info("stopped at once")
     before_exit()
     os._exit(_STOPPED_NOW)
+
+
+def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], None]) -> NoReturn:
+    """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
+    if error is not None:
+        sys.stderr.write(f"lmpool: {error}\n")
+        sys.stderr.flush()
+    before_exit()
+    logging.shutdown()
+    os._exit(_HUNG)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

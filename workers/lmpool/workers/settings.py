@@ -15,6 +15,8 @@ class WorkerSettings:
     Attributes:
         prefix: prefix of all Redis keys.
         lease_s: seconds without a sign of life after which a worker's jobs are given to another.
+        step_timeout_s: seconds that the backend may take over one step, or over loading one adapter. One that takes
+            longer hangs: its worker hands its jobs to others and ends.
         max_deliveries: deliveries after which a job is given up.
         queue_limit: prompts that may wait for the model at once.
         row_ttl_s: seconds that a row stays in the cache.
@@ -29,6 +31,7 @@ class WorkerSettings:
 
     prefix: str = "lmpool"
     lease_s: float = 15.0
+    step_timeout_s: float = 300.0
     max_deliveries: int = 3
     queue_limit: int = 100_000
     row_ttl_s: float = 3600.0
@@ -42,6 +45,7 @@ class WorkerSettings:
         for name in ("lease_s", "queue_limit", "row_ttl_s"):  # They travel on the card.
             least, most = LIMITS[name]
             check_number(self, name, least=least, most=most)
+        check_number(self, "step_timeout_s", least=0.1, most=10**9)
         check_number(self, "max_deliveries", least=1, most=1000)
         check_number(self, "log_every_s", least=0.1, most=10**9)
         check_number(self, "trie_mb", least=1, most=10**9)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+
+_log = logging.getLogger("lmpool.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,13 @@ class Opened(NamedTuple):
     adapters: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of the backend that is under way; each is an object of its own."""
+
+    what: str
+
+
 class Stepper:
     """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
 
@@ -52,6 +64,12 @@ class Stepper:
         make: makes the backend; called in the thread, for engines bind to the thread they start in.
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
+
+    Attributes:
+        batch: prompts that make a full step.
+        stats: the backend's counters after its last step.
+        call: what the backend has been asked to do and has not done yet.
+        is_hung: the thread does not return from the backend; only the end of the process ends it.
     """
 
     def __init__(
@@ -73,6 +91,9 @@ class Stepper:
         self._capacity_seen_at = 0
         self.batch = 1
         self.stats = BackendStats()
+        self.call: Call | None = None
+        self.is_hung = False
+        self._loads: set[asyncio.Future[str]] = set()
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -106,17 +127,37 @@ class Stepper:
         """
         order = _Load(name, source, self._loop.create_future())
         self._orders.put(order)
-        return await order.loaded
+        self._loads.add(order.loaded)
+        try:
+            return await order.loaded
+        finally:
+            self._loads.discard(order.loaded)
 
     def drop_adapter(self, adapter: str) -> None:
         """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
         self._orders.put(_Drop(adapter))
 
-    async def close(self) -> None:
-        """End the thread after its present step and free the backend."""
+    def abandon(self, error: WorkerError) -> None:
+        """Wait for the thread no more: it hangs. Who waits for an adapter is told."""
+        self.is_hung = True
+        for loaded in self._loads:
+            _tell(loaded, error)
+
+    def stack(self) -> str:
+        """Where the thread is, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+    async def close(self, patience_s: float | None = None) -> None:
+        """End the thread after its present step and free the backend; one that takes longer than this hangs."""
         self._orders.put(None)
-        if self._thread.is_alive():
-            await self._closed.wait()
+        if self._thread.is_alive() and not self.is_hung:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._closed.wait()
+            except TimeoutError:
+                _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", patience_s)
+                self.is_hung = True
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         try:
@@ -137,6 +178,7 @@ class Stepper:
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
                 self._post(self._fail, error)
             finally:
+                self.call = None
                 backend.close()
         except BaseException as error:  # noqa: BLE001  making or closing it failed
             self._post(self._fail, error)
@@ -152,7 +194,9 @@ class Stepper:
                 order = self._orders.get(block=not held)
                 if order is None:
                     return
+                self.call = Call(_called(order))
                 stale = self._obey(backend, order, held)
+                self.call = None
                 taken += len(order) if isinstance(order, Sequence) else 0
                 if stale:
                     self._post(
@@ -161,7 +205,9 @@ class Stepper:
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
+            self.call = Call("step")
             finished = backend.step()
+            self.call = None
             for digest in check_answers(finished, held, card):
                 del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
@@ -215,6 +261,16 @@ class Stepper:
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
+
+
+def _called(order: Sequence[BackendJob] | _Load | _Drop) -> str:
+    match order:
+        case _Load():
+            return f"load of the adapter {order.name!r}"
+        case _Drop():
+            return f"drop of the adapter {order.adapter!r}"
+        case jobs:
+            return f"submission of {len(jobs)} prompts"
 
 
 def _tell(future: asyncio.Future[str], outcome: str | BaseException) -> None:

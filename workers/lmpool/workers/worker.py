@@ -24,7 +24,7 @@ from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendSettings, Finished
 from lmpool.workers.delivery import Delivery
 from lmpool.workers.held import Holdings
-from lmpool.workers.intake import Intake, Taken
+from lmpool.workers.intake import Intake
 from lmpool.workers.loading import Loading
 from lmpool.workers.meter import Meter
 from lmpool.workers.presence import Presence, new_worker_id
@@ -33,6 +33,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Opened, Stepper
 from lmpool.workers.tries.backend import warm_up
 from lmpool.workers.tries.larder import Larder
+from lmpool.workers.watchdog import Watchdog
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -40,6 +41,7 @@ _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
 _PUBLISHERS = 2
 _UNPUBLISHED_BATCHES = 4
+_LEAVE_S = 10.0
 
 
 class Worker:
@@ -49,6 +51,9 @@ class Worker:
         server: the pool's Redis.
         backend: what the backend is told; it is opened in a thread of its own.
         settings: see `WorkerSettings`.
+
+    Attributes:
+        is_hung: `run` has ended, but the backend's thread has not: only the end of the process ends it.
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
@@ -64,6 +69,7 @@ class Worker:
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
         self._meter = Meter()
+        self.is_hung = False
 
     @property
     def worker_id(self) -> str:
@@ -88,16 +94,18 @@ class Worker:
                 worker was silent long.
             SettingsError: an adapter that is in service cannot be loaded, or other workers lack one of this worker's.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
-            WorkerError: the backend broke.
+            WorkerError: the backend broke, or hangs: see `is_hung`.
         """
         await self._check_server()
         self._stepper = Stepper(self._backend.open, self._on_finished, self._break)
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
                 opened = await self._stepper.start()
-            await self._run(opened, on_ready)
+            async with Watchdog(self._stepper, self._settings.step_timeout_s, self._hang):
+                await self._run(opened, on_ready)
         finally:
-            await self._stepper.close()
+            await self._stepper.close(self._settings.step_timeout_s)
+            self.is_hung = self._stepper.is_hung
 
     async def _check_server(self) -> None:
         """A wrong address or password must not cost the loading of a model first."""
@@ -134,7 +142,7 @@ class Worker:
         rows = rows_on(self._server, keys, card)
         self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
         row_prefix = keys.row(card.fingerprint)
-        self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint)
+        self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint, self._id)
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
         self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
@@ -146,9 +154,9 @@ class Worker:
             if on_ready is not None:
                 on_ready(card)
             await self._serve()
-            await self._leave()
-        except (ModelMismatch, SettingsError):
-            await self._leave()
+            await self._leave("")
+        except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
+            await self._leave(_reason(self._broken or error))
             raise
         except LMPoolError:
             raise  # Some are OSErrors too.
@@ -166,9 +174,14 @@ class Worker:
         if not self._card.is_trie:
             await self._adapters.start()
 
-    async def _leave(self) -> None:
+    async def _leave(self, reason: str) -> None:
+        """Deregister; give what is still held to others, with the reason why this worker ends."""
         try:
-            await self._presence.leave()
+            # After a lease others take it all by themselves.
+            async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
+                if handed := await self._intake.hand_back(reason):
+                    _log.info("handed %d prompts back: other workers take them over", handed)
+                await self._presence.leave(for_good=self._broken is None)
         except (RedisError, OSError) as error:
             # Nothing is lost: what stays there expires or is swept.
             _log.warning("cannot deregister: %s", self._server.explain(error))
@@ -200,25 +213,32 @@ class Worker:
         finally:
             await end_tasks([fetching, draining, *parts])
         if self._broken is not None:
-            raise WorkerError(f"the backend broke: {self._broken}") from self._broken
+            what = "" if self._stepper.is_hung else "the backend broke: "
+            raise WorkerError(f"{what}{_reason(self._broken)}") from self._broken
 
     async def _drain(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
 
-        The server gets a lease to answer in, and some more. The backend gets the time that it needs.
+        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what is
+        held here. The backend gets the time that it needs.
         """
         await self._stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
+        if self._broken is not None:
+            patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
         await self._until(lambda: not self._held or not self._stepper.is_busy)
         try:
             async with asyncio.timeout(patience):
                 await self._until(lambda: not self._held)
+                if self._broken is not None:
+                    await self._finished.join()  # What was computed before is published.
         except TimeoutError:
-            raise ServerError(
-                f"{len(self._held)} prompts could not be published within {patience:g} s: "
-                "they are left to other workers, which take them over after a lease"
-            ) from None
+            if self._broken is None:
+                raise ServerError(
+                    f"{len(self._held)} prompts could not be published within {patience:g} s: "
+                    "they are left to other workers, which take them over after a lease at the latest"
+                ) from None
 
     async def _fetch_all(self) -> None:
         """Take jobs whenever the backend has room: a batch when it is idle, the next one while it computes."""
@@ -234,7 +254,7 @@ class Worker:
                         continue
                     taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
                     was_idle = not self._held
-                    await self._accept(taken)
+                    await self._delivery.accept(taken)
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
@@ -256,14 +276,10 @@ class Worker:
             return 0
         return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
 
-    async def _accept(self, taken: list[Taken]) -> None:
-        # A broken backend holds nothing any more; others take these over after a lease.
-        if self._broken is None:
-            await self._delivery.accept(taken)
-
     async def _publish_all(self) -> None:
         while True:
             await self._delivery.publish(await self._finished.get(), self._id)
+            self._finished.task_done()
             self._changed.set()
 
     async def _renew(self) -> None:
@@ -283,7 +299,7 @@ class Worker:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
                 elif not claimed.alone:
                     break
-                await self._accept(claimed.taken)
+                await self._delivery.accept(claimed.taken)
                 alone = claimed.alone
                 if alone:
                     # What may have killed the others runs with nothing else in this worker: until it has
@@ -322,13 +338,20 @@ class Worker:
         self._changed.set()  # The backend has room again.
 
     def _break(self, error: BaseException) -> None:
+        """Begin to end, for the backend is of no use any more. What it holds stays held until it is handed back."""
         _log.error("the backend broke", exc_info=error)
         self._broken = self._broken or error
-        self._held.clear()
+        self.stop()
+
+    def _hang(self, error: WorkerError) -> None:
+        _log.error("%s; its thread is at\n%s", error, self._stepper.stack())
+        self._stepper.abandon(error)
+        self._broken = self._broken or error
         self.stop()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
+        """Wait for something; not any longer once the backend is broken."""
+        while self._broken is None and not condition():
             self._changed.clear()
             await self._changed.wait()
 
@@ -347,3 +370,8 @@ class Worker:
             except (RedisError, OSError, LMPoolError) as error:
                 _log.warning("will try again: %s", self._server.explain(error))
                 pause = min(seconds, next(waits))
+
+
+def _reason(error: BaseException) -> str:
+    """An exception for who was not there: our own say themselves what happened, others need their names."""
+    return str(error) if isinstance(error, LMPoolError) else f"{type(error).__name__}: {error}"

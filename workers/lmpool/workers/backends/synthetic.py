@@ -46,6 +46,8 @@ class SyntheticSettings:
         encoding: "f32" or "bf16"; the rows are the same.
         fail_token: prompts that contain this id fail (to test error handling); -1 for none.
         crash_token: prompts that contain this id end the process; -1 for none.
+        raise_token: the step of a prompt that contains this id raises, as if memory had run out; -1 for none.
+        hang_token: the step of a prompt that contains this id never ends; -1 for none.
         adapters: adapters, as name=folder; may be given several times. What the folder (or file) holds decides the
             rows.
 
@@ -62,6 +64,8 @@ class SyntheticSettings:
     encoding: str = "f32"
     fail_token: int = -1
     crash_token: int = -1
+    raise_token: int = -1
+    hang_token: int = -1
     adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,8 +76,8 @@ class SyntheticSettings:
         check_number(self, "max_batch", least=1, most=65_536)
         check_number(self, "max_prompt_tokens", least=1, most=4_000_000)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
-        check_number(self, "fail_token", least=-1)
-        check_number(self, "crash_token", least=-1)
+        for name in ("fail_token", "crash_token", "raise_token", "hang_token"):
+            check_number(self, name, least=-1)
         _ = self.adapter_folders  # Malformed ones are refused now.
 
     @property
@@ -196,15 +200,20 @@ class SyntheticBackend:
         return scores
 
     def _fault(self, ids: bytes) -> str | None:
-        fail, crash = self._settings.fail_token, self._settings.crash_token
-        if fail < 0 and crash < 0:
+        """Do what the settings say of a prompt's ids; returns why it fails, if it does."""
+        settings = self._settings
+        if max(settings.fail_token, settings.crash_token, settings.raise_token, settings.hang_token) < 0:
             return None
-        tokens = decode_ids(ids)
-        if crash >= 0 and crash in tokens:
+        tokens = set(decode_ids(ids).tolist())
+        if settings.crash_token in tokens:
             os._exit(_CRASH_EXIT)
-        return (
-            f"the prompt contains the token {fail}, which this worker was told to fail on" if fail in tokens else None
-        )
+        if settings.raise_token in tokens:
+            raise MemoryError(f"the prompt contains the token {settings.raise_token}, for which there is no memory")
+        while settings.hang_token in tokens:
+            time.sleep(3600)
+        if settings.fail_token in tokens:
+            return f"the prompt contains the token {settings.fail_token}, which this worker was told to fail on"
+        return None
 
     def abort(self, digests: Collection[bytes]) -> None:
         """See `Backend.abort`."""

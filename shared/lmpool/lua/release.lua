@@ -1,0 +1,29 @@
+-- Hand back, at once, the jobs that a worker still holds; what another has taken over is not the worker's any more.
+--
+-- KEYS  jobs, reasons
+-- ARGV  consumer group, consumer, idle time to give the jobs in ms, most jobs to hand back in this call, where to begin
+--       ('-' at first), deliveries a job may have, why the worker ends (or ''), for how long that is kept in ms, most reasons
+--
+-- The jobs look as if the worker had long been silent, so whoever claims next takes them. Their deliveries are kept.
+-- A job that whoever claims it will give up gets the reason, if there is one: it ran alone, so it is the one at fault.
+--
+-- Returns how many were handed back, then where the next call begins ('' when nothing is left).
+local jobs, reasons = KEYS[1], KEYS[2]
+local group, consumer, idle, want = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local held = redis.pcall('XPENDING', jobs, group, ARGV[5], '+', want, consumer)
+if held.err then
+  -- The server has lost the queue.
+  return {0, ''}
+end
+for _, one in ipairs(held) do
+  local id, deliveries = one[1], one[4]
+  redis.call('XCLAIM', jobs, group, consumer, 0, id, 'IDLE', idle, 'JUSTID')
+  if ARGV[7] ~= '' and deliveries >= tonumber(ARGV[6]) then
+    if redis.call('HLEN', reasons) >= tonumber(ARGV[9]) then
+      redis.call('DEL', reasons)
+    end
+    redis.call('HSET', reasons, id, ARGV[7])
+    redis.call('PEXPIRE', reasons, ARGV[8])
+  end
+end
+return {#held, #held == want and '(' .. held[#held][1] or ''}

@@ -1,0 +1,40 @@
+-- Queue a dead letter's job again, with no deliveries, and take the letter off the dead.
+--
+-- KEYS  jobs, dead, waiting key of the job's digest
+-- ARGV  entry id among the dead, encoded job as the caller saw it, queue limit, lifetime of the waiting key in ms
+--
+-- The field 'keep' of the waiting key says that the job is wanted although no client waits for it: its row is to be
+-- cached for whoever asks next.
+--
+-- Returns Q queued, J a job for the same is under way so that nothing had to be queued, F refused because the queue is
+-- full, G the letter is gone or is another.
+local dead, waiting = KEYS[2], KEYS[3]
+local letter = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]
+local data = nil
+for i = 1, letter and #letter[2] or 0, 2 do
+  if letter[2][i] == 'm' then
+    data = letter[2][i + 1]
+  end
+end
+if data ~= ARGV[2] then
+  return 'G'
+end
+local job = redis.call('HGET', waiting, 'job')
+local outcome = 'J'
+local is_alive = job and job ~= DONE
+if is_alive and job == LATER then
+  is_alive = redis.call('ZSCORE', backlog, string.sub(waiting, -16))
+elseif is_alive then
+  is_alive = #redis.pcall('XRANGE', jobs, job, job) > 0
+end
+if not is_alive then
+  if redis.call('XLEN', jobs) + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
+    return 'F'
+  end
+  to_stream(waiting, data)
+  redis.call('HSET', waiting, 'keep', '')
+  redis.call('PEXPIRE', waiting, ARGV[4])
+  outcome = 'Q'
+end
+redis.call('XDEL', dead, ARGV[1])
+return outcome
