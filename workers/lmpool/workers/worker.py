@@ -217,10 +217,13 @@ class Worker:
     async def _drain(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
 
-        The server gets a lease to answer in, and some more. The backend gets the time that it needs.
+        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
+        is held here. The backend gets the time that it needs.
         """
         await self._stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
+        if self._broken is not None:
+            patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
         await self._until(lambda: not self._held or not self._stepper.is_busy)
         try:
