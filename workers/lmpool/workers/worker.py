@@ -219,8 +219,8 @@ class Worker:
     async def _drain(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
 
-        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what is
-        held here. The backend gets the time that it needs.
+        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
+        is held here. The backend gets the time that it needs.
         """
         await self._stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
