@@ -17,7 +17,7 @@ class ChaosSettings:
         vocab_size: V.
         lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also how long
             either side waits for a reply.
-        step_ms: how long a step of the backend takes: workers are busy most of the time, and have what a strike can lose.
+        step_ms: how long a step of the backend takes: workers are busy most of the time, so there is something to lose.
         max_batch: prompts in a step.
         row_ttl_s: lifetime of rows: prompts are not repeated for longer than that.
         timeout_s: the deadline of each request.
