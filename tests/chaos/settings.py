@@ -17,7 +17,7 @@ class ChaosSettings:
         vocab_size: V.
         lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also how long
             either side waits for a reply.
-        step_ms: how long a step of the backend takes.
+        step_ms: how long a step of the backend takes: workers are busy most of the time, so there is something to lose.
         max_batch: prompts in a step.
         row_ttl_s: lifetime of rows: prompts are not repeated for longer than that.
         timeout_s: the deadline of each request.
@@ -34,7 +34,7 @@ class ChaosSettings:
     clients: int = 3
     vocab_size: int = 2048
     lease_s: float = 3.0
-    step_ms: float = 40.0
+    step_ms: float = 80.0
     max_batch: int = 8
     row_ttl_s: float = 60.0
     timeout_s: float = 30.0
