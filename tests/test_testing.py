@@ -28,7 +28,7 @@ from lmpool.errors import (
     UnknownModel,
     WorkerError,
 )
-from lmpool.keys import Keys
+from lmpool.keys import GROUP, Keys
 from lmpool.producer import Producer, SyncProducer
 from lmpool.testing import MemoryPool, SyntheticModel, pool
 from lmpool.vocab import Vocabulary, decode_vocab
@@ -357,7 +357,10 @@ def test_a_pool_may_be_opened_again_and_again() -> None:
 
 def test_a_worker_that_failed_is_told_at_the_end() -> None:
     def spoil(memory: MemoryPool) -> None:
-        memory.redis.hset(Keys().models(), memory.model.name, b"not a card")
+        name = memory.model.name
+        memory.redis.hset(Keys().worker("other"), mapping={"model": name, "fingerprint": "another"})
+        memory.redis.xgroup_createconsumer(Keys().model(name).jobs, GROUP, "other")
+        memory.redis.hset(Keys().models(), name, b"not a card")
         until(lambda: not memory.worker.is_running, "the worker sees that others serve something else")
 
     with pytest.raises(ModelMismatch), pool(SyntheticModel(vocab_size=8, lease_s=SHORT)) as memory:

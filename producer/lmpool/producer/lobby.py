@@ -17,6 +17,8 @@ from lmpool.keys import GROUP, Keys
 
 _log = logging.getLogger("lmpool.producer")
 
+_MOST_TOLD = 100
+
 
 class WorkerInfo(NamedTuple):
     """One live worker: its id and the fields of its heartbeat."""
@@ -36,6 +38,7 @@ class Lobby:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
+        self._told: set[str] = set()
 
     async def cards(self) -> dict[str, ModelCard]:
         """The cards of all models that are served, by name; those that cannot be read are left out."""
@@ -92,7 +95,10 @@ class Lobby:
                 cards[name] = _read_card(name, data)
             except ProtocolError as error:
                 unreadable[name] = error
-                _log.warning("the card of the model %r is left out: %s", name, error)
+                # Once: clients look every second.
+                if len(self._told) < _MOST_TOLD and name not in self._told:
+                    self._told.add(name)
+                    _log.warning("the card of the model %r is left out: %s", name, error)
         return cards, unreadable
 
     async def workers(self, model: str) -> list[WorkerInfo]:

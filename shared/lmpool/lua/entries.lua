@@ -5,9 +5,9 @@
 --       encoding, all with spaces between
 --
 -- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
--- another encoding, or one that is too short, has its header alone, for who asked to fetch it as it is. What is there may be anything: who
--- asked checks the header and the length.
-local HEADER, ENCODING = 16, 6
+-- another encoding, or one that is not as long as its header says, has its header alone, for who asked to fetch it as
+-- it is. What is there may be anything: who asked checks the header.
+local HEADER, ENCODING, SIZE = 16, 6, 9
 local expected = tonumber(ARGV[1])
 local found = {}
 for i, row in ipairs(KEYS) do
@@ -19,14 +19,15 @@ for i, row in ipairs(KEYS) do
   elseif string.byte(header, ENCODING) ~= expected then
     found[i] = header
   else
-    local parts = {header}
+    local parts, width = {header}, nil
     for from, to in string.gmatch(ARGV[1 + i], '(%d+) (%d+)') do
-      local number = redis.call('GETRANGE', row, from, to)
-      if #number ~= to - from + 1 then
-        parts = {header}
-        break
-      end
-      parts[#parts + 1] = number
+      width = width or to - from + 1
+      parts[#parts + 1] = redis.call('GETRANGE', row, from, to)
+    end
+    local a, b, c, d = string.byte(header, SIZE, SIZE + 3)
+    local size = d and a + 256 * (b + 256 * (c + 256 * d))
+    if not width or redis.call('STRLEN', row) ~= HEADER + width * (size or 0) then
+      parts = {header}
     end
     found[i] = table.concat(parts)
   end

@@ -115,11 +115,13 @@ class Presence:
         (cards,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
         for name, seen in cards.items():
             model = name.decode("utf-8", "replace")
-            if model == self._card.name or isinstance(seen, int) or await self._live_workers(model):
+            if isinstance(seen, int):  # Too large to be anybody's card.
+                await self._redis.hdel(self._keys.models(), name)  # type: ignore[arg-type]  # its stub wants text
+            elif model == self._card.name or await self._live_workers(model):
                 continue
             # While prompts wait, the card stays: a worker that starts again will serve them.
-            if not await self._queued(model):
-                await self._forget(model, seen)
+            elif not await self._queued(model):
+                await self._forget(model, seen, name)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
@@ -140,9 +142,15 @@ class Presence:
         if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
             await self._forget(self._card.name, seen)
 
-    async def _forget(self, model: str, seen: bytes | str) -> None:
-        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost."""
-        if await scripts.SWAP(self._redis, [self._keys.models()], [model, seen, b""]):
+    async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
+        """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
+
+        Args:
+            model: its name.
+            seen: its card.
+            field: what the card stands under, if that is no UTF-8.
+        """
+        if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
 

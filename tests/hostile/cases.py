@@ -1,0 +1,29 @@
+"""How many hostile cases are tried: 2,000 in all where nothing is said, and as many as `LMPOOL_FUZZ_CASES` says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+USUAL = 2000
+CASES = int(os.environ.get("LMPOOL_FUZZ_CASES", USUAL))
+
+
+def cases(usual: int, *, a_batch: int = 1, most: int = 10**9) -> Any:
+    """Settings of one property.
+
+    Args:
+        usual: cases of the usual 2,000.
+        a_batch: cases in one example.
+        most: cases that it may have however many are wanted, where each takes long.
+    """
+    count = min(most, usual * CASES // USUAL)
+    return settings(
+        max_examples=max(1, count // a_batch),
+        deadline=None,
+        # The usual run is the same each time; a long one looks elsewhere each time, and keeps what it has found.
+        derandomize=CASES <= USUAL,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+    )
