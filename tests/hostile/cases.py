@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 USUAL = 2000
 CASES = int(os.environ.get("LMPOOL_FUZZ_CASES", USUAL))
@@ -20,7 +20,9 @@ def cases(usual: int, *, a_batch: int = 1, most: int = 10**9) -> Any:
         most: cases that it may have however many are wanted, where each takes long.
     """
     count = min(most, usual * CASES // USUAL)
+    # Batches are sent to processes that remember what came before: a smaller example would say nothing.
     return settings(
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if a_batch == 1 else [])],
         max_examples=max(1, count // a_batch),
         deadline=None,
         # The usual run is the same each time; a long one looks elsewhere each time, and keeps what it has found.
