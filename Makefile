@@ -21,7 +21,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang test test-vllm test-sglang lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang fuzz test test-vllm test-sglang lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -37,6 +37,11 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(MAKE) -j2 --output-sync=target test-vllm test-sglang
+
+# As `test` does with 2,000 of them, with many more hostile jobs, replies, cards and rows: new ones in every run.
+FUZZ_CASES ?= 120000
+fuzz: $(INSTALLED)
+	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile -n 2 --dist loadfile --timeout 3600
 
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
 # scheduling ahead.

@@ -232,7 +232,7 @@ async def test_each_value_is_fresh_writeable_memory_of_its_own() -> None:
     # Views of what was received, its line end included.
     received = [cast(np.ndarray[Any, Any], value.base) for value in (one, other)]
     assert [value.shape for value in received] == [(5,), (5,)]
-    assert not np.shares_memory(*received)
+    assert not np.shares_memory(received[0], received[1])
     one[:] = 0
     assert (other.tobytes(), second.result()[0].tobytes()) == (b"one", b"two")
 

@@ -60,7 +60,7 @@ async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool)
     worker = pool.start("--lease-s", 0.5)
     other = card_of(2)
     # A card alone may be anybody's junk; here somebody serves what it says.
-    heartbeat = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
+    heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.xgroup_createconsumer(pool.keys.model("syn").jobs, GROUP, "other")
     pool.redis.hset(pool.keys.models(), "syn", other.pack())

@@ -158,8 +158,8 @@ class AdapterRegistry:
         except ProtocolError as error:
             text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
             raise ProtocolError(text) from error
-        owner = served.pop(b"", b"")
-        owner = owner.decode("ascii", "replace") if isinstance(owner, bytes) else "?"
+        found = served.pop(b"", b"")
+        owner = found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
         adapters = {name: Adapter(*fields) for name, fields in _decode(served, 2)}
         return Registered(owner, adapters, {name: Offer(*fields) for name, fields in _decode(offered, 3)})
 

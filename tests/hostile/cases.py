@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -11,7 +10,7 @@ USUAL = 2000
 CASES = int(os.environ.get("LMPOOL_FUZZ_CASES", USUAL))
 
 
-def cases(usual: int, *, a_batch: int = 1, most: int = 10**9) -> Any:
+def cases(usual: int, *, a_batch: int = 1, most: int = 10**9) -> settings:
     """Settings of one property.
 
     Args:

@@ -20,6 +20,7 @@ from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
+from tests.hostile.commands import execute
 from tests.pool import Pool, V, WorkerProcess, until
 
 LEASE_S = 1.0
@@ -117,9 +118,9 @@ async def test_a_reply_stream_that_is_spoilt_is_dropped_and_followed_again(pool:
     last = f"{2**64 - 1}-{2**64 - 1}"
     spoil: list[Callable[[], object]] = [
         lambda: pool.redis.set(reply, "no stream"),
-        lambda: pool.redis.execute_command("XADD", reply, last, "d", b"x" * 16, "f", producer.model.fingerprint),
-        lambda: pool.redis.execute_command("XADD", reply, "*", *["x", bytes(2**20)] * 300),
-        lambda: pool.redis.execute_command("XADD", reply, "*", "d", bytes(2**20), "e", bytes(2**20)),
+        lambda: execute(pool.redis, "XADD", reply, last, "d", b"x" * 16, "f", producer.model.fingerprint),
+        lambda: execute(pool.redis, "XADD", reply, "*", *["x", bytes(2**20)] * 300),
+        lambda: execute(pool.redis, "XADD", reply, "*", "d", bytes(2**20), "e", bytes(2**20)),
     ]
     for number, act in enumerate(spoil):
         pool.redis.delete(reply)
@@ -157,7 +158,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             names = st.sampled_from([b"d", b"e", b"f", b""]) | hostile.noise
             for reply in redis.scan_iter(match=f"{pool.prefix}:*reply*"):
                 fields = draw(st.lists(st.tuples(names, values), min_size=1, max_size=4))
-                redis.execute_command("XADD", reply, "*", *(part for pair in fields for part in pair))
+                execute(redis, "XADD", reply, "*", *(part for pair in fields for part in pair))
         case 6:
             field = draw(st.sampled_from([b"other", b"more"]) | hostile.noise)
             if field != b"syn":
@@ -165,7 +166,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
         case 7:
             worker = keys.worker(draw(st.sampled_from(["a", "b", "c"])))
             redis.hset(worker, mapping={draw(hostile.noise): draw(hostile.heartbeats), "state": draw(hostile.noise)})
-            redis.execute_command("XGROUP", "CREATECONSUMER", model.jobs, GROUP, draw(st.sampled_from([b"a", b"\xff"])))
+            execute(redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, draw(st.sampled_from([b"a", b"\xff"])))
         case 8:
             redis.delete(model.waiting + digest)
             redis.hset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from lmpool.keys import GROUP
 from lmpool.messages import Job
 from lmpool.producer import SyncProducer
 from lmpool.prompts import digest_of
+from lmpool.streams import stream_entries
 from lmpool.synthetic import synthetic_row
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
+from tests.hostile.commands import execute
 from tests.pool import Pool, V, WorkerProcess, until
 
 A_BATCH = 25
@@ -59,7 +62,7 @@ def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, produce
     @given(st.lists(entries, min_size=A_BATCH, max_size=A_BATCH))
     def send(batch: list[list[tuple[bytes, bytes]]]) -> None:
         for fields in batch:
-            pool.redis.execute_command("XADD", jobs, "*", *(part for pair in fields for part in pair))
+            execute(pool.redis, "XADD", jobs, "*", *(part for pair in fields for part in pair))
         # Their rows are neither those of the junk, nor later than it by more than its own time.
         prompts = [[next(asked) % V, 1, 2], [next(asked) % V, 3]]
         for prompt, found in zip(prompts, producer.batch_logprobs(prompts), strict=True):
@@ -90,17 +93,19 @@ def test_odd_entries_are_ended_whichever_way_they_come(
 ) -> None:
     """Once as new ones, and once taken over from a worker that has fallen silent, which looks at them in a script."""
     jobs, dead = pool.keys.model("syn").jobs, pool.keys.model("syn").dead
-    silent = [pool.redis.execute_command("XADD", jobs, "*", *fields) for fields in ODD_ENTRIES.values()]
+    silent = [execute(pool.redis, "XADD", jobs, "*", *fields) for fields in ODD_ENTRIES.values()]
     assert_serves(pool, worker)
     worker.end()
     until(lambda: not pool.names("worker:*"), "the heartbeat expires")
-    pool.redis.xgroup_create(jobs, GROUP, id="0", mkstream=True) if not pool.redis.exists(jobs) else None
     for fields in ODD_ENTRIES.values():
-        pool.redis.execute_command("XADD", jobs, "*", *fields)
-    assert len(pool.redis.xreadgroup(GROUP, "silent", {jobs: ">"}, count=100)[0][1]) == len(silent)
+        execute(pool.redis, "XADD", jobs, "*", *fields)
+    taken = execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", 100, "STREAMS", jobs, ">")
+    assert len(list(stream_entries(taken))) == len(silent)
     after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
     assert_serves(pool, after)
-    for _, fields in pool.redis.xrange(dead):
+    found: Any = pool.redis.xrange(dead)
+    assert len(found) >= len(ODD_ENTRIES)
+    for _, fields in found:
         assert sum(map(len, fields.values())) < 2**20 + 10_000, "what is too large is not kept"
 
 
@@ -116,14 +121,14 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
         pool.redis.xadd(model.jobs, {"m": Job(ids, "", hostile.CARD.fingerprint).pack()})
     waiting = [model.waiting + digest_of(np.array(prompt, "<u4").tobytes()) for prompt in prompts]
     exhausted, other = model.reply("exhausted"), model.reply("other")
-    pool.redis.execute_command("XADD", exhausted, f"{2**64 - 1}-{2**64 - 1}", "d", "x")
+    execute(pool.redis, "XADD", exhausted, f"{2**64 - 1}-{2**64 - 1}", "d", "x")
     pool.redis.set(other, "no stream")
     pool.redis.set(waiting[0], "no hash")
     pool.redis.rpush(waiting[1], "no hash")
     pool.redis.hset(waiting[2], mapping={model.jobs: "", pool.keys.models(): "", "job": "junk", "lmpool": ""})
     pool.redis.hset(waiting[3], mapping={exhausted: "", other: ""})
     pool.redis.hset(waiting[4], mapping={f"{pool.prefix}:{{syn}}:reply:{number}": "" for number in range(20_000)})
-    pool.redis.execute_command("XADD", model.dead, f"{2**64 - 1}-{2**64 - 1}", "e", "x")
+    execute(pool.redis, "XADD", model.dead, f"{2**64 - 1}-{2**64 - 1}", "e", "x")
     pool.redis.xadd(model.jobs, {"m": "junk"})
     before = set(pool.names("*"))
     after = pool.start("--lease-s", LEASE_S)
@@ -133,7 +138,8 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     assert not [name for name in set(pool.names("*")) - before if ":reply:" in name]
     # Whoever waits at a stream that was spoilt is told all the same.
     for key in (exhausted, other):
-        ((_, fields),) = pool.redis.xrange(key)
+        told: Any = pool.redis.xrange(key)
+        ((_, fields),) = told
         assert fields[b"d"] == digest_of(np.array(prompts[3], "<u4").tobytes())
 
 
@@ -143,7 +149,7 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     pool.redis.hset(keys.worker("junk"), mapping={b"\xff": b"\xfe", "state": b"\xff", "adapters_loaded": "[" * 9999})
     pool.redis.hset(keys.worker("large"), mapping={"model": "syn", "fingerprint": bytes(20 * 2**20)})
     for name in (b"not-a-hash", b"junk", b"large", b"\xff\xfe", b"gone"):
-        pool.redis.execute_command("XGROUP", "CREATECONSUMER", model.jobs, GROUP, name)
+        execute(pool.redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, name)
     pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
     pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.CARD.pack()})
     pool.redis.hset(model.adapters, "junk", b"\xc1")

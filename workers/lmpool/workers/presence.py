@@ -116,7 +116,7 @@ class Presence:
         for name, seen in cards.items():
             model = name.decode("utf-8", "replace")
             if isinstance(seen, int):  # Too large to be anybody's card.
-                await self._redis.hdel(self._keys.models(), name)  # type: ignore[arg-type]  # its stub wants text
+                await self._redis.hdel(self._keys.models(), name)
             elif model == self._card.name or await self._live_workers(model):
                 continue
             # While prompts wait, the card stays: a worker that starts again will serve them.
