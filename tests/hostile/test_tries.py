@@ -73,6 +73,10 @@ def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
             asked = draw_weights(seed, len(TOKENS))
             assert_right(trie.weight_sum(asked), expected.of("sum", asked))
 
+        # The same, whose weights are missing: it is asked for again while it ends.
+        missing = TrieAsk("sum", VOCABULARY.digest, "inner", b"", "", bytes(16)).pack()
+        for _ in range(400):
+            redis.xadd(jobs, {"m": Job(b"", "", FINGERPRINT, False, missing).pack()})
         send()
         until(lambda: pool.jobs("trie") == 0 and pool.held("trie") == 0, "all that was sent is ended")
         assert_right(trie.weight_max(asked), expected.of("max", asked))

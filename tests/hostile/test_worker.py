@@ -15,7 +15,6 @@ from lmpool.keys import GROUP
 from lmpool.messages import Job
 from lmpool.producer import SyncProducer
 from lmpool.prompts import digest_of
-from lmpool.streams import stream_entries
 from lmpool.synthetic import synthetic_row
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
@@ -99,8 +98,8 @@ def test_odd_entries_are_ended_whichever_way_they_come(
     until(lambda: not pool.names("worker:*"), "the heartbeat expires")
     for fields in ODD_ENTRIES.values():
         execute(pool.redis, "XADD", jobs, "*", *fields)
-    taken = execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", 100, "STREAMS", jobs, ">")
-    assert len(list(stream_entries(taken))) == len(silent)
+    execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", 100, "STREAMS", jobs, ">")
+    assert pool.held() == len(silent)
     after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
     assert_serves(pool, after)
     found: Any = pool.redis.xrange(dead)
@@ -159,7 +158,7 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     assert_serves(pool, worker)
     # One that starts may refuse, in a sentence, to serve adapters that cannot be read.
     assert other.wait() == 2
-    assert "none" in other.text
+    assert "registered adapter" in other.text
     assert "Traceback" not in other.text
     pool.redis.delete(model.adapters, keys.models())
     assert_serves(pool, pool.start("--lease-s", LEASE_S))

@@ -83,7 +83,7 @@ class Delivery:
         while True:
             digests = await self._to_supply.get()
             if self._card.is_trie:
-                await self._fill(digests)
+                digests = await self._fill(digests)
             else:
                 # Who wants the row itself may have joined since: then it is computed, and all are served from it.
                 asked = [one for one in digests if one in self._held and self._held[one].is_only_asked]
@@ -93,7 +93,8 @@ class Delivery:
             self._submit(digests)
             on_change()
 
-    async def _fill(self, digests: list[bytes]) -> None:
+    async def _fill(self, digests: list[bytes]) -> list[bytes]:
+        """Fetch what trie jobs need; returns those that have it. The others end, and begin anew if asked for again."""
         wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
         asks = {digest: wanted.ask for digest, wanted in wants if isinstance(wanted.ask, TrieAsk)}
         inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
@@ -102,6 +103,7 @@ class Delivery:
                 job = self._held[digest].job
                 self._held[digest].job = BackendJob(digest, job.ids, job.adapter, found)
         await self._fail(failures)
+        return list(inputs)
 
     def _submit(self, digests: Iterable[bytes]) -> None:
         """Hand jobs to the backend, those that are still held."""
@@ -158,5 +160,9 @@ class Delivery:
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
         """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
-        if again := self._held.release(ended):
+        again = self._held.release(ended)
+        if again and self._card.is_trie:
+            # What they need may never have been fetched: their first try may have ended for that very reason.
+            self._to_supply.put_nowait([job.digest for job in again])
+        elif again:
             self._stepper.submit(again)
