@@ -273,7 +273,8 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
 def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32]) -> NDArray[np.float32]:
     """The log-probabilities of numbers in 16 bits; new memory."""
     row = widen_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(np.float32)
-    np.subtract(row, np.asarray(log_z, np.float32), out=row)
+    with np.errstate(invalid="ignore"):  # What is no row may hold NaN of any kind; it is refused later.
+        np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
 
 
