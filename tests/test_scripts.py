@@ -22,6 +22,7 @@ from lmpool.keys import GROUP, JOB_FIELD, Keys
 from lmpool.line import CommandLine, RowLine
 from lmpool.messages import Failure
 from lmpool.server import Server
+from tests.pool import spoken
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -35,7 +36,7 @@ A, B, C = (MODEL.reply(name) for name in "abc")
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
-        yield running.url
+        yield spoken(running.url)
 
 
 @pytest.fixture(params=["fake", "real"])
