@@ -85,6 +85,8 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
     """Read new entries as a worker does; returns their ids."""
     reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
+    if isinstance(reply, dict):  # RESP3
+        return [entry for entries in reply[JOBS] for entry, _ in entries]
     return [entry for entry, _ in reply[0][1]] if reply else []
 
 

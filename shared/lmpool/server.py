@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
+from lmpool import tls
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
 from lmpool.rowlink import Bulk, RowLink, fresh_bulk
@@ -31,6 +33,14 @@ _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
+# redis-py tells a server its own name and version, for which users with few rights have none; the log of refusals is
+# to show what matters.
+_OWN_NAME = ("driver_info", "lib_name", "lib_version")
+_UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
 # asyncio connections cannot check OCSP. A client that asks for it is refused; one that does not has these all the same.
 _SYNC_ONLY = ("ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context", "ssl_ocsp_expected_cert")
 
@@ -57,23 +67,28 @@ class Server:
             url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
             kwargs = _parse(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
-        for name in _NOT_OURS:
+        for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
         kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
         if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
+        tls.check_files(kwargs)
         self._connection()
 
     def __str__(self) -> str:
         """The address, without user or password."""
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
-        scheme = "rediss" if issubclass(self._class, connections.SSLConnection) else "redis"
+        scheme = "rediss" if self._is_tls else "redis"
         return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
+
+    @property
+    def _is_tls(self) -> bool:
+        return issubclass(self._class, connections.SSLConnection)
 
     def client(self, *, reply_timeout_s: float = 30.0) -> redis_async.Redis:
         """A client for control messages. It does not retry: retrying is its user's decision."""
@@ -82,6 +97,7 @@ class Server:
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
             **self._kwargs,
+            **_UNNAMED,
         )
         return redis_async.Redis.from_pool(pool)
 
@@ -111,7 +127,7 @@ class Server:
 
     def _connection(self) -> connections.AbstractConnection:
         try:
-            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs)
+            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
         except (TypeError, ValueError, RedisError) as error:
             raise SettingsError(f"redis: an option of {self} is not known or malformed: {error}") from error
 
@@ -124,6 +140,10 @@ class Server:
             isinstance(one, _REFUSALS) for one in _chain(error)
         ):
             return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
+        if why := tls.refusal(_chain(error)):
+            return AuthenticationFailed(f"{self} refuses this client: {why}")
+        if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+            return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
         return ServerError(f"{self} answered with an error: {text}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool import scripts
 from lmpool.card import ModelCard
@@ -79,6 +79,9 @@ class Presence:
             ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone.
         """
         pipe = self._beating(counters)
+        # A server that has lost the queue has lost its consumers. Redis 6.2 makes one only when it gets a job, and who
+        # is none is not seen by those who wait for all workers to follow a change.
+        pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
         pipe.hsetnx(self._keys.models(), self._card.name, self._card.pack())
         pipe.hget(self._keys.models(), self._card.name)
         *_, seen = await pipe.execute()
@@ -94,11 +97,15 @@ class Presence:
             await scripts.SWEEP(self._redis, [self._jobs], [GROUP, *gone])
         for name, seen in (await self._redis.hgetall(self._keys.models())).items():
             model = _bytes(name).decode("utf-8", "replace")
-            if model == self._card.name or await self._live_workers(model):
-                continue
-            # While prompts wait, the card stays: a worker that starts again will serve them.
-            if not await self._redis.xlen(self._keys.model(model).jobs):
-                await self._forget(model, seen)
+            try:
+                if model != self._card.name and await self._is_abandoned(model):
+                    await self._forget(model, seen)
+            except NoPermissionError:
+                continue  # A model that this worker's user has no part in: its own workers see to it.
+
+    async def _is_abandoned(self, model: str) -> bool:
+        # While prompts wait, the card stays: a worker that starts again will serve them.
+        return not await self._live_workers(model) and not await self._redis.xlen(self._keys.model(model).jobs)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
@@ -180,6 +187,8 @@ class Presence:
         """The workers that have joined a model's queue, gone or not."""
         try:
             found = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
+        except NoPermissionError:
+            raise
         except ResponseError:
             return []  # No such stream or group: nobody has served this model yet.
         return [_bytes(consumer["name"]).decode() for consumer in found]
