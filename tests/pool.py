@@ -59,6 +59,14 @@ async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadli
     return found
 
 
+def entry_ids(reply: Any) -> list[bytes]:
+    """The ids of the entries that redis-py has read of one stream, by either protocol."""
+    if isinstance(reply, dict):
+        (parts,) = reply.values()
+        return [entry for part in parts for entry, _ in part]
+    return [entry for entry, _ in reply[0][1]] if reply else []
+
+
 class Prepared:
     """Settings that open a backend which is there already."""
 

@@ -87,10 +87,13 @@ class SecureServer:
         return redis.Redis.from_url(self.url(role))
 
     def refusals(self) -> list[str]:
-        """What users were refused: "user: command or key"."""
+        """What users were refused: user, command or key, why, and whether in a script."""
         with self.client("admin") as admin:
             log: Any = admin.acl_log()
-        return sorted({f"{_text(one['username'])}: {_text(one['object'])}" for one in log})
+        return sorted(
+            f"{_text(one['username'])}: {_text(one['object'])} ({_text(one['reason'])}, {_text(one['context'])})"
+            for one in log
+        )
 
     @contextmanager
     def running(self) -> Iterator[SecureServer]:

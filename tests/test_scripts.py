@@ -22,7 +22,7 @@ from lmpool.keys import GROUP, JOB_FIELD, Keys
 from lmpool.line import CommandLine, RowLine
 from lmpool.messages import Failure
 from lmpool.server import Server
-from tests.pool import spoken
+from tests.pool import entry_ids, spoken
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -85,9 +85,7 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
     """Read new entries as a worker does; returns their ids."""
     reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
-    if isinstance(reply, dict):  # RESP3
-        return [entry for entries in reply[JOBS] for entry, _ in entries]
-    return [entry for entry, _ in reply[0][1]] if reply else []
+    return entry_ids(reply)
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:

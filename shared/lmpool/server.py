@@ -28,6 +28,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _SCHEMES = ("redis", "rediss", "unix")
 # What may be told of an address: a host with a port that is a number, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
+# The last is how Redis 7.0 tells of what a script was refused.
+_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't")
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
@@ -136,9 +138,7 @@ class Server:
         if isinstance(error, LMPoolError):
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")) or any(
-            isinstance(one, _REFUSALS) for one in _chain(error)
-        ):
+        if text.removeprefix("ERR ").startswith(_REFUSED) or any(isinstance(one, _REFUSALS) for one in _chain(error)):
             return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
         if why := tls.refusal(_chain(error)):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
