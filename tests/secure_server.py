@@ -1,4 +1,4 @@
-"""A server as docker/redis describes it: TLS with a private authority, client certificates, and users with few rights."""
+"""A server as docker/redis describes it: TLS with a private authority, client certificates, users with few rights."""
 
 from __future__ import annotations
 
