@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -70,17 +71,14 @@ NOT_THEIRS = {
     ),
 }  # fmt: skip
 
-# A user of one model only: the shipped producer with the model's name and its fingerprint instead of the stars.
-ONE_MODEL = ("{*}", "{mine}"), ("lmpool:row:*", "lmpool:row:FINGERPRINT:*")
 
-
-def one_model_user(fingerprint: str) -> str:
-    """The line of a user who may ask the model "mine" alone."""
-    (line,) = [line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user producer ")]
-    for old, new in ONE_MODEL:
-        line = line.replace(old, new.replace("FINGERPRINT", fingerprint))
-    _, _, _, _, rules = line.split(" ", 4)
-    return f"user guest on >{password_of('guest')} {rules}\n"
+def one_model_user(fingerprint: str) -> list[str]:
+    """The rules of a user who may ask the model "mine" alone, made as the page says."""
+    (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
+    way = way.replace("MODEL", "mine").replace("FINGERPRINT", fingerprint)
+    line = subprocess.run(["sh", "-c", way], cwd=SHIPPED, capture_output=True, text=True, check=True).stdout.split()
+    assert line[:2] == ["user", "guest"]
+    return [rule for rule in line[2:] if not rule.startswith("#")] + [f">{password_of('guest')}"]
 
 
 @pytest.fixture(scope="module", params=["tls", "embedded"])
@@ -244,7 +242,7 @@ async def test_a_producer_of_one_model_cannot_use_or_read_another(server: Secure
             await producer.logprobs([1])
         reply = theirs._rows.session._channel.reply  # type: ignore[union-attr]
     with server.client("admin") as admin:
-        admin.execute_command("ACL", "SETUSER", *one_model_user(fingerprints[0]).split()[1:])  # type: ignore[no-untyped-call]
+        admin.execute_command("ACL", "SETUSER", "guest", *one_model_user(fingerprints[0]))  # type: ignore[no-untyped-call]
         admin.xadd(reply, {"d": b"x"})
         (row,) = admin.scan_iter(f"lmpool:row:{fingerprints[1]}:*")
     url = server.url("guest")

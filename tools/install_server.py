@@ -59,14 +59,17 @@ def _from_apt(made: Path, folder: Path) -> None:
     """Unpack the distribution's packages into `made`, to be used in `folder`."""
     for tool in ("apt-get", "apt-cache", "dpkg"):
         if shutil.which(tool) is None:
-            sys.exit(f"{tool} is not here: the package redis-server can be had on Debian and Ubuntu only")
+            sys.exit(
+                f"{tool} is not here, so this is no Debian or Ubuntu: install a Redis server that has TLS, 7.0 or "
+                f"newer, and link it to {folder / 'redis-server'}"
+            )
     downloads = made / "downloads"
     downloads.mkdir()
     options: list[str] = []
     if not _is_known(options):
         options = _lists_of_our_own(made / "apt")
         if not _is_known(options):
-            sys.exit("apt does not know the package redis-server: look at the sources in /etc/apt")
+            sys.exit("apt does not know the package redis-server, or cannot be reached: look at /etc/apt")
     names = [*_PACKAGES, *sorted(_libraries(options))]
     _run("apt-get", *options, "download", *names, folder=downloads)
     for package in downloads.glob("*.deb"):

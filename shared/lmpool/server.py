@@ -43,10 +43,10 @@ _UNNAMED: dict[str, Any] = (
     if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
     else {"lib_name": None, "lib_version": None}
 )
-# asyncio connections cannot check OCSP, nor, before redis-py 6, read an encrypted key. A client that asks for it is
+# asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
 # refused; one that does not has these all the same.
-_SYNC_ONLY = ("ssl_password", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled",
-              "ssl_ocsp_context", "ssl_ocsp_expected_cert")  # fmt: skip
+_SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
+              "ssl_ocsp_expected_cert")  # fmt: skip
 
 
 class Server:
