@@ -20,6 +20,7 @@ from lmpool.errors import AuthenticationFailed
 from lmpool.keys import GROUP, Keys
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.tries.backend import TrieBackend, TrieSettings
 from tests.pool import WorkerProcess, lmpool_command, until, until_async
 from tests.secure_server import ROLES, SHIPPED, SecureServer, password_of
@@ -72,13 +73,19 @@ NOT_THEIRS = {
 }  # fmt: skip
 
 
-def one_model_user(fingerprint: str) -> list[str]:
-    """The rules of a user who may ask the model "mine" alone, made as the page says."""
+def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
+    """Add a user with the rights of a role for the model "mine" alone, made as the page says; returns its name."""
     (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
-    way = way.replace("MODEL", "mine").replace("FINGERPRINT", fingerprint)
+    name = f"guest-{role}"
+    for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
+        way = way.replace(old, new)
+    way = way.replace("user guest", f"user {name}")
     line = subprocess.run(["sh", "-c", way], cwd=SHIPPED, capture_output=True, text=True, check=True).stdout.split()
-    assert line[:2] == ["user", "guest"]
-    return [rule for rule in line[2:] if not rule.startswith("#")] + [f">{password_of('guest')}"]
+    assert line[:2] == ["user", name]
+    rules = [rule for rule in line[2:] if not rule.startswith("#")]
+    with server.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")  # type: ignore[no-untyped-call]
+    return name
 
 
 @pytest.fixture(scope="module", params=["tls", "embedded"])
@@ -227,40 +234,48 @@ def _is_refusal(error: ResponseError) -> bool:
     return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
 
 
-async def test_a_producer_of_one_model_cannot_use_or_read_another(server: SecureServer, workers: Workers) -> None:
-    for model in ("mine", "theirs"):
-        options = [*SYNTHETIC, "--seed", "1"] if model == "mine" else SYNTHETIC
-        workers.start("worker", "worker", model, *options)
+async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:
+    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).card.fingerprint
+    guest, guest_worker = add_guest(server, "producer", ours), add_guest(server, "worker", ours)
+    workers.start("worker", "worker", "theirs", *SYNTHETIC)
+    restricted = workers.start(guest_worker, "worker", "mine", *SYNTHETIC, "--seed", "1")
     for worker in workers.all:
         await asyncio.to_thread(worker.until_says, "serving ")
-    async with (
-        Producer("mine", redis=server.url("producer")) as mine,
-        Producer("theirs", redis=server.url("producer")) as theirs,
-    ):
-        fingerprints = mine.model.fingerprint, theirs.model.fingerprint
-        for producer in (mine, theirs):
-            await producer.logprobs([1])
+    async with Producer("theirs", redis=server.url("producer")) as theirs:
+        await theirs.logprobs([1])
         reply = theirs._rows.session._channel.reply  # type: ignore[union-attr]
-    with server.client("admin") as admin:
-        admin.execute_command("ACL", "SETUSER", "guest", *one_model_user(fingerprints[0]))  # type: ignore[no-untyped-call]
-        admin.xadd(reply, {"d": b"x"})
-        (row,) = admin.scan_iter(f"lmpool:row:{fingerprints[1]}:*")
-    url = server.url("guest")
-    async with Producer(redis=url) as producer:  # The only one that it may ask: none need be named.
-        assert producer.model.name == "mine"
-        assert (await producer.logprobs([1])).shape == (V,)
-    with pytest.raises(AuthenticationFailed, match="ermission"):
-        await Producer("theirs", redis=url, timeout=20).logprobs([1])
     jobs = KEYS.model("theirs").jobs
-    with server.client("guest") as guest:
-        for words in (("XREAD", "STREAMS", reply, "0"), ("MGET", row), ("XLEN", jobs), ("XADD", jobs, "*", "m", "x")):
-            with pytest.raises(NoPermissionError):
-                guest.execute_command(*words)  # type: ignore[no-untyped-call]
-        # Nor by a script, or behind a key of its own.
-        for key in (row, reply):
-            with pytest.raises(ResponseError) as caught:
-                guest.eval("return redis.call('GETRANGE', ARGV[1], 0, 9)", 1, KEYS.model("mine").jobs, key)
-            assert _is_refusal(caught.value), caught.value
+    with server.client("admin") as admin:
+        admin.xadd(reply, {"d": b"x"})
+        (row,) = admin.scan_iter("lmpool:row:*")
+    async with Producer(redis=server.url(guest)) as producer:  # The only one that it may ask: it need not be named.
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
+    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
+        await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
+    for name in (guest, guest_worker):
+        with server.client(name) as client:
+            for words in (
+                ("XREAD", "STREAMS", reply, "0"),
+                ("MGET", row),
+                ("XLEN", jobs),
+                ("XADD", jobs, "*", "m", "x"),
+            ):
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*words)  # type: ignore[no-untyped-call]
+            # Nor by a script, behind a key that it may use.
+            for key in (row, reply):
+                with pytest.raises(ResponseError) as caught:
+                    client.eval("return redis.call('GETRANGE', ARGV[1], 0, 9)", 1, KEYS.model("mine").jobs, key)
+                assert _is_refusal(caught.value), caught.value
+
+    def has_looked() -> bool:
+        return any(one.startswith(f"{guest_worker}: lmpool:{{theirs}}:jobs") for one in server.refusals())
+
+    # It leaves to the other model's workers what is theirs, and goes on.
+    await asyncio.to_thread(until, has_looked, "the restricted worker looks after cards that nobody serves")
+    restricted.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(restricted.wait) == 0
+    assert "will try again" not in restricted.text
 
 
 @pytest.mark.parametrize("tls", [True, False])
