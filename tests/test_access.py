@@ -180,10 +180,10 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
 ) -> None:
     with server.client("admin") as admin:
         admin.acl_log_reset()
-    victim = workers.start("worker", "worker", "syn", *SYNTHETIC)
-    started = [workers.start("worker", "worker", "fused", *SYNTHETIC, "--with-trie")]
+    started = [workers.start("worker", "worker", "syn", *SYNTHETIC)]
+    started.append(workers.start("worker", "worker", "fused", *SYNTHETIC, "--with-trie"))
     started.append(workers.start("trie-worker", "trie-worker", *LEASE))
-    for worker in (victim, *started):
+    for worker in started:
         await asyncio.to_thread(worker.until_says, "serving ")
     await ask_everything(server, tmp_path)
     async with Producer("fused", redis=server.url("producer")) as producer:
@@ -196,22 +196,27 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
     assert json.loads(command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--json"))["top"]
     assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
     # A worker that is killed: others claim its jobs, and sweep what it has left.
-    slow = workers.start("worker", "worker", "slow", *SYNTHETIC, "--step-ms", "200", "--max-batch", "4")
-    await asyncio.to_thread(slow.until_says, "serving ")
-    async with Producer("slow", redis=server.url("producer")) as producer:
+    stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
+    await asyncio.to_thread(stuck.until_says, "serving ")
+    async with Producer("stuck", redis=server.url("producer")) as producer:
         asked = asyncio.create_task(producer.batch_logprobs([[i] for i in range(12)]))
         with server.client("admin") as admin:
 
             async def is_held() -> bool:
-                found: Any = admin.xpending(KEYS.model("slow").jobs, GROUP)
+                found: Any = admin.xpending(KEYS.model("stuck").jobs, GROUP)
                 return bool(found["pending"])
 
             await until_async(is_held, "the worker holds prompts")
-            slow.end()
-            started.append(workers.start("worker", "worker", "slow", *SYNTHETIC))
+            started.append(workers.start("worker", "worker", "stuck", *SYNTHETIC))
+            await asyncio.to_thread(started[-1].until_says, "serving ")
+            stuck.end()
             assert (await asked).shape == (12, V)
-            until(lambda: len(admin.xinfo_consumers(KEYS.model("slow").jobs, GROUP)) == 1, "the killed one is swept")
-    for worker in (victim, *started):
+
+            async def is_swept() -> bool:
+                return len(admin.xinfo_consumers(KEYS.model("stuck").jobs, GROUP)) == 1
+
+            await until_async(is_swept, "the killed one is swept")
+    for worker in started:
         worker.signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.wait) == 0
         assert "nothing was left unfinished" in worker.text
