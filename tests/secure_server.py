@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,20 @@ class SecureServer:
         issued.cert_chain_pems[0].write_to_path(str(self.folder / f"{name}.crt"))
         issued.private_key_pem.write_to_path(str(self.folder / f"{name}.key"))
 
-    def url(self, role: str, *, password: str | None = None, host: str = "localhost", **options: str | None) -> str:
-        """The URL of a user; `options` replace those of the client's certificate, None leaves one out."""
+    def url(
+        self,
+        role: str,
+        *,
+        password: str | None = None,
+        host: str = "localhost",
+        files: Mapping[str, str | None] | None = None,
+    ) -> str:
+        """The URL of a user; `files` replace those of the client's certificate, None leaves one out."""
         user = f"{role}:{quote(password or password_of(role), safe='')}"
         if not self.tls:
             return spoken(f"unix://{user}@{self.folder}/s")
-        files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
-        chosen = {name: str(self.folder / file) for name, file in files.items()} | options
+        ours = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
+        chosen = {name: str(self.folder / file) for name, file in ours.items()} | dict(files or {})
         query = urlencode({name: value for name, value in chosen.items() if value is not None})
         return spoken(f"rediss://{user}@{host}:{self.port}/0{'?' if query else ''}{query}")
 

@@ -84,7 +84,7 @@ def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
     assert line[:2] == ["user", name]
     rules = [rule for rule in line[2:] if not rule.startswith("#")]
     with server.client("admin") as admin:
-        admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")  # type: ignore[no-untyped-call]
+        admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
     return name
 
 
@@ -229,7 +229,7 @@ def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> No
     with server.client(role) as client:
         for line in (*FORBIDDEN, *NOT_THEIRS[role]):
             with pytest.raises(ResponseError) as caught:
-                client.execute_command(*line.split(" "))  # type: ignore[no-untyped-call]
+                client.execute_command(*line.split(" "))
             assert _is_refusal(caught.value), f"{line}: {caught.value}"
 
 
@@ -266,7 +266,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
                 ("XADD", jobs, "*", "m", "x"),
             ):
                 with pytest.raises(NoPermissionError):
-                    client.execute_command(*words)  # type: ignore[no-untyped-call]
+                    client.execute_command(*words)
             # Nor by a script, behind a key that it may use.
             for key in (row, reply):
                 with pytest.raises(ResponseError) as caught:

@@ -48,15 +48,16 @@ async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path:
         worker.until_says("serving ")
         prompts = [[i] for i in range(6)]
         rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
-        files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
-        kwargs = {name: str(server.folder / file) for name, file in files.items()}
+        folder = server.folder
         ours: redis_async.Redis = redis_async.Redis(
             host="localhost",
             port=server.port,
             username="producer",
             password=password_of("producer"),
             ssl=True,
-            **kwargs,
+            ssl_ca_certs=str(folder / "server.ca.crt"),
+            ssl_certfile=str(folder / "client.crt"),
+            ssl_keyfile=str(folder / "client.key"),
         )
         for place in (server.url("producer"), ours, server.client("producer")):
             async with Producer("big", redis=place, cache_bytes=0) as producer:
@@ -74,8 +75,7 @@ def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], st
     """What must not get in: name -> URL, exception and what it says."""
 
     def url(role: str = "producer", **options: str | None) -> str:
-        given = {name: value and str(server.folder / value) for name, value in options.items()}
-        return server.url(role, **given)
+        return server.url(role, files={name: value and str(server.folder / value) for name, value in options.items()})
 
     wrong = server.url("producer", password=f"{SECRET}-wrong")
     cases: dict[str, tuple[str, type[LMPoolError], str]] = {

@@ -96,10 +96,10 @@ def server_binary() -> str:
         ServerError: there is none.
     """
     if chosen := os.environ.get(BINARY_VARIABLE):
-        path = Path(chosen).expanduser().absolute()
-        if not path.is_file() or not os.access(path, os.X_OK):
-            raise SettingsError(f"{BINARY_VARIABLE}: {path} is no program that can be run: name a redis-server")
-        return str(path)
+        program = Path(chosen).expanduser().absolute()
+        if not program.is_file() or not os.access(program, os.X_OK):
+            raise SettingsError(f"{BINARY_VARIABLE}: {program} is no program that can be run: name a redis-server")
+        return str(program)
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
             return path
