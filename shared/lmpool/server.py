@@ -71,6 +71,8 @@ class Server:
             url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
             kwargs = _parse(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
+            if self._is_tls:
+                tls.check_host(kwargs)
         for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
         kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)

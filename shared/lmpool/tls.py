@@ -34,6 +34,12 @@ def check_files(settings: Mapping[str, Any]) -> None:
             raise SettingsError(f"redis: {name} cannot be read: {path} ({error.strerror})") from None
 
 
+def check_host(settings: dict[str, Any]) -> None:
+    """Compare the name of the host with the certificate, unless the URL says otherwise: redis-py 5 does not by itself."""
+    if settings.get("ssl_cert_reqs") != "none":
+        settings.setdefault("ssl_check_hostname", True)
+
+
 def refusal(chain: Iterable[BaseException]) -> str:
     """What a server has against our certificate, and what to do; "" when that is not the matter."""
     reason = _reason(chain)
