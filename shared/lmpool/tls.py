@@ -35,7 +35,7 @@ def check_files(settings: Mapping[str, Any]) -> None:
 
 
 def check_host(settings: dict[str, Any]) -> None:
-    """Compare the name of the host with the certificate, unless the URL says otherwise: redis-py 5 does not by itself."""
+    """Compare the host with the certificate, unless the URL says otherwise: redis-py 5 does not do so by itself."""
     if settings.get("ssl_cert_reqs") != "none":
         settings.setdefault("ssl_check_hostname", True)
 
