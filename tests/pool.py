@@ -25,10 +25,21 @@ from lmpool.workers.backend import Backend
 DEADLINE_S = 30.0
 V = 512
 
+PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
+"""Version of RESP that the pools of a test run speak: 2 or 3. The server is chosen by `embedded.BINARY_VARIABLE`."""
+
 
 def lmpool_command() -> list[str]:
     """The `lmpool` command of the environment that runs the tests."""
     return [str(Path(sys.executable).with_name("lmpool"))]
+
+
+def spoken(url: str) -> str:
+    """A server's URL, with the protocol that this test run is to speak."""
+    version = os.environ.get(PROTOCOL_VARIABLE)
+    if not version:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}protocol={version}"
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -47,6 +58,14 @@ async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadli
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         await asyncio.sleep(0.01)
     return found
+
+
+def entry_ids(reply: Any) -> list[bytes]:
+    """The ids of the entries that redis-py has read of one stream, by either protocol."""
+    if isinstance(reply, dict):
+        (parts,) = reply.values()
+        return [entry for part in parts for entry, _ in part]
+    return [entry for entry, _ in reply[0][1]] if reply else []
 
 
 class Prepared:
@@ -113,12 +132,12 @@ class Pool:
     """Worker processes and producers under one key prefix of one server, so that tests do not meet."""
 
     def __init__(self, url: str, prefix: str, folder: Path) -> None:
-        self.url = url
+        self.url = spoken(url)
         self.prefix = prefix
         self.folder = folder
         self.keys = Keys(prefix)
         self.workers: list[WorkerProcess] = []
-        self.redis = _client(url)
+        self.redis = _client(self.url)
 
     def start(
         self,

@@ -9,6 +9,7 @@ import redis.asyncio as redis_async
 from lmpool import scripts
 from lmpool.keys import GROUP, Keys
 from lmpool.messages import Failure
+from tests.pool import entry_ids
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -52,7 +53,7 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
     """Read new entries as a worker does; returns their ids."""
     reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
-    return [entry for entry, _ in reply[0][1]] if reply else []
+    return entry_ids(reply)
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:

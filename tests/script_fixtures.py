@@ -12,6 +12,7 @@ import redis.asyncio as redis_async
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.keys import GROUP
+from tests.pool import spoken
 from tests.script_calls import JOBS
 
 
@@ -19,7 +20,7 @@ from tests.script_calls import JOBS
 def script_server() -> Iterator[str]:
     """URL of a server of the module's own."""
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
-        yield running.url
+        yield spoken(running.url)
 
 
 @pytest.fixture(params=["fake", "real"], name="redis")

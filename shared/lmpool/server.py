@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
+from lmpool import tls
 from lmpool.cluster import Cluster, Place, client_settings
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
@@ -39,13 +41,25 @@ _NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "M
             "NOREPLICAS", "UNBLOCKED")  # fmt: skip
 # What may be told of an address: a host with a port that is a number, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
+# The last is how Redis 7.0 tells of what a script was refused.
+_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't")
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
-# asyncio connections cannot check OCSP. A client that asks for it is refused; one that does not has these all the same.
-_SYNC_ONLY = ("ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context", "ssl_ocsp_expected_cert")
+# redis-py tells a server its own name and version, for which users with few rights have none; the log of refusals is
+# to show what matters.
+_OWN_NAME = ("driver_info", "lib_name", "lib_version")
+_UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
+# asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
+# refused; one that does not has these all the same.
+_SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
+              "ssl_ocsp_expected_cert")  # fmt: skip
 
 
 class Server:
@@ -76,7 +90,9 @@ class Server:
             nodes, url = _cluster_nodes(url)
             kwargs = _parse(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
-        for name in _NOT_OURS:
+            if self._is_tls:
+                tls.check_host(kwargs)
+        for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
         kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
         if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
@@ -85,17 +101,18 @@ class Server:
         self._is_node = False
         self._nodes: dict[Place, Server] = {}
         self._cluster: Cluster | None = None
+        tls.check_files(kwargs)
         if nodes:
             for name in ("host", "port", "db", "path"):
                 kwargs.pop(name, None)
-            self._cluster = Cluster(nodes, kwargs, is_tls=issubclass(self._class, connections.SSLConnection))
+            self._cluster = Cluster(nodes, kwargs, is_tls=self._is_tls)
         self._connection()
 
     def __str__(self) -> str:
         """The address, without user or password."""
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
-        scheme = "rediss" if issubclass(self._class, connections.SSLConnection) else "redis"
+        scheme = "rediss" if self._is_tls else "redis"
         if self.is_cluster:
             return f"{scheme}{_CLUSTER}://{self._cluster}"
         return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
@@ -112,6 +129,10 @@ class Server:
     def is_node(self) -> bool:
         """Whether this is one master of a cluster (see `at`)."""
         return self._is_node
+
+    @property
+    def _is_tls(self) -> bool:
+        return issubclass(self._class, connections.SSLConnection)
 
     async def at(self, key: bytes) -> Server:
         """The server that has a key: this one, or one master of the cluster; equal places give the same object.
@@ -154,6 +175,7 @@ class Server:
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
             **self._kwargs,
+            **_UNNAMED,
         )
         return redis_async.Redis.from_pool(pool)
 
@@ -187,7 +209,7 @@ class Server:
 
     def _connection(self) -> connections.AbstractConnection:
         try:
-            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs)
+            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
         except (TypeError, ValueError, RedisError) as error:
             raise SettingsError(f"redis: an option of {self} is not known or malformed: {error}") from error
 
@@ -196,10 +218,12 @@ class Server:
         if isinstance(error, LMPoolError):
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if text.startswith(("NOAUTH", "WRONGPASS", "NOPERM")) or any(
-            isinstance(one, _REFUSALS) for one in _chain(error)
-        ):
+        if text.removeprefix("ERR ").startswith(_REFUSED) or any(isinstance(one, _REFUSALS) for one in _chain(error)):
             return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
+        if why := tls.refusal(_chain(error)):
+            return AuthenticationFailed(f"{self} refuses this client: {why}")
+        if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+            return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
         if text.startswith("MOVED") and not self._is_node:

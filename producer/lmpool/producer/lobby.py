@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.card import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
 from lmpool.checks import shown
@@ -71,13 +71,20 @@ class Lobby:
             )
         if name is None:
             # The card of a model whose workers were killed may still be there.
-            live = [card for card in cards.values() if await self.workers(card.name)] if len(cards) > 1 else []
+            live = [card for card in cards.values() if await self._is_served(card.name)] if len(cards) > 1 else []
             if len(cards) > 1 and len(live) != 1:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
             return live[0] if live else next(iter(cards.values()))
         if name not in cards:
             raise UnknownModel(f"the model {name!r} is not served; {await self._advice(f'served are: {served}')}")
         return cards[name]
+
+    async def _is_served(self, model: str) -> bool:
+        """Whether a model has live workers; one that this user may not ask has none for it."""
+        try:
+            return bool(await self.workers(model))
+        except NoPermissionError:
+            return False
 
     async def _advice(self, otherwise: str) -> str:
         """What to do when a model is not served: wait, when a worker is loading one just now."""
@@ -105,6 +112,8 @@ class Lobby:
         """The live workers of a model."""
         try:
             consumers = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
+        except NoPermissionError:
+            raise
         except ResponseError:
             return []  # No such stream: nobody has ever served this model.
         return await self._alive(consumer["name"] for consumer in consumers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool import scripts
 from lmpool.card import MAX_CARD_BYTES, ModelCard
@@ -107,7 +107,11 @@ class Presence:
             ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone. A card
                 that no live worker stands for is somebody's junk, or that of workers that have gone: it is replaced.
         """
-        await self._beating(counters).execute()
+        pipe = self._beating(counters)
+        # A server that has lost the queue has lost its consumers. Redis 6.2 makes one only when it gets a job, and who
+        # is none is not seen by those who wait for all workers to follow a change.
+        pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
+        await pipe.execute()
         seen = await self._read_card()
         # The card of another worker of these weights may have another lease: it stays.
         if not seen or _differences(self._card, seen):
@@ -124,13 +128,17 @@ class Presence:
         (cards,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
         for name, seen in cards.items():
             model = name.decode("utf-8", "replace")
-            if isinstance(seen, int):  # Too large to be anybody's card.
-                await self._redis.hdel(self._keys.models(), name)
-            elif model == self._card.name or await self._live_workers(model):
-                continue
-            # While prompts wait, the card stays: a worker that starts again will serve them.
-            elif not await self._queued(model):
-                await self._forget(model, seen, name)
+            try:
+                if isinstance(seen, int):  # Too large to be anybody's card.
+                    await self._redis.hdel(self._keys.models(), name)
+                elif model != self._card.name and await self._is_abandoned(model):
+                    await self._forget(model, seen, name)
+            except NoPermissionError:
+                continue  # A model that this worker's user has no part in: its own workers see to it.
+
+    async def _is_abandoned(self, model: str) -> bool:
+        # While prompts wait, the card stays: a worker that starts again will serve them.
+        return not await self._live_workers(model) and not await self._queued(model)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
@@ -246,6 +254,8 @@ class Presence:
         """The workers that have joined a model's queue, gone or not."""
         try:
             found = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
+        except NoPermissionError:
+            raise
         except ResponseError:
             return []  # No such stream or group: nobody has served this model yet.
         # What is no UTF-8 names no worker, and stays for whoever made it.

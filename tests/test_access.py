@@ -1,0 +1,299 @@
+"""The users of docker/redis: the whole pool runs under them, and none of them can do more than its part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.exceptions import NoPermissionError, ResponseError
+
+from lmpool.errors import AuthenticationFailed
+from lmpool.keys import GROUP, Keys
+from lmpool.producer import Producer
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.tries.backend import TrieBackend, TrieSettings
+from tests.pool import WorkerProcess, lmpool_command, until, until_async
+from tests.secure_server import ROLES, SHIPPED, SecureServer, password_of
+from tests.trie_answers import answers_of, assert_right, draw_weights, row_weights, words
+
+V = 512
+KEYS = Keys()
+LEASE = ("--lease-s", "1")
+SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
+
+# What nobody may do who serves or asks.
+FORBIDDEN = (
+    "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "CONFIG SET maxmemory 1", "SCRIPT FLUSH", "SCRIPT LOAD x",
+    "DEBUG JMAP", "ACL LIST", "ACL SETUSER x", "SHUTDOWN", "MONITOR", "CLIENT LIST", "CLIENT KILL TYPE normal",
+    "REPLICAOF NO ONE", "MODULE LIST", "FUNCTION FLUSH", "SUBSCRIBE x", "PUBLISH x y", "SAVE", "BGREWRITEAOF",
+    "RENAME lmpool:models x", "DUMP lmpool:models", "COPY lmpool:models x", "SORT lmpool:models", "INFO",
+    "SET other x", "GET other", "EVAL redis.call('FLUSHALL') 0", "EVAL redis.call('SET','other','x') 0",
+)  # fmt: skip
+
+# What belongs to somebody else: by role.
+NOT_THEIRS = {
+    "producer": (
+        "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
+        "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
+        "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
+        "GETRANGE lmpool:weights:x 0 1", "HSET lmpool:models m x", "HDEL lmpool:models m", "UNLINK lmpool:models",
+        "HSET lmpool:worker:w state ready", "UNLINK lmpool:worker:w", "DEL lmpool:{m}:jobs", "UNLINK lmpool:{m}:jobs",
+        "SET lmpool:{m}:jobs x", "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >",
+        "XREAD STREAMS lmpool:{m}:jobs 0",
+        "XGROUP CREATE lmpool:{m}:jobs g 0", "XADD lmpool:{m}:reply:c * d x", "XRANGE lmpool:{m}:dead - +",
+        "XADD lmpool:{m}:dead * e x", "XDEL lmpool:{m}:dead 1-1", "DEL lmpool:{m}:adapters",
+        "SET lmpool:{m}:adapters x",
+    ),
+    "worker": (
+        "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
+        "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
+        "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "SET lmpool:{m}:replaced:a x",
+    ),
+    "trie-worker": (
+        "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
+        "XADD lmpool:{m}:jobs * m x", "XRANGE lmpool:{m}:jobs - +", "XADD lmpool:{m}:reply:c * d x",
+        "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b",
+    ),
+    "operator": (
+        "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
+        "MGET lmpool:weights:x", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
+        "HSET lmpool:worker:w state ready",
+    ),
+}  # fmt: skip
+
+
+def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
+    """Add a user with the rights of a role for the model "mine" alone, made as the page says; returns its name."""
+    (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
+    name = f"guest-{role}"
+    for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
+        way = way.replace(old, new)
+    way = way.replace("user guest", f"user {name}")
+    line = subprocess.run(["sh", "-c", way], cwd=SHIPPED, capture_output=True, text=True, check=True).stdout.split()
+    assert line[:2] == ["user", name]
+    rules = [rule for rule in line[2:] if not rule.startswith("#")]
+    with server.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
+    return name
+
+
+@pytest.fixture(scope="module", params=["tls", "embedded"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+    """Debian's server with TLS; and the embedded program with the same users."""
+    folder = tmp_path_factory.mktemp("s")
+    with SecureServer(folder, tls=request.param == "tls").running() as running:
+        yield running
+
+
+@pytest.fixture
+def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
+    """Starts workers, and ends them; the server is empty then."""
+    started = Workers(server, tmp_path)
+    yield started
+    started.end()
+    with server.client("admin") as admin:
+        admin.flushall()
+
+
+class Workers:
+    """Worker processes that have their address from the environment, where no list of processes shows it."""
+
+    def __init__(self, server: SecureServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self.all: list[WorkerProcess] = []
+
+    def start(self, role: str, *arguments: str) -> WorkerProcess:
+        """Start one; does not wait for it."""
+        log = self._folder / f"worker-{len(self.all)}"
+        environment = {"LMPOOL_REDIS_URL": self._server.url(role)}
+        self.all.append(WorkerProcess([*lmpool_command(), *arguments], log, environment))
+        return self.all[-1]
+
+    def end(self) -> None:
+        """Kill those that still run."""
+        for worker in self.all:
+            worker.end()
+
+
+def command(server: SecureServer, role: str, *arguments: str) -> str:
+    """Run a command line; returns what it prints."""
+    environment = {**os.environ, "LMPOOL_REDIS_URL": server.url(role)}
+    done = subprocess.run([*lmpool_command(), *arguments], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "s3cr3t" not in done.stdout + done.stderr
+    return done.stdout
+
+
+async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
+    """All that a client can ask for, with every value checked."""
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
+    async with Producer("syn", redis=server.url("producer"), cache_bytes=0) as producer:
+        assert "s3cr3t" not in repr(producer)
+        for _ in range(2):  # Computed, then from the cache.
+            assert np.array_equal(await producer.batch_logprobs(prompts), rows)
+        many = [[7, i] for i in range(100)]
+        assert np.array_equal((await producer.batch_logprobs(many))[99], synthetic_row(many[99], vocab_size=V))
+        with server.client("admin") as admin:
+            # A row that others have damaged, and something that is no row at all.
+            digests = sorted(admin.scan_iter(f"lmpool:row:{producer.model.fingerprint}:*"))
+            for key in digests:
+                admin.set(key, b"junk", px=60_000)
+        assert np.array_equal(await producer.logprobs(prompts[0]), rows[0])
+        assert np.array_equal(await producer.logprobs(prompts[1], fresh=True), rows[1])
+        assert np.array_equal(await producer.logprobs(prompts[2], targets=[3, 3, V - 1]), rows[2][[3, 3, V - 1]])
+        best = await producer.topk(prompts[0], 5)
+        assert best.ids[0] == np.argmax(rows[0])
+        assert 0 <= await producer.sample(prompts[0]) < V
+        assert await producer.sample(prompts[0], seed=1) == await producer.sample(prompts[0], seed=1)
+        await producer.warm([9, 9])
+        scores = await producer.score(prompts[0], [4])
+        assert np.array_equal(scores, rows[0][[4]])
+        (tmp_path / "weights").write_text("1")
+        revision = await producer.add_adapter("poet", tmp_path)
+        row = synthetic_row([1], vocab_size=V, adapter_revision=revision)
+        assert np.array_equal(await producer.logprobs([1], adapter="poet"), row)
+        await producer.remove_adapter("poet")
+        abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        for trie in (await producer.trie(), await producer.trie(words(1, V))):
+            weights = draw_weights(1, V, "sum")
+            assert_right(await trie.weight_sum(weights), answers_of(trie.structure).of("sum", weights))
+            exact = answers_of(trie.structure).of("sum", row_weights([3, 1], V, "sum"))
+            assert_right(await trie.weight_sum(prompt=[3, 1]), exact)
+
+
+async def test_the_whole_pool_runs_under_users_with_few_rights(
+    server: SecureServer, workers: Workers, tmp_path: Path
+) -> None:
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+    started = [workers.start("worker", "worker", "syn", *SYNTHETIC)]
+    started.append(workers.start("worker", "worker", "fused", *SYNTHETIC, "--with-trie"))
+    started.append(workers.start("trie-worker", "trie-worker", *LEASE))
+    for worker in started:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    await ask_everything(server, tmp_path)
+    async with Producer("fused", redis=server.url("producer")) as producer:
+        trie = await producer.trie()
+        exact = answers_of(trie.structure).of("max", row_weights([5], V, "max"))
+        assert_right(await trie.weight_max(prompt=[5]), exact)
+    status = json.loads(command(server, "operator", "status", "--json"))
+    assert {model["name"]: len(model["workers"]) for model in status} == {"syn": 1, "fused": 1, "trie": 1}
+    assert "dropped" in command(server, "operator", "flush", "--model", "syn")
+    assert json.loads(command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--json"))["top"]
+    assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
+    # A worker that is killed: others claim its jobs, and sweep what it has left.
+    stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
+    await asyncio.to_thread(stuck.until_says, "serving ")
+    async with Producer("stuck", redis=server.url("producer")) as producer:
+        asked = asyncio.create_task(producer.batch_logprobs([[i] for i in range(12)]))
+        with server.client("admin") as admin:
+
+            async def is_held() -> bool:
+                found: Any = admin.xpending(KEYS.model("stuck").jobs, GROUP)
+                return bool(found["pending"])
+
+            await until_async(is_held, "the worker holds prompts")
+            started.append(workers.start("worker", "worker", "stuck", *SYNTHETIC))
+            await asyncio.to_thread(started[-1].until_says, "serving ")
+            stuck.end()
+            assert (await asked).shape == (12, V)
+
+            async def is_swept() -> bool:
+                return len(admin.xinfo_consumers(KEYS.model("stuck").jobs, GROUP)) == 1
+
+            await until_async(is_swept, "the killed one is swept")
+    for worker in started:
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait) == 0
+        assert "nothing was left unfinished" in worker.text
+        assert "s3cr3t" not in worker.text
+    assert not (refused := server.refusals()), "\n".join(refused)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> None:
+    with server.client(role) as client:
+        for line in (*FORBIDDEN, *NOT_THEIRS[role]):
+            with pytest.raises(ResponseError) as caught:
+                client.execute_command(*line.split(" "))
+            assert _is_refusal(caught.value), f"{line}: {caught.value}"
+
+
+def _is_refusal(error: ResponseError) -> bool:
+    # A script tells of what it was refused in its own words, and DEBUG is off for everybody.
+    told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")
+    return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
+
+
+async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:
+    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).card.fingerprint
+    guest, guest_worker = add_guest(server, "producer", ours), add_guest(server, "worker", ours)
+    workers.start("worker", "worker", "theirs", *SYNTHETIC)
+    restricted = workers.start(guest_worker, "worker", "mine", *SYNTHETIC, "--seed", "1")
+    for worker in workers.all:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    async with Producer("theirs", redis=server.url("producer")) as theirs:
+        await theirs.logprobs([1])
+        reply = theirs._rows.session._channel.reply  # type: ignore[union-attr]
+    jobs = KEYS.model("theirs").jobs
+    with server.client("admin") as admin:
+        admin.xadd(reply, {"d": b"x"})
+        (row,) = admin.scan_iter("lmpool:row:*")
+    async with Producer(redis=server.url(guest)) as producer:  # The only one that it may ask: it need not be named.
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
+    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
+        await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
+    for name in (guest, guest_worker):
+        with server.client(name) as client:
+            for words in (
+                ("XREAD", "STREAMS", reply, "0"),
+                ("MGET", row),
+                ("XLEN", jobs),
+                ("XADD", jobs, "*", "m", "x"),
+            ):
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*words)
+            # Nor by a script, behind a key that it may use.
+            for key in (row, reply):
+                with pytest.raises(ResponseError) as caught:
+                    client.eval("return redis.call('GETRANGE', ARGV[1], 0, 9)", 1, KEYS.model("mine").jobs, key)
+                assert _is_refusal(caught.value), caught.value
+
+    def has_looked() -> bool:
+        return any(one.startswith(f"{guest_worker}: lmpool:{{theirs}}:jobs") for one in server.refusals())
+
+    # It leaves to the other model's workers what is theirs, and goes on.
+    await asyncio.to_thread(until, has_looked, "the restricted worker looks after cards that nobody serves")
+    restricted.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(restricted.wait) == 0
+    assert "will try again" not in restricted.text
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
+    server = SecureServer(tmp_path, tls=tls)
+    (tmp_path / "users.acl").write_text((SHIPPED / "users.acl").read_text())
+    done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=10)
+    assert done.returncode != 0
+    assert server.log.count("password hash must be exactly 64 characters") == len(ROLES)
+
+
+def test_trie_workers_may_store_answers_and_no_rows() -> None:
+    # The fingerprint of trie workers is the same everywhere until the meaning of their answers changes.
+    card = TrieBackend(TrieSettings()).card
+    (line,) = [one for one in (SHIPPED / "users.acl").read_text().splitlines() if one.startswith("user trie-worker ")]
+    assert f"~lmpool:row:{card.fingerprint}:*)" in line

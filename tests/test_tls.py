@@ -1,0 +1,170 @@
+"""Connections by TLS with a private authority: rows of any size come through, and nobody else gets in."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+import redis.asyncio as redis_async
+import trustme
+
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError
+from lmpool.producer import Producer, SyncProducer
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from tests.pool import WorkerProcess, lmpool_command
+from tests.secure_server import SecureServer, password_of
+
+V = 152_064
+SECRET = "s3cr3t"
+WORKER = ("worker", "syn", "--backend", "synthetic", "--vocab-size", "64")
+STATUS = ("status",)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+    """A server with TLS, and certificates that it must not accept."""
+    made = SecureServer(tmp_path_factory.mktemp("s"))
+    made.certify("stranger", trustme.CA(), "client")
+    made.certify("expired", made.authority, "client", not_after=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+    with made.running():
+        yield made
+
+
+async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path: Path) -> None:
+    options = ("--vocab-size", str(V), "--encoding", "f32")
+    environment = {"LMPOOL_REDIS_URL": server.url("worker")}
+    command = [*lmpool_command(), "worker", "big", "--backend", "synthetic", *options]
+    worker = WorkerProcess(command, tmp_path / "log", environment)
+    try:
+        worker.until_says("serving ")
+        prompts = [[i] for i in range(6)]
+        rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
+        folder = server.folder
+        ours: redis_async.Redis = redis_async.Redis(
+            host="localhost",
+            port=server.port,
+            username="producer",
+            password=password_of("producer"),
+            ssl=True,
+            ssl_ca_certs=str(folder / "server.ca.crt"),
+            ssl_certfile=str(folder / "client.crt"),
+            ssl_keyfile=str(folder / "client.key"),
+        )
+        for place in (server.url("producer"), ours, server.client("producer")):
+            async with Producer("big", redis=place, cache_bytes=0) as producer:
+                assert np.array_equal(await producer.batch_logprobs(prompts), rows)
+                assert np.array_equal(await producer.logprobs(prompts[1], targets=[V - 1]), rows[1][-1:])
+        with SyncProducer("big", redis=server.url("producer")) as sync:
+            assert np.array_equal(sync.logprobs(prompts[2]), rows[2])
+        assert SECRET not in worker.text
+        assert f"rediss://localhost:{server.port}" in worker.text
+    finally:
+        worker.end()
+
+
+def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], str]]:
+    """What must not get in: name -> URL, exception and what it says."""
+
+    def url(role: str = "producer", **options: str | None) -> str:
+        return server.url(role, files={name: value and str(server.folder / value) for name, value in options.items()})
+
+    wrong = server.url("producer", password=f"{SECRET}-wrong")
+    cases: dict[str, tuple[str, type[LMPoolError], str]] = {
+        "wrong password": (wrong, AuthenticationFailed, "invalid username-password pair"),
+        "unknown user": (server.url("nobody"), AuthenticationFailed, "invalid username-password pair"),
+        "user that is off": (server.url("default"), AuthenticationFailed, "invalid username-password pair"),
+        "no certificate": (url(ssl_certfile=None, ssl_keyfile=None), LMPoolError, r"ssl_certfile= and ssl_keyfile="),
+        "another's certificate": (
+            url(ssl_certfile="stranger.crt", ssl_keyfile="stranger.key"),
+            AuthenticationFailed,
+            r"does not accept this client certificate \(unknown ca\)",
+        ),
+        "expired certificate": (
+            url(ssl_certfile="expired.crt", ssl_keyfile="expired.key"),
+            AuthenticationFailed,
+            r"does not accept this client certificate \(.*expired\)",
+        ),
+        "wrong authority": (url(ssl_ca_certs="stranger.ca.crt"), ServerUnreachable, r"is not trusted: .*ssl_ca_certs="),
+        "no authority": (url(ssl_ca_certs=None), ServerUnreachable, r"is not trusted: .*ssl_ca_certs="),
+        "other host": (server.url("producer", host="127.0.0.1"), ServerUnreachable, "not valid for '127.0.0.1'"),
+        "no such file": (url(ssl_keyfile="nowhere.key"), SettingsError, r"ssl_keyfile cannot be read: .*nowhere.key"),
+        "no TLS": (re.sub("rediss(.*)[?].*", r"redis\1", url()), ServerUnreachable, "no Redis server answers"),
+        "unknown option": (f"{url()}&colour=red", SettingsError, "not known or malformed"),
+        "bad port": (url().replace(f":{server.port}/", ":port/"), SettingsError, "host or port is malformed"),
+    }
+    return cases
+
+
+CASES = ("wrong password", "unknown user", "user that is off", "no certificate", "another's certificate",
+         "expired certificate", "wrong authority", "no authority", "other host", "no such file", "no TLS",
+         "unknown option", "bad port")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: str) -> None:
+    url, kind, text = bad_urls(server)[case]
+    began = time.monotonic()
+    with pytest.raises(kind, match=text) as caught:
+        await Producer("syn", redis=url, timeout=60).logprobs([1])
+    assert time.monotonic() - began < 30  # Not at the deadline.
+    message = str(caught.value)
+    assert "\n" not in message
+    for one in (message, repr(caught.value), *map(str, _causes(caught.value))):
+        assert SECRET not in one
+
+
+@pytest.mark.parametrize(
+    ("case", "arguments"),
+    [("wrong password", WORKER), ("no certificate", WORKER), ("wrong authority", STATUS), ("bad port", STATUS)],
+)
+def test_a_command_that_is_not_let_in_ends_with_one_line(
+    server: SecureServer, case: str, arguments: tuple[str, ...]
+) -> None:
+    url, _, text = bad_urls(server)[case]
+    # Not even the traceback of a bug would show a password.
+    assert re.search(text, refused([*arguments, "--redis", url], LMPOOL_TRACEBACK="1"))
+
+
+def test_a_server_that_is_away_is_named_without_its_password(server: SecureServer) -> None:
+    url = server.url("worker").replace(f":{server.port}/", ":1/")
+    assert "no Redis server answers at rediss://localhost:1: " in refused([*STATUS], LMPOOL_REDIS_URL=url)
+    assert SECRET not in repr(Server(url)) + str(Server(url)) + repr(Producer(redis=url))
+
+
+def refused(arguments: list[str], **environment: str) -> str:
+    """Run a command line that must end at once with exit code 2; returns the line that it prints."""
+    done = subprocess.run(
+        [*lmpool_command(), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+    assert SECRET not in done.stdout + done.stderr
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("lmpool: ")]
+    return line
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions that a traceback would show too."""
+    one = error.__cause__ or error.__context__
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+def test_a_connection_that_breaks_mid_life_is_explained_as_one(server: SecureServer) -> None:
+    error = Server(server.url("producer")).explain(redis.ConnectionError("Connection closed by server."))
+    assert isinstance(error, ServerUnreachable)
+    assert "certificate" not in str(error)
