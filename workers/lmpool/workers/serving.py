@@ -15,6 +15,8 @@ from typing import NoReturn
 from lmpool.card import ModelCard
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
+from lmpool.workers.logs import LogFormat, start_log
+from lmpool.workers.monitor import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
@@ -41,19 +43,25 @@ def serve(
     Raises:
         As `Worker.run`.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log = start_log(settings.log_format, backend.served_as)
     _exit_on_signals(before_exit)
     keep_freed_memory()
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(server, backend, settings, before_exit))
+        runner.run(_serve(server, backend, settings, before_exit, log))
 
 
 async def _serve(
-    server: Server, backend: BackendSettings, settings: WorkerSettings, before_exit: Callable[[], None]
+    server: Server,
+    backend: BackendSettings,
+    settings: WorkerSettings,
+    before_exit: Callable[[], None],
+    log: LogFormat | None,
 ) -> None:
     worker = Worker(server, backend, settings)
+    if log is not None:
+        log.static_fields["worker"] = worker.worker_id
     is_ready = is_stopping = False
 
     def on_ready(card: ModelCard) -> None:
@@ -78,7 +86,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await worker.run(on_ready)
+    with monitoring(settings, worker):
+        await worker.run(on_ready)
     _log.info("stopped; nothing was left unfinished")
 
 

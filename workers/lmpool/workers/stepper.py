@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -14,6 +15,7 @@ from lmpool.errors import LMPoolError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.figures import Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Stepper:
         make: makes the backend; called in the thread, for engines bind to the thread they start in.
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
+        figures: counts steps.
+
+    Attributes:
+        stepping_since: monotonic time when the step that runs now began, or None.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Stepper:
         make: Callable[[], Backend],
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
+        figures: Figures | None = None,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
@@ -73,6 +80,8 @@ class Stepper:
         self._capacity_seen_at = 0
         self.batch = 1
         self.stats = BackendStats()
+        self.stepping_since: float | None = None
+        self._figures = figures or Figures()
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -161,8 +170,13 @@ class Stepper:
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
+            self.stepping_since = began = time.monotonic()
             finished = backend.step()
-            for digest in check_answers(finished, held, card):
+            self.stepping_since = None
+            self._figures.step_s.observe(time.monotonic() - began)
+            done = check_answers(finished, held, card)
+            self._figures.batch.observe(len(done))
+            for digest in done:
                 del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 

@@ -24,6 +24,7 @@ from lmpool.registry import MOST_BYTES, unpack_known
 from lmpool.rows import Encoding, check_logprobs, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
+from lmpool.workers.figures import Figures
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.inputs import TrieInputs, Values
 from lmpool.workers.tries.shelf import Shelved, TrieShelf, ValuesShelf
@@ -42,13 +43,17 @@ class Larder:
         keys: the deployment's key names.
         device: where kernels run.
         settings: say how much memory tries and computed values may take.
+        figures: counts what is fetched.
     """
 
-    def __init__(self, server: Server, keys: Keys, device: str, settings: WorkerSettings) -> None:
+    def __init__(
+        self, server: Server, keys: Keys, device: str, settings: WorkerSettings, figures: Figures | None = None
+    ) -> None:
         self._keys = keys
         self._device = device
         self._tries = TrieShelf(settings.trie_mb * 2**20)
         self._line = RowLine(server, MOST_BYTES)
+        self._figures = figures or Figures()
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -146,6 +151,7 @@ class Larder:
             except (ServerError, ProtocolError):  # The latter is what a value over the limit ends the link with.
                 values = [await self._get_bounded(name) for name in part]
             for name, value in zip(part, values, strict=True):
+                self._figures.fetched_bytes += value.nbytes if isinstance(value, np.ndarray) else 0
                 found[name] = _read(value, name)
         return found
 
