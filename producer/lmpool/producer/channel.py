@@ -73,7 +73,8 @@ class Channel:
         self.model = self._keys.model(card.name)
         self.reply = self.model.reply(self._client_id)
         self.row_prefix = self._keys.row(self.fingerprint)
-        self._rows = RedisRows(self._server, self._keys, card)
+        self._rows = RedisRows(self._server, self._keys, card, self._flights.figures.traffic)
+        self._flights.figures.model = card.name
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
         """Look for rows in the cache and give what is found to the flights.

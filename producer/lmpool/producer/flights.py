@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
+from time import monotonic
 
 from lmpool.errors import CorruptRow
+from lmpool.producer.figures import Figures
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
 from lmpool.prompts import Prompt
@@ -32,7 +34,7 @@ class Flight:
 
     Attributes:
         prompt: ids and digest.
-        waiters: who waits for it here.
+        waiters: who waits for it here, and since when.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         damaged: the cache holds something else than a row; it must be overwritten.
@@ -64,7 +66,7 @@ class Flight:
         self.is_private = False
         self.weights: Row | None = None
         self.weights_name = b""
-        self.waiters: list[Waiter] = []
+        self.waiters: dict[Waiter, float] = {}
         self.stage = Stage.UNSENT
         self.since = 0.0
         self.damaged = False
@@ -78,12 +80,17 @@ class FlightTable:
     Args:
         cache: the producer's own rows; what lands is added.
         stats: the producer's counters.
+        figures: count how requests end.
+
+    Attributes:
+        figures: as above.
     """
 
-    def __init__(self, cache: RowLRU, stats: ProducerStats) -> None:
+    def __init__(self, cache: RowLRU, stats: ProducerStats, figures: Figures | None = None) -> None:
         self._flights: dict[bytes, Flight] = {}
         self._cache = cache
         self._stats = stats
+        self.figures = figures or Figures(stats, cache)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -115,12 +122,14 @@ class FlightTable:
         else:
             self._stats.joined += 1
             flight.is_touch = flight.is_touch and touch
-        flight.waiters.append(waiter)
+        flight.waiters[waiter] = monotonic()
+        self.figures.under_way += 1
         return flight, is_new
 
-    def leave(self, flight: Flight, waiter: Waiter) -> bool:
+    def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> bool:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
-        flight.waiters.remove(waiter)
+        self.figures.under_way -= 1
+        self.figures.failed(why, flight.waiters.pop(waiter))
         self._stats.failed += 1
         if flight.waiters or not self.is_open(flight):
             return False
@@ -150,13 +159,24 @@ class FlightTable:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
         if self.is_open(flight):
             del self._flights[flight.prompt.digest]
-        waiters, flight.waiters = flight.waiters, []
+        waiters, flight.waiters = flight.waiters, {}
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)
         else:
             self._stats.add(flight.origin)
+        self._count(waiters, answer, flight.origin)
         for waiter in waiters:
             waiter(answer)
+
+    def _count(self, waiters: dict[Waiter, float], answer: Answer, outcome: str) -> None:
+        figures, now = self.figures, monotonic()
+        figures.under_way -= len(waiters)
+        for began in waiters.values():
+            if isinstance(answer, Exception):
+                figures.failed(type(answer).__name__, began)
+            else:
+                figures.seconds[outcome].observe(now - began)
+                outcome = "joined"  # All but the first.
 
     def follow(self, fingerprint: str) -> None:
         """Ask for the rows of this model: rows of another are forgotten, and flights begin anew."""

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import import_module
 from socket import AF_INET, AF_INET6
 from typing import NamedTuple
 
@@ -74,15 +73,16 @@ def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
 
 
 def _metrics(worker: Worker) -> Show:
-    collector = WorkerCollector(worker.look)
-    # Only here: those who want no metrics need not have the library.
-    library, exposition = import_module("prometheus_client"), import_module("prometheus_client.exposition")
-    registry = library.CollectorRegistry()
+    collector = WorkerCollector(worker.look)  # Says what to install when the library is not there.
+    from prometheus_client import CollectorRegistry, ProcessCollector
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry()
     registry.register(collector)
-    library.ProcessCollector(registry=registry)
+    ProcessCollector(registry=registry)
 
     def show(accept: str) -> _Page:
-        encode, content_type = exposition.choose_encoder(accept)
+        encode, content_type = choose_encoder(accept)
         return _Page(200, content_type, encode(registry))
 
     return show

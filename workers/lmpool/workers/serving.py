@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lmpool.card import ModelCard
+from lmpool.errors import LMPoolError
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.logs import LogFormat, start_log
@@ -22,6 +23,7 @@ from lmpool.workers.worker import Worker
 
 _log = logging.getLogger("lmpool.worker")
 
+_FAILED = 2
 _STOPPED_NOW = 130
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -41,6 +43,7 @@ def serve(
         before_exit: called before the process is ended at once.
 
     Raises:
+        SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
         As `Worker.run`.
     """
     log = start_log(settings.log_format, backend.served_as)
@@ -49,7 +52,13 @@ def serve(
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(server, backend, settings, before_exit, log))
+        try:
+            runner.run(_serve(server, backend, settings, before_exit, log))
+        except LMPoolError as error:
+            if log is None:
+                raise
+            _log.critical("%s", error, exc_info=error)
+            raise SystemExit(_FAILED) from error
 
 
 async def _serve(

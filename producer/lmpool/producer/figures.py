@@ -1,0 +1,46 @@
+"""How long a producer's requests took, and why some failed: plain numbers, counted where requests end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from time import monotonic
+
+from lmpool.histogram import Histogram
+from lmpool.producer.lru import RowLRU
+from lmpool.producer.stats import ProducerStats
+from lmpool.rowcache import Traffic
+
+OUTCOMES = ("cache_hits", "joined", "computed", "failed")
+"""How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
+
+
+class Figures:
+    """Numbers of one producer. Its event loop counts them up, anybody reads them.
+
+    Args:
+        stats: its counters.
+        cache: its own rows.
+
+    Attributes:
+        model: the model's name, once the producer has connected.
+        stats: as above.
+        cache: as above.
+        seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
+        failures: name of the exception, or "cancelled" -> requests.
+        under_way: requests that wait.
+        traffic: bytes of rows and answers fetched from the cache.
+    """
+
+    def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
+        self.model = ""
+        self.stats = stats
+        self.cache = cache
+        self.seconds = {outcome: Histogram() for outcome in OUTCOMES}
+        self.failures: Counter[str] = Counter()
+        self.under_way = 0
+        self.traffic = Traffic()
+
+    def failed(self, why: str, began: float) -> None:
+        """Count a request that ended without an answer; `began` is a time of `monotonic`."""
+        self.failures[why] += 1
+        self.seconds["failed"].observe(monotonic() - began)
