@@ -32,5 +32,5 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    depth, age_ms, dead, now_ms = await scripts.QUEUE(redis, [keys.jobs, keys.dead], [])
+    depth, age_ms, dead, now_ms = await scripts.SURVEY(redis, [keys.jobs, keys.dead], [])
     return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)

@@ -37,19 +37,6 @@ _ANSWER_TTL_MS = 60_000
 """Answers to asks live shorter than rows: computed again from the row in no time."""
 
 
-class Traffic:
-    """What was fetched through one cache or several.
-
-    Attributes:
-        fetched_bytes: bytes of rows and answers, as stored.
-    """
-
-    __slots__ = ("fetched_bytes",)
-
-    def __init__(self) -> None:
-        self.fetched_bytes = 0
-
-
 class RowCache(Protocol):
     """Stores the rows of one model under one fingerprint."""
 
@@ -98,13 +85,12 @@ class RedisRows:
         server: where they are.
         keys: the deployment's key names.
         card: the model; decides the namespace, the size and the lifetime of rows.
-        traffic: counts what is fetched.
 
     Attributes:
         line: the connection that rows take.
     """
 
-    def __init__(self, server: Server, keys: Keys, card: ModelCard, traffic: Traffic | None = None) -> None:
+    def __init__(self, server: Server, keys: Keys, card: ModelCard) -> None:
         self._prefix = keys.row(card.fingerprint)
         self._weights_prefix = keys.weights()
         self._vocab_size = card.vocab_size
@@ -112,7 +98,6 @@ class RedisRows:
         # A script's reply must fit too where rows are tiny.
         self.line = RowLine(server, max(4096, encoded_size(card.vocab_size, Encoding.F32)), self._allocate)
         self._spare: list[Bulk] = []
-        self._traffic = traffic or Traffic()
         self._row_size = encoded_size(card.vocab_size, card.row_encoding)
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
@@ -179,7 +164,6 @@ class RedisRows:
         async with self._window:
             link = await self.line.open()
             values = await self.line.wait_for(link, link.mget([prefix + digest for digest in digests]))
-        self._traffic.fetched_bytes += sum([value.nbytes for value in values if isinstance(value, np.ndarray)])
         for digest, value in zip(digests, values, strict=True):
             length = lengths.get(digest, self._vocab_size)
             deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))

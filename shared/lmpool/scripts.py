@@ -58,7 +58,7 @@ ENTRIES = Script("entries")
 OFFER = Script("offer")
 ADOPT = Script("adopt")
 RESTORE = Script("restore")
-QUEUE = Script("queue")
+SURVEY = Script("survey")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

@@ -15,7 +15,7 @@ from lmpool.line import CommandLine
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import RedisRows, Row
-from lmpool.rows import VectorBlock
+from lmpool.rows import Encoding, VectorBlock, encoded_size
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -73,7 +73,7 @@ class Channel:
         self.model = self._keys.model(card.name)
         self.reply = self.model.reply(self._client_id)
         self.row_prefix = self._keys.row(self.fingerprint)
-        self._rows = RedisRows(self._server, self._keys, card, self._flights.figures.traffic)
+        self._rows = RedisRows(self._server, self._keys, card)
         self._flights.figures.model = card.name
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
@@ -87,12 +87,17 @@ class Channel:
         if not digests or rows is None:
             return
 
+        lengths, figures = self._flights.lengths(digests), self._flights.figures
+        row_size = encoded_size(self.card.vocab_size, self.card.row_encoding)
+
         def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
+            if isinstance(found, np.ndarray):
+                figures.fetched_bytes += encoded_size(found.size, Encoding.F32) if digest in lengths else row_size
             # What was fetched from the namespace of other weights must not land after the change.
             if self._rows is rows:
                 self._flights.deliver(digest, found)
 
-        await rows.get_many(digests, deliver, self._flights.lengths(digests))
+        await rows.get_many(digests, deliver, lengths)
         self.trouble = None
 
     async def settle(self, digests: Sequence[bytes]) -> None:

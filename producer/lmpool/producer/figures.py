@@ -8,7 +8,6 @@ from time import monotonic
 from lmpool.histogram import Histogram
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
-from lmpool.rowcache import Traffic
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
@@ -28,7 +27,7 @@ class Figures:
         seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
         failures: name of the exception, or "cancelled" -> requests.
         under_way: requests that wait.
-        traffic: bytes of rows and answers fetched from the cache.
+        fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's card names.
     """
 
     def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
@@ -38,7 +37,7 @@ class Figures:
         self.seconds = {outcome: Histogram() for outcome in OUTCOMES}
         self.failures: Counter[str] = Counter()
         self.under_way = 0
-        self.traffic = Traffic()
+        self.fetched_bytes = 0
 
     def failed(self, why: str, began: float) -> None:
         """Count a request that ended without an answer; `began` is a time of `monotonic`."""

@@ -63,7 +63,7 @@ def _samples(figures: Figures) -> dict[str, Samples]:
         "lmpool_producer_requests_total": {(model, _OUTCOMES.get(name, name)): n for name, n in outcomes.items()},
         "lmpool_producer_failures_total": {(model, kind): n for kind, n in figures.failures.copy().items()},
         "lmpool_producer_requests_under_way": {(model,): figures.under_way},
-        "lmpool_producer_fetched_bytes_total": {(model,): figures.traffic.fetched_bytes},
+        "lmpool_producer_fetched_bytes_total": {(model,): figures.fetched_bytes},
         "lmpool_producer_cache_bytes": {(model,): figures.cache.size},
         "lmpool_producer_cache_rows": {(model,): len(figures.cache)},
         "lmpool_producer_request_seconds": {

@@ -98,7 +98,7 @@ class Publisher:
 
     def _count(self, block: Block, attempted: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
-        still = {one.entry for one in left}
+        still = {one.entry for one in left} if left else ()
         ended = [one.entry for one in attempted if one.entry not in still]
         self._figures.published(outcome, ended, time.monotonic() - began)
 
