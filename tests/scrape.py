@@ -54,9 +54,13 @@ class Scrape:
             for sample in family.samples
         }
 
+    def find(self, name: str, **labels: str) -> float | None:
+        """One value, or None when it is not told."""
+        return self._samples.get((name, frozenset(labels.items())))
+
     def value(self, name: str, **labels: str) -> float:
-        """One value."""
-        return float(self._samples[name, frozenset(labels.items())])
+        """One value, which must be there."""
+        return self._samples[name, frozenset(labels.items())]
 
 
 def scrape(port: int) -> Scrape:

@@ -48,9 +48,8 @@ async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
 
     async def has_ended() -> bool:
         seen = await asyncio.to_thread(scrape, port)
-        return seen.value("lmpool_queue_dead_letters", model="syn") == 1 and all(
-            seen.value("lmpool_worker_jobs_total", model="syn", outcome=name) == count for name, count in ended.items()
-        )
+        counted = {name: seen.value("lmpool_worker_jobs_total", model="syn", outcome=name) for name in ended}
+        return counted == ended and seen.find("lmpool_queue_dead_letters", model="syn") == 1
 
     await until_async(has_ended, "the metrics count every job")
     seen = await asyncio.to_thread(scrape, port)

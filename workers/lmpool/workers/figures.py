@@ -32,7 +32,7 @@ class Figures:
         published_bytes: bytes of rows and answers sent to the server.
         fetched_bytes: bytes of rows and weights fetched to answer asks.
         server_errors: attempts to use the server that failed.
-        queue: the model's queue as of the last heartbeat.
+        queue: the model's queue as of the last heartbeat; None before the first.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Figures:
         self.published_bytes = 0
         self.fetched_bytes = 0
         self.server_errors = 0
-        self.queue = QueueState(0, 0.0, 0, 0.0)
+        self.queue: QueueState | None = None
         self._clock_ahead_s = 0.0
 
     def look_at(self, queue: QueueState, asked_at: float) -> None:

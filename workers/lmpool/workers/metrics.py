@@ -80,7 +80,7 @@ class WorkerCollector:
 
 def _samples(look: Look) -> dict[str, Samples]:
     """Name of a metric -> its values."""
-    figures, stats, queue = look.figures, look.stats, look.figures.queue
+    figures, stats = look.figures, look.stats
     plain: dict[str, Number | Histogram] = {
         "lmpool_worker_ready": int(look.is_ready),
         "lmpool_worker_claimed_jobs_total": figures.claimed,
@@ -99,10 +99,12 @@ def _samples(look: Look) -> dict[str, Samples]:
         "lmpool_worker_step_seconds": figures.step_s,
         "lmpool_worker_publish_seconds": figures.publish_s,
         "lmpool_worker_job_seconds": figures.job_s,
-        "lmpool_queue_jobs": queue.depth,
-        "lmpool_queue_oldest_job_seconds": queue.age_s,
-        "lmpool_queue_dead_letters": queue.dead,
     }
+    # A queue that nobody has looked at yet is not an empty one.
+    if (queue := figures.queue) is not None:
+        plain["lmpool_queue_jobs"] = queue.depth
+        plain["lmpool_queue_oldest_job_seconds"] = queue.age_s
+        plain["lmpool_queue_dead_letters"] = queue.dead
     samples: dict[str, Samples] = {name: {(look.model,): value} for name, value in plain.items()}
     samples["lmpool_worker_info"] = {(look.model, look.worker_id, version("lmpool")): 1}
     samples["lmpool_worker_jobs_total"] = {(look.model, name): figures.ended[name] for name in OUTCOMES}
