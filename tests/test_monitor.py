@@ -84,15 +84,13 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool) -> None:
 
         def is_seen() -> bool:
             seen = scrape(port)
-            waits = (
-                seen.value("lmpool_queue_jobs", model="syn"),
-                seen.value("lmpool_queue_oldest_job_seconds", model="syn"),
-            )
-            return waits[0] >= 5 and waits[1] > 0.5
+            names = ("lmpool_queue_jobs", "lmpool_queue_oldest_job_seconds")
+            depth, age = (seen.find(name, model="syn") or 0 for name in names)
+            return depth >= 5 and age > 0.5
 
         await until_async(lambda: asyncio.to_thread(is_seen), "depth and age are seen")
         await asyncio.gather(*asked)
-    assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") == 10
+    assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
 
 
 def test_every_metric_has_a_unit_a_help_and_a_name_of_its_kind() -> None:
