@@ -72,7 +72,7 @@ async def test_requests_that_wait_end_late_or_are_cancelled_are_seen(pool: Pool)
         seen = scraped(producer)
         assert seen.value("lmpool_producer_failures_total", model="syn", kind="cancelled") == 1
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 2
-    await asyncio.wait(waiting)
+    await asyncio.gather(*waiting, return_exceptions=True)
     assert scraped(producer).value("lmpool_producer_requests_under_way", model="syn") == 0
 
 

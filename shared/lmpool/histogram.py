@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
 """Upper bounds for anything from a cached row to a patient batch: 0.1 ms to 100 s."""
@@ -34,19 +34,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def observe_all(self, values: Iterable[float]) -> None:
-        """Count several."""
-        bounds, counts = self.bounds, self.counts
-        total = 0.0
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total += value
-        self.total += total
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count one observation, or several of the same value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def since(self, before: Sequence[int]) -> list[int]:
         """The counts of what was observed after `counts` was `before`; all of them, if that is empty."""

@@ -87,17 +87,22 @@ class Channel:
         if not digests or rows is None:
             return
 
-        lengths, figures = self._flights.lengths(digests), self._flights.figures
+        lengths, fetched = self._flights.lengths(digests), 0
         row_size = encoded_size(self.card.vocab_size, self.card.row_encoding)
+        sizes = {digest: encoded_size(length, Encoding.F32) for digest, length in lengths.items()}
 
         def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
-            if isinstance(found, np.ndarray):
-                figures.fetched_bytes += encoded_size(found.size, Encoding.F32) if digest in lengths else row_size
+            nonlocal fetched
+            if found is not None:
+                fetched += sizes.get(digest, row_size)
             # What was fetched from the namespace of other weights must not land after the change.
             if self._rows is rows:
                 self._flights.deliver(digest, found)
 
-        await rows.get_many(digests, deliver, lengths)
+        try:
+            await rows.get_many(digests, deliver, lengths)
+        finally:
+            self._flights.figures.fetched_bytes += fetched
         self.trouble = None
 
     async def settle(self, digests: Sequence[bytes]) -> None:

@@ -34,7 +34,8 @@ class Flight:
 
     Attributes:
         prompt: ids and digest.
-        waiters: who waits for it here, and since when.
+        waiters: who waits for it here.
+        boarded: since when each of them does, by `monotonic`.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         damaged: the cache holds something else than a row; it must be overwritten.
@@ -47,6 +48,7 @@ class Flight:
     """
 
     __slots__ = (
+        "boarded",
         "damaged",
         "is_private",
         "is_touch",
@@ -66,7 +68,8 @@ class Flight:
         self.is_private = False
         self.weights: Row | None = None
         self.weights_name = b""
-        self.waiters: dict[Waiter, float] = {}
+        self.waiters: list[Waiter] = []
+        self.boarded: list[float] = []
         self.stage = Stage.UNSENT
         self.since = 0.0
         self.damaged = False
@@ -122,14 +125,15 @@ class FlightTable:
         else:
             self._stats.joined += 1
             flight.is_touch = flight.is_touch and touch
-        flight.waiters[waiter] = monotonic()
-        self.figures.under_way += 1
+        flight.waiters.append(waiter)
+        flight.boarded.append(monotonic())
         return flight, is_new
 
     def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> bool:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
-        self.figures.under_way -= 1
-        self.figures.failed(why, flight.waiters.pop(waiter))
+        at = flight.waiters.index(waiter)
+        del flight.waiters[at]
+        self.figures.failed(why, flight.boarded.pop(at))
         self._stats.failed += 1
         if flight.waiters or not self.is_open(flight):
             return False
@@ -159,24 +163,15 @@ class FlightTable:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
         if self.is_open(flight):
             del self._flights[flight.prompt.digest]
-        waiters, flight.waiters = flight.waiters, {}
+        waiters, flight.waiters = flight.waiters, []
+        boarded, flight.boarded = flight.boarded, []
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)
         else:
             self._stats.add(flight.origin)
-        self._count(waiters, answer, flight.origin)
+        self.figures.landed(boarded, answer, flight.origin)
         for waiter in waiters:
             waiter(answer)
-
-    def _count(self, waiters: dict[Waiter, float], answer: Answer, outcome: str) -> None:
-        figures, now = self.figures, monotonic()
-        figures.under_way -= len(waiters)
-        for began in waiters.values():
-            if isinstance(answer, Exception):
-                figures.failed(type(answer).__name__, began)
-            else:
-                figures.seconds[outcome].observe(now - began)
-                outcome = "joined"  # All but the first.
 
     def follow(self, fingerprint: str) -> None:
         """Ask for the rows of this model: rows of another are forgotten, and flights begin anew."""

@@ -72,7 +72,9 @@ class Figures:
         now_ms = (time.time() + self._clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
         self.ended[outcome] += len(entries)
-        self.job_s.observe_all([max(0.0, now_ms - int(entry.partition(b"-")[0])) / 1000 for entry in entries])
+        # What is computed together was mostly queued together too: few of these differ.
+        for queued_ms, count in Counter([entry.partition(b"-")[0] for entry in entries]).items():
+            self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
     def failed(self, endings: Iterable[tuple[Failure | None, bool]]) -> None:
         """Count jobs that ended without: the failure of each, and whether it went to the dead letters."""

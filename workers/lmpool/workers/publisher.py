@@ -98,8 +98,10 @@ class Publisher:
 
     def _count(self, block: Block, attempted: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
-        still = {one.entry for one in left} if left else ()
-        ended = [one.entry for one in attempted if one.entry not in still]
+        ended = [one.entry for one in attempted]
+        if left:
+            still = {one.entry for one in left}
+            ended = [entry for entry in ended if entry not in still]
         self._figures.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
