@@ -92,6 +92,11 @@ class RowBlock:
         if not self.numbers.flags.c_contiguous:
             raise ValueError("the numbers of a block must be contiguous")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, encoded."""
+        return self.numbers.nbytes + HEADER_SIZE * len(self.digests)
+
     def header(self, index: int) -> bytes:
         """The 16-byte header of one row."""
         log_z = 0.0 if self.log_z is None else self.log_z[index]
@@ -120,6 +125,11 @@ class VectorBlock:
 
     digests: list[bytes]
     vectors: Sequence[NDArray[np.float32]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all vectors, encoded."""
+        return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
 
     def header(self, index: int) -> bytes:
         """The 16 bytes before the numbers of one vector."""

@@ -72,6 +72,7 @@ ADOPT = Script("adopt")
 REMOVE = Script("remove")
 RESTORE = Script("restore")
 FIELDS = Script("fields")
+SURVEY = Script("survey", _QUEUE)
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

@@ -16,7 +16,7 @@ from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import Row, RowCache
-from lmpool.rows import VectorBlock
+from lmpool.rows import Encoding, VectorBlock, encoded_size
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -77,6 +77,7 @@ class Channel:
         self.row_prefix = self._keys.row(self.fingerprint)
         self.line.key = self.reader.key = self.model.jobs
         self._rows = rows_on(self._server, self._keys, card)
+        self._flights.figures.model = card.name
 
     @property
     def rows(self) -> RowCache:
@@ -100,12 +101,22 @@ class Channel:
         if not digests or rows is None:
             return
 
+        lengths, fetched = self._flights.lengths(digests), 0
+        row_size = encoded_size(self.card.vocab_size, self.card.row_encoding)
+        sizes = {digest: encoded_size(length, Encoding.F32) for digest, length in lengths.items()}
+
         def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
+            nonlocal fetched
+            if found is not None:
+                fetched += sizes.get(digest, row_size)
             # What was fetched from the namespace of other weights must not land after the change.
             if self._rows is rows:
                 self._flights.deliver(digest, found)
 
-        await rows.get_many(digests, deliver, self._flights.lengths(digests))
+        try:
+            await rows.get_many(digests, deliver, lengths)
+        finally:
+            self._flights.figures.fetched_bytes += fetched
         self.trouble = None
 
     async def settle(self, digests: Sequence[bytes]) -> None:

@@ -8,6 +8,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from lmpool.checks import check_name
+from lmpool.keys import Keys
+
 T = TypeVar("T")
 
 ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
@@ -18,6 +21,16 @@ Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
+
+
+def key_names(prefix: str) -> Keys:
+    """The key names of a deployment.
+
+    Raises:
+        SettingsError: the prefix is malformed.
+    """
+    check_name("prefix", prefix)
+    return Keys(prefix)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

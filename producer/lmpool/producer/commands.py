@@ -1,11 +1,9 @@
-"""The client side of the command line: `lmpool logprobs`, `status`, `flush`, `bench`, `trie`, `adapters`, `dead`."""
+"""The client side of the command line: `lmpool logprobs`, `status`, `top`, `flush`, `bench`, `trie` and so on."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,16 +12,18 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
-from lmpool.checks import check_name
 from lmpool.errors import SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapters_command import adapters_app
-from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, run
+from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, key_names, run
 from lmpool.producer.dead_command import dead_app
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
 from lmpool.producer.producer import Producer
+from lmpool.producer.survey import survey
+from lmpool.producer.tables import status_models, status_workers
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.producer.top_command import top
 from lmpool.producer.trie_command import trie_app
 from lmpool.server import Server
 
@@ -34,7 +34,7 @@ FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the m
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this side."""
-    for command in (logprobs, status, flush, bench):
+    for command in (logprobs, status, top, flush, bench):
         app.command()(command)
     app.add_typer(trie_app)
     app.add_typer(adapters_app)
@@ -84,70 +84,21 @@ def logprobs(
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    found = run(_survey(Server(redis), _keys(prefix)))
+    found = run(survey(Server(redis), key_names(prefix)))
     if as_json:
         typer.echo(json.dumps(found))
         return
     if not found:
         typer.echo("no model is served")
         return
-    models = Table("model", "backend", "V", "dtype", "rows as", "workers", "queued", "dead", "rows/s", title="Models")
-    workers = Table("worker", "model", "state", "rows", "rows/s", "held", "failures", "prefix reuse", title="Workers")
-    for model in found:
-        card = model["card"] or {}
-        rate = sum(_number(worker.get("rows_per_s", "")) for worker in model["workers"])
-        cells = [str(card.get(name, "")) for name in ("backend", "vocab_size", "dtype", "encoding")]
-        counts = (len(model["workers"]), model["queued"], model["dead"], f"{rate:.1f}")
-        models.add_row(model["name"], *cells, *map(str, counts))
-        for worker in model["workers"]:
-            reused, tokens = (_number(worker.get(name, "")) for name in ("reused", "tokens"))
-            reuse = f"{reused / max(1, tokens):.0%}" if "tokens" in worker else ""
-            names = ("id", "model", "state", "rows", "rows_per_s", "held", "failures")
-            workers.add_row(*(str(worker.get(name, "")) for name in names), reuse)
     console = Console()
-    console.print(models)
-    console.print(workers)
-
-
-def _number(text: str) -> float:
-    """A number that a worker tells; 0 when it is none."""
-    try:
-        number = float(text)
-    except ValueError:
-        return 0.0
-    return number if math.isfinite(number) else 0.0
-
-
-async def _survey(server: Server, keys: Keys) -> list[dict[str, Any]]:
-    redis = server.client()
-    try:
-        lobby = Lobby(redis, keys)
-        cards, loading = await lobby.cards(), await lobby.loading()
-        # A model whose first worker still loads has no card.
-        names = [*cards, *sorted({worker.fields["model"] for worker in loading} - set(cards))]
-        return [
-            {
-                "name": name,
-                "card": {**asdict(cards[name]), "fingerprint": cards[name].fingerprint} if name in cards else None,
-                "queued": await lobby.depth(name),
-                "dead": await lobby.dead(name),
-                "workers": [
-                    {"id": worker.worker_id, **worker.fields}
-                    for worker in [*await lobby.workers(name), *loading]
-                    if worker.fields["model"] == name
-                ],
-            }
-            for name in names
-        ]
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
+    console.print(status_models(found, console.width))
+    console.print(status_workers(found, console.width))
 
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
     """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
-    typer.echo(f"dropped {run(_flush(Server(redis), _keys(prefix), model))} rows")
+    typer.echo(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
 
 
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
@@ -166,11 +117,6 @@ async def _flush(server: Server, keys: Keys, model: str | None) -> int:
         raise server.explain(error) from error
     finally:
         await redis.aclose()
-
-
-def _keys(prefix: str) -> Keys:
-    check_name("prefix", prefix)
-    return Keys(prefix)
 
 
 def bench(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
+from time import monotonic
 
 from lmpool.errors import CorruptRow
+from lmpool.producer.figures import Figures
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
 from lmpool.prompts import Prompt
@@ -34,6 +36,7 @@ class Flight:
     Attributes:
         prompt: ids and digest.
         waiters: who waits for it here.
+        boarded: since when each of them does, by `monotonic`.
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         until: loop time at which the most patient waiter gives up.
@@ -48,6 +51,7 @@ class Flight:
     """
 
     __slots__ = (
+        "boarded",
         "damaged",
         "is_away",
         "is_private",
@@ -70,6 +74,7 @@ class Flight:
         self.weights: Row | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []
+        self.boarded: list[float] = []
         self.stage = Stage.UNSENT
         self.since = 0.0
         self.until = 0.0
@@ -85,20 +90,23 @@ class FlightTable:
     Args:
         cache: the producer's own rows; what lands is added.
         stats: the producer's counters.
+        figures: count how requests end.
 
     Attributes:
+        figures: as above.
         away: flights that the server has.
         away_bytes: bytes of their prompts.
         on_end: called whenever a flight has ended; None for nobody.
     """
 
-    def __init__(self, cache: RowLRU, stats: ProducerStats) -> None:
+    def __init__(self, cache: RowLRU, stats: ProducerStats, figures: Figures | None = None) -> None:
         self._flights: dict[bytes, Flight] = {}
         self._cache = cache
         self._stats = stats
         self.away = 0
         self.away_bytes = 0
         self.on_end: Callable[[], None] | None = None
+        self.figures = figures or Figures(stats, cache)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -136,6 +144,7 @@ class FlightTable:
         if until > flight.until:
             flight.until = until
         flight.waiters.append(waiter)
+        flight.boarded.append(monotonic())
         return flight, is_new
 
     def send(self, flight: Flight) -> None:
@@ -154,9 +163,11 @@ class FlightTable:
         if self.on_end is not None:
             self.on_end()
 
-    def leave(self, flight: Flight, waiter: Waiter) -> bool:
+    def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> bool:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
-        flight.waiters.remove(waiter)
+        at = flight.waiters.index(waiter)
+        del flight.waiters[at]
+        self.figures.failed(why, flight.boarded.pop(at))
         self._stats.failed += 1
         if flight.waiters or not self.is_open(flight):
             return False
@@ -187,10 +198,12 @@ class FlightTable:
         if self.is_open(flight):
             self._end(flight)
         waiters, flight.waiters = flight.waiters, []
+        boarded, flight.boarded = flight.boarded, []
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)
         else:
             self._stats.add(flight.origin)
+        self.figures.landed(boarded, answer, flight.origin)
         for waiter in waiters:
             waiter(answer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from lmpool.checks import shown
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
 from lmpool.hashes import read_hashes, read_texts
 from lmpool.keys import GROUP, Keys
+from lmpool.queue import QueueState, read_queue
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -139,14 +141,30 @@ class Lobby:
                 found.append(WorkerInfo(name, fields))
         return found
 
+    async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
+        """Seconds since the last heartbeat of each of some workers, of those that tell their lease."""
+        found = {}
+        for worker in workers:
+            left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
+            with contextlib.suppress(KeyError, ValueError):
+                found[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
+        return found
+
+    async def queue(self, model: str) -> QueueState:
+        """The state of a model's queue."""
+        return await read_queue(self._redis, self._keys.model(model))
+
     async def depth(self, model: str) -> int:
         """Prompts of a model that wait or are being computed."""
-        keys = self._keys.model(model)
-        return int(await self._redis.xlen(keys.jobs)) + int(await self._redis.zcard(keys.backlog))
+        return (await self.queue(model)).depth
+
+    async def age(self, model: str) -> float:
+        """Seconds since the oldest of those was queued; 0 when there is none."""
+        return (await self.queue(model)).age_s
 
     async def dead(self, model: str) -> int:
         """Jobs of a model that were given up."""
-        return int(await self._redis.xlen(self._keys.model(model).dead))
+        return (await self.queue(model)).dead
 
 
 def _read_card(name: str, data: bytes | int) -> ModelCard:

@@ -18,6 +18,7 @@ from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import check_timeout, encode, iterate
+from lmpool.producer.figures import Figures
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.picking import Picking
@@ -90,15 +91,16 @@ class Producer(Picking):
         self._keys = Keys(prefix)
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
+        self._figures = Figures(self._stats, self._cache)
         self._rows = SessionSlot(
             lambda: Server(redis),
-            lambda server: Session(server, self._keys, self._cache, self._stats, when_full),
+            lambda server: Session(server, self._keys, self._cache, self._stats, self._figures, when_full),
             model,
         )
         # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
         self._tries = SessionSlot(
             lambda: Server(redis),
-            lambda server: Session(server, self._keys, RowLRU(0), ProducerStats(), when_full),
+            lambda server: Session(server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full),
             TRIE_SERVICE,
         )
 

@@ -113,7 +113,7 @@ async def ask_entries(session: Session, prompt: Prompt, targets: list[int], with
             await session.answer(prompt, within, touch=True)
             found = await session.read_entries(wanted, within)
         elif not isinstance(found, CorruptRow):
-            session.count_hits(1)
+            session.count_hit(within)
         if found is not None and not isinstance(found, CorruptRow):
             return found
     if row is None:

@@ -21,6 +21,7 @@ from lmpool.line import reply_timeout
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import CLOSED, TROUBLE, Channel
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
+from lmpool.producer.figures import Figures
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
 from lmpool.producer.inbox import Inbox
 from lmpool.producer.lobby import WorkerInfo
@@ -54,6 +55,7 @@ class Session:
         keys: the deployment's key names.
         cache: the producer's own rows.
         stats: the producer's counters.
+        figures: count how requests end.
         when_full: what requests do while the queue is at its limit.
 
     Attributes:
@@ -63,13 +65,19 @@ class Session:
     """
 
     def __init__(
-        self, server: Server, keys: Keys, cache: RowLRU, stats: ProducerStats, when_full: WhenFull = "wait"
+        self,
+        server: Server,
+        keys: Keys,
+        cache: RowLRU,
+        stats: ProducerStats,
+        figures: Figures | None = None,
+        when_full: WhenFull = "wait",
     ) -> None:
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self._cache = cache
         self._stats = stats
-        self._flights = FlightTable(cache, stats)
+        self._flights = FlightTable(cache, stats, figures)
         self._channel = Channel(server, keys, self._flights)
         self.vocabularies = Vocabularies(self._channel, keys)
         self._entries = EntryReader(self._channel, self._tasks)
@@ -150,10 +158,11 @@ class Session:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
         return self._entries.read(wanted, within.end)
 
-    def count_hits(self, count: int) -> None:
-        """Count requests that entries in the cache have answered."""
-        self._stats.requests += count
-        self._stats.cache_hits += count
+    def count_hit(self, within: Within) -> None:
+        """Count a request that entries in the cache have answered."""
+        self._stats.requests += 1
+        self._stats.cache_hits += 1
+        self._flights.figures.seconds["cache_hits"].observe(self.loop.time() - within.end + within.seconds)
 
     def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
@@ -208,16 +217,16 @@ class Session:
             if flight.is_private:
                 self._outbox.discard([flight])
 
-    def leave(self, flight: Flight, waiter: Waiter) -> None:
+    def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> None:
         """Take a waiter off its flight, if it is still on it."""
-        if waiter in flight.waiters and self._flights.leave(flight, waiter):
+        if waiter in flight.waiters and self._flights.leave(flight, waiter, why):
             self._outbox.take_back(flight)
 
     def expire(self, flight: Flight, waiter: Waiter, timeout: float) -> None:
         """End a wait whose deadline has passed, with the exception that says why."""
         if waiter in flight.waiters:
             error = self._reason(flight, f"no row within {timeout:g} s")
-            self.leave(flight, waiter)
+            self.leave(flight, waiter, type(error).__name__)
             waiter(error)
 
     def _reason(self, flight: Flight, within: str) -> LMPoolError:

@@ -74,16 +74,22 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
     try:
         embedded.start()
     except AlreadyRunning as running:
-        typer.echo(f"your server is running already (process {running.pid}): adding a worker to it", err=True)
+        _tell(settings, f"your server is running already (process {running.pid}): adding a worker to it")
         if memory_mb is not None:
-            typer.echo("--memory-mb has no effect on a server that runs already", err=True)
+            _tell(settings, "--memory-mb has no effect on a server that runs already")
         serve(Server(running.url), chosen, settings)
         return
     try:
-        typer.echo(f"your server runs at {embedded.url}", err=True)
+        _tell(settings, f"your server runs at {embedded.url}")
         serve(Server(embedded.url), chosen, settings, before_exit=embedded.stop)
     finally:
         embedded.stop()
+
+
+def _tell(settings: WorkerSettings, text: str) -> None:
+    """Tell people. Whoever has JSON logged reads the log alone, which has the server's address too."""
+    if settings.log_format == "text":
+        typer.echo(text, err=True)
 
 
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:

@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
-from lmpool.errors import AdapterChanged, SourceMissing, UnknownVocabulary, WorkerError
+from lmpool.errors import WorkerError
 from lmpool.messages import Failure
 from lmpool.rows import RowBlock
 from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.figures import SENT_AGAIN
 from lmpool.workers.held import Holdings, Wanted
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.tries.larder import Larder
-
-_SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__, AdapterChanged.__name__)
 
 
 class Delivery:
@@ -155,7 +154,7 @@ class Delivery:
 
     async def _end(self, endings: list[Ending]) -> None:
         # What a client sends again at once is no failure.
-        self.failures += sum(one.failure is not None and one.failure.kind not in _SENT_AGAIN for one in endings)
+        self.failures += sum(one.failure is not None and one.failure.kind not in SENT_AGAIN for one in endings)
         await self._publisher.end(endings)
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:

@@ -22,14 +22,16 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
-from lmpool.keys import GROUP, JOB_FIELD, ModelKeys
+from lmpool.keys import GROUP, JOB_FIELD, SINCE_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.prompts import ask_digest, check_encoded, digest_of
 from lmpool.streams import stream_entries
 from lmpool.workers.backend import BackendJob
+from lmpool.workers.figures import Figures
 
 _STALE_S = 1.0
+_MOST_MS_DIGITS = 15
 _MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
@@ -82,6 +84,7 @@ class Intake:
         card: the model's card.
         worker_id: the name of this consumer.
         max_deliveries: deliveries after which a job is given up.
+        figures: are told since when jobs have waited.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Intake:
         card: ModelCard,
         worker_id: str,
         max_deliveries: int,
+        figures: Figures | None = None,
     ) -> None:
         self._redis = redis
         self._line = line
@@ -100,6 +104,7 @@ class Intake:
         self._fingerprint = card.fingerprint
         self._worker_id = worker_id
         self._max_deliveries = max_deliveries
+        self._figures = figures or Figures()
         # By how much the server's clock is ahead of this machine's.
         self._ahead_s = 0.0
 
@@ -127,7 +132,11 @@ class Intake:
                 raise
             await self.ensure_group()
             return []
-        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
+        taken = []
+        for entry, fields in stream_entries(reply):
+            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
+            if (since := fields.get(SINCE_FIELD, b"")).isdigit() and len(since) <= _MOST_MS_DIGITS:
+                self._figures.queued_ms[entry] = since
         if not taken:
             await self._refill()
         return await self._wanted(taken)
@@ -147,6 +156,8 @@ class Intake:
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
             numbers = await scripts.UNWANTED(self._redis, keys, [one.entry for one in part])
             removed |= {part[number - 1].entry for number in numbers}
+        for entry in removed:
+            self._figures.queued_ms.pop(entry, None)
         return [one for one in taken if one.entry not in removed]
 
     async def claim(self, count: int, *, idle: bool) -> Claimed:

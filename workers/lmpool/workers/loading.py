@@ -32,7 +32,7 @@ class Loading:
         self._keys = Keys(settings.prefix)
         self._settings = settings
         self._worker_id = worker_id
-        self._fields = {"model": model, "state": "loading", "started": time.time()}
+        self._fields = {"model": model, "state": "loading", "started": time.time(), "lease_s": settings.lease_s}
 
     async def __aenter__(self) -> None:
         self._redis = self._server.client()

@@ -198,6 +198,7 @@ class Presence:
             "backend": self._card.backend,
             "fingerprint": self._card.fingerprint,
             "started": self._started,
+            "lease_s": self._card.lease_s,
             **counters,
         }
         pipe = self._redis.pipeline(transaction=False)

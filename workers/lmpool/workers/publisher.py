@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -17,8 +18,9 @@ from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.keys import GROUP, ModelKeys
 from lmpool.messages import Failure
 from lmpool.rowcache import RowCache
-from lmpool.rows import Block
+from lmpool.rows import Block, RowBlock
 from lmpool.server import Server
+from lmpool.workers.figures import Figures
 
 T = TypeVar("T")
 
@@ -49,10 +51,18 @@ class Publisher:
         row_prefix: prefix of the model's rows.
         fingerprint: the model's fingerprint, told to clients with each digest.
         worker_id: the consumer that holds the jobs.
+        figures: counts what is published.
     """
 
     def __init__(
-        self, server: Server, rows: RowCache, keys: ModelKeys, row_prefix: bytes, fingerprint: str, worker_id: str
+        self,
+        server: Server,
+        rows: RowCache,
+        keys: ModelKeys,
+        row_prefix: bytes,
+        fingerprint: str,
+        worker_id: str,
+        figures: Figures | None = None,
     ) -> None:
         self._server = server
         self._rows = rows
@@ -60,6 +70,7 @@ class Publisher:
         self._row_prefix = row_prefix
         self._fingerprint = fingerprint
         self._worker_id = worker_id
+        self._figures = figures or Figures()
 
     async def publish(
         self, block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
@@ -72,10 +83,13 @@ class Publisher:
             overwrite: digests whose stored rows must be replaced.
         """
         endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
-        waits = delays()
+        waits, began = delays(), time.monotonic()
         while True:
+            attempted = endings
             refused, endings = await self.insist(partial(self._attempt, block, endings, overwrite))
+            self._count(block, attempted, endings, began)
             if refused:
+                self._figures.refused += len(refused)
                 reason = next(iter(refused.values()))
                 _log.warning("the server refused %d rows: %s", len(refused), reason)
                 failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
@@ -83,8 +97,17 @@ class Publisher:
                 endings = [ending for ending in endings if ending.digest not in refused]
             if not endings:
                 return
+            self._figures.evicted += len(endings)
             _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(endings))
             await asyncio.sleep(next(waits))
+
+    def _count(self, block: Block, attempted: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
+        outcome = "row" if isinstance(block, RowBlock) else "answer"
+        ended = [one.entry for one in attempted]
+        if left:
+            still = {one.entry for one in left}
+            ended = [entry for entry in ended if entry not in still]
+        self._figures.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
         self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
@@ -97,11 +120,15 @@ class Publisher:
             left.extend(await self._end([ending for ending in endings if ending.digest not in refused], call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
+        self._figures.published_bytes += block.nbytes
         refused = await self._rows.put(block, overwrite, then=end)
         return refused, left
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
+        self._figures.failed((one.failure, one.is_dead) for one in endings)
+        for one in endings:
+            self._figures.queued_ms.pop(one.entry, None)
         await self.insist(partial(self._end, endings, self._rows.queue))
 
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
@@ -131,5 +158,6 @@ class Publisher:
             try:
                 return await attempt()
             except (RedisError, OSError, LMPoolError) as error:
+                self._figures.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))

@@ -16,11 +16,14 @@ from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
+from lmpool.workers.logs import LogFormat, start_log
+from lmpool.workers.monitor import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
 _log = logging.getLogger("lmpool.worker")
 
+_FAILED = 2
 _STOPPED_NOW = 130
 _HUNG = 2
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -41,21 +44,34 @@ def serve(
         before_exit: called before the process is ended at once.
 
     Raises:
+        SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
         As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log = start_log(settings.log_format, backend.served_as)
     _exit_on_signals(before_exit)
     keep_freed_memory()
     # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
     sys.setswitchinterval(0.0005)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(server, backend, settings, before_exit))
+        try:
+            runner.run(_serve(server, backend, settings, before_exit, log))
+        except LMPoolError as error:
+            if log is None:
+                raise
+            _log.critical("%s", error, exc_info=error)
+            raise SystemExit(_FAILED) from error
 
 
 async def _serve(
-    server: Server, backend: BackendSettings, settings: WorkerSettings, before_exit: Callable[[], None]
+    server: Server,
+    backend: BackendSettings,
+    settings: WorkerSettings,
+    before_exit: Callable[[], None],
+    log: LogFormat | None,
 ) -> None:
     worker = Worker(server, backend, settings)
+    if log is not None:
+        log.static_fields["worker"] = worker.worker_id
     is_ready = is_stopping = False
 
     def on_ready(card: ModelCard) -> None:
@@ -80,14 +96,15 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    try:
-        await worker.run(on_ready)
-    except LMPoolError as error:
+    with monitoring(settings, worker):
+        try:
+            await worker.run(on_ready)
+        except LMPoolError as error:
+            if worker.is_hung:
+                _exit_hung(error, before_exit)
+            raise
         if worker.is_hung:
-            _exit_hung(error, before_exit)
-        raise
-    if worker.is_hung:
-        _exit_hung(None, before_exit)
+            _exit_hung(None, before_exit)
     _log.info("stopped; nothing was left unfinished")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmpool.card import LIMITS
-from lmpool.checks import check_name, check_number
+from lmpool.checks import check_choice, check_name, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class WorkerSettings:
         with_trie: answer trie jobs about the model's rows in the step that computes the row.
         trie_mb: megabytes that tries may take; the least recently used are dropped.
         trie_values_mb: megabytes that the values of recent rows may take.
+        metrics_port: port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs its
+            own.
+        metrics_host: address that this port is open on; 0.0.0.0 for all of this machine's.
+        log_format: text, or json for one object a line.
 
     Raises:
         SettingsError: a value is malformed.
@@ -39,6 +43,9 @@ class WorkerSettings:
     with_trie: bool = False
     trie_mb: int = 2048
     trie_values_mb: int = 512
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
@@ -50,6 +57,8 @@ class WorkerSettings:
         check_number(self, "log_every_s", least=0.1, most=10**9)
         check_number(self, "trie_mb", least=1, most=10**9)
         check_number(self, "trie_values_mb", least=0, most=10**9)
+        check_number(self, "metrics_port", least=0, most=65535)
+        check_choice("log_format", self.log_format, ("text", "json"))
 
     @property
     def heartbeat_s(self) -> float:

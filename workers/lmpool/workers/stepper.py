@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lmpool.errors import LMPoolError, WorkerError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.answers import check_answers
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.figures import Figures
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -64,12 +66,14 @@ class Stepper:
         make: makes the backend; called in the thread, for engines bind to the thread they start in.
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
+        figures: counts steps.
 
     Attributes:
         batch: prompts that make a full step.
         stats: the backend's counters after its last step.
         call: what the backend has been asked to do and has not done yet.
         is_hung: the thread does not return from the backend; only the end of the process ends it.
+        stepping_since: monotonic time when the step that runs now began, or None.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Stepper:
         make: Callable[[], Backend],
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
+        figures: Figures | None = None,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
@@ -94,6 +99,8 @@ class Stepper:
         self.call: Call | None = None
         self.is_hung = False
         self._loads: set[asyncio.Future[str]] = set()
+        self.stepping_since: float | None = None
+        self._figures = figures or Figures()
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -206,9 +213,13 @@ class Stepper:
             except Empty:
                 pass
             self.call = Call("step")
+            self.stepping_since = began = time.monotonic()
             finished = backend.step()
-            self.call = None
-            for digest in check_answers(finished, held, card):
+            self.stepping_since = self.call = None
+            self._figures.step_s.observe(time.monotonic() - began)
+            done = check_answers(finished, held, card)
+            self._figures.batch.observe(len(done))
+            for digest in done:
                 del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 

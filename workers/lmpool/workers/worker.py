@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,16 +18,20 @@ from lmpool.clusterrows import rows_on
 from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine, reply_timeout
+from lmpool.queue import read_queue
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
-from lmpool.workers.backend import BackendSettings, Finished
+from lmpool.workers.backend import BackendSettings, BackendStats, Finished
 from lmpool.workers.delivery import Delivery
+from lmpool.workers.figures import Figures
+from lmpool.workers.health import Health
 from lmpool.workers.held import Holdings
 from lmpool.workers.intake import Intake
 from lmpool.workers.loading import Loading
 from lmpool.workers.meter import Meter
+from lmpool.workers.metrics import Look
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
@@ -54,6 +59,7 @@ class Worker:
 
     Attributes:
         is_hung: `run` has ended, but the backend's thread has not: only the end of the process ends it.
+        health: whether it lives and takes jobs.
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
@@ -68,18 +74,28 @@ class Worker:
         self._broken: BaseException | None = None
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
-        self._meter = Meter()
         self.is_hung = False
+        self._figures = Figures()
+        self._meter = Meter(self._figures)
+        self.health = Health(self._settings.lease_s)
+        self._stats: Callable[[], BackendStats] = BackendStats
 
     @property
     def worker_id(self) -> str:
         """The worker's name in Redis."""
         return self._id
 
+    def look(self) -> Look:
+        """What the worker is and has done, for metrics; from any thread."""
+        is_ready = not self.health.why_not_ready()
+        silent_s, held = self.health.silent_s, len(self._held)
+        return Look(self._backend.served_as, self._id, is_ready, held, silent_s, self._stats(), self._figures)
+
     def stop(self) -> None:
         """Drain: take nothing more, finish and publish what is held, then return from `run`."""
         if not self._stopping.is_set():
             _log.info("stopping: %d prompts to finish", len(self._held))
+        self.health.state = "draining"
         self._stopping.set()
         self._changed.set()
 
@@ -97,7 +113,8 @@ class Worker:
             WorkerError: the backend broke, or hangs: see `is_hung`.
         """
         await self._check_server()
-        self._stepper = Stepper(self._backend.open, self._on_finished, self._break)
+        self.health.start()
+        self._stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
                 opened = await self._stepper.start()
@@ -106,6 +123,7 @@ class Worker:
         finally:
             await self._stepper.close(self._settings.step_timeout_s)
             self.is_hung = self._stepper.is_hung
+            self.health.end()
 
     async def _check_server(self) -> None:
         """A wrong address or password must not cost the loading of a model first."""
@@ -140,17 +158,20 @@ class Worker:
         reader = CommandLine(self._server, self._keys.jobs)
         reader.reply_timeout_s = reply_timeout(card.lease_s)
         rows = rows_on(self._server, keys, card)
-        self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries)
+        self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries, self._figures)
         row_prefix = keys.row(card.fingerprint)
-        self._publisher = Publisher(self._server, rows, self._keys, row_prefix, card.fingerprint, self._id)
+        self._publisher = Publisher(
+            self._server, rows, self._keys, row_prefix, card.fingerprint, self._id, self._figures
+        )
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
         self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
-        self._larder = Larder(self._server, keys, opened.device, settings)
+        self._larder = Larder(self._server, keys, opened.device, settings, self._figures)
         asked = Asked(self._larder, self._publisher, card)
         self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)
         try:
             await self._join()
+            self._show_ready()
             if on_ready is not None:
                 on_ready(card)
             await self._serve()
@@ -173,6 +194,13 @@ class Worker:
         await self._presence.join(self._counters())
         if not self._card.is_trie:
             await self._adapters.start()
+
+    def _show_ready(self) -> None:
+        self._stats = lambda: self._stepper.stats
+        self.health.watch(lambda: self._stepper.stepping_since)
+        self.health.answered()
+        if not self._stopping.is_set():
+            self.health.state = "ready"
 
     async def _leave(self, reason: str) -> None:
         """Deregister; give what is still held to others, with the reason why this worker ends."""
@@ -256,6 +284,7 @@ class Worker:
                     was_idle = not self._held
                     await self._delivery.accept(taken)
             except (RedisError, OSError, LMPoolError) as error:
+                self._figures.server_errors += 1
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
@@ -295,6 +324,7 @@ class Worker:
             while not self._stopping.is_set() and (self._room() > 0 or alone):
                 count = max(1, min(self._room(), self._stepper.batch))
                 claimed = await self._intake.claim(count, idle=not self._held)
+                self._figures.claimed += len(claimed.taken)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
                 elif not claimed.alone:
@@ -308,7 +338,14 @@ class Worker:
         await self._presence.sweep()
 
     async def _beat(self) -> None:
-        await self._presence.beat(self._counters())
+        try:
+            await self._presence.beat(self._counters())
+            asked_at = time.time()
+            self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
+        except (RedisError, OSError, LMPoolError) as error:
+            self.health.trouble = str(self._server.explain(error))
+            raise
+        self.health.answered()
 
     async def _say_draining(self) -> None:
         """Show at once that the worker drains, not with the next heartbeat only."""
@@ -324,7 +361,7 @@ class Worker:
             "state": "draining" if self._stopping.is_set() else "ready",
             "held": len(self._held),
             "failures": self._delivery.failures,
-            "rows_per_s": round(self._meter.rate(stats.rows), 1),
+            **self._meter.lately(stats),
             **({} if self._card.is_trie else self._adapters.shown()),
             **stats._asdict(),
         }
@@ -341,12 +378,14 @@ class Worker:
         """Begin to end, for the backend is of no use any more. What it holds stays held until it is handed back."""
         _log.error("the backend broke", exc_info=error)
         self._broken = self._broken or error
+        self.health.broken = str(error) or type(error).__name__
         self.stop()
 
     def _hang(self, error: WorkerError) -> None:
         _log.error("%s; its thread is at\n%s", error, self._stepper.stack())
         self._stepper.abandon(error)
         self._broken = self._broken or error
+        self.health.broken = str(error)
         self.stop()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -368,6 +407,7 @@ class Worker:
             except ModelMismatch:
                 raise
             except (RedisError, OSError, LMPoolError) as error:
+                self._figures.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 pause = min(seconds, next(waits))
 

@@ -26,6 +26,7 @@ from lmpool.rowlink import Reply, RowLink
 from lmpool.rows import Encoding, check_row, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
+from lmpool.workers.figures import Figures
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.inputs import TrieInputs, Values
 from lmpool.workers.tries.shelf import Shelved, TrieShelf, ValuesShelf
@@ -44,9 +45,12 @@ class Larder:
         keys: the deployment's key names.
         device: where kernels run.
         settings: say how much memory tries and computed values may take.
+        figures: counts what is fetched.
     """
 
-    def __init__(self, server: Server, keys: Keys, device: str, settings: WorkerSettings) -> None:
+    def __init__(
+        self, server: Server, keys: Keys, device: str, settings: WorkerSettings, figures: Figures | None = None
+    ) -> None:
         self._server = server
         self._keys = keys
         self._device = device
@@ -54,6 +58,7 @@ class Larder:
         # A link for each size: what others have stored as a row or as weights is not to be as large as a vocabulary.
         self._lines = RowLines(server, 0, reply_timeout(settings.lease_s))
         self._vocabularies = RowLines(server, MOST_BYTES, reply_timeout(settings.lease_s))
+        self._figures = figures or Figures()
         self._values = ValuesShelf(settings.trie_values_mb * 2**20)
 
     async def fill(
@@ -148,6 +153,7 @@ class Larder:
             replies = [link.mget([self._key(name) for name in part]) for part in parts]
             for part, reply in zip(parts, replies, strict=True):
                 for name, value in zip(part, await self._values_of(line, link, part, reply), strict=True):
+                    self._figures.fetched_bytes += value.nbytes if isinstance(value, np.ndarray) else 0
                     found[name] = _read(value, name)
         return found
 

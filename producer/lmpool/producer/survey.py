@@ -1,0 +1,84 @@
+"""What a pool serves and how it does: read once, for those who look on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from lmpool.histogram import SECONDS, add_packed, quantile
+from lmpool.keys import Keys
+from lmpool.producer.lobby import Lobby, WorkerInfo
+from lmpool.server import Server
+
+Survey = list[dict[str, Any]]
+"""One entry a model, as `lmpool status --json` prints it."""
+
+
+async def survey(server: Server, keys: Keys) -> Survey:
+    """Look at a pool with a connection of its own.
+
+    Raises:
+        ServerError: the server cannot be used.
+    """
+    redis = server.client()
+    try:
+        return await look(redis, keys)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+async def look(redis: Redis, keys: Keys) -> Survey:
+    """Look at a pool.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    lobby = Lobby(redis, keys)
+    cards, loading = await lobby.cards(), await lobby.loading()
+    # A model whose first worker still loads has no card.
+    names = [*cards, *sorted({worker.fields["model"] for worker in loading} - set(cards))]
+    found = []
+    for name in names:
+        queue = await lobby.queue(name)
+        serving = [*await lobby.workers(name), *loading]
+        workers = [worker for worker in serving if worker.fields.get("model") == name]
+        silences = await lobby.silences(workers)
+        found.append(
+            {
+                "name": name,
+                "card": {**asdict(cards[name]), "fingerprint": cards[name].fingerprint} if name in cards else None,
+                "queued": queue.depth,
+                "age_s": queue.age_s,
+                "dead": queue.dead,
+                **_together(workers),
+                "workers": [
+                    {"id": worker.worker_id, **worker.fields, "silent_s": silences.get(worker.worker_id)}
+                    for worker in workers
+                ],
+            }
+        )
+    return found
+
+
+def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
+    """The figures of all workers of a model, in the intervals of their last heartbeats."""
+    counts = [0] * (len(SECONDS) + 1)
+    rate = 0.0
+    for worker in workers:
+        add_packed(counts, worker.fields.get("job_counts", ""))
+        rate += number(worker.fields, "rows_per_s") or 0.0
+    return {"rows_per_s": rate, "p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
+
+
+def number(fields: Any, name: str) -> float | None:
+    """A number among what a worker tells; None when it tells none."""
+    try:
+        return float(fields.get(name, ""))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,27 @@
+-- Look at the queue of one model.
+--
+-- KEYS  jobs, dead
+--
+-- Jobs are removed when they end, so the first entry is the oldest in the stream that has not ended; its id carries
+-- the server's time of queueing in ms. Not XINFO or a plain XRANGE: they would send that job along.
+--
+-- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up, the server's time in
+-- ms}.
+local FIRST = 32
+local dead = KEYS[2]
+local time = redis.call('TIME')
+local now, age = time[1] * 1000 + math.floor(time[2] / 1000), 0
+local oldest = redis.call('XRANGE', jobs, '-', '+', 'COUNT', 1)[1]
+if oldest then
+  age = math.max(0, now - tonumber(string.match(oldest[1], '^%d+')))
+end
+local behind = count_at('ZCARD', backlog)
+if behind > 0 then
+  -- What a client queued first has its first turn, and the first turns of all clients are close together.
+  for _, digest in ipairs(redis.call('ZRANGE', backlog, 0, FIRST - 1)) do
+    local stored = redis.call('HGET', backlog_jobs, digest)
+    local since = stored and tonumber(string.match(stored, '^%d+'))
+    age = since and math.max(age, now - since) or age
+  end
+end
+return {redis.call('XLEN', jobs) + behind, age, redis.call('XLEN', dead), now}

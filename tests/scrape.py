@@ -1,0 +1,71 @@
+"""Reading what a process tells over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from typing import NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Page(NamedTuple):
+    """What came back."""
+
+    status: int
+    text: str
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def get(port: int, path: str) -> Page | None:
+    """A page of this machine, or None when nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return Page(answer.status, answer.read().decode())
+    except urllib.error.HTTPError as error:
+        return Page(error.code, error.read().decode())
+    except OSError:
+        return None
+
+
+class Scrape:
+    """Metrics in Prometheus's text format, as its own parser reads them.
+
+    Attributes:
+        kinds: name of each family -> its type.
+    """
+
+    def __init__(self, text: str) -> None:
+        families = list(text_string_to_metric_families(text))
+        self.kinds = {family.name: family.type for family in families}
+        self.helps = {family.name: family.documentation for family in families}
+        self.labels = {
+            family.name: {name for sample in family.samples for name in sample.labels} - {"le"} for family in families
+        }
+        self._samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def find(self, name: str, **labels: str) -> float | None:
+        """One value, or None when it is not told."""
+        return self._samples.get((name, frozenset(labels.items())))
+
+    def value(self, name: str, **labels: str) -> float:
+        """One value, which must be there."""
+        return self._samples[name, frozenset(labels.items())]
+
+
+def scrape(port: int) -> Scrape:
+    """The metrics of a process on this machine."""
+    page = get(port, "/metrics")
+    assert page is not None
+    assert page.status == 200
+    return Scrape(page.text)

@@ -1,0 +1,106 @@
+"""Metrics of a producer: each request ends in one outcome, with the seconds that it took."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from lmpool.errors import DeadlineExceeded, WorkerError
+from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.metrics import METRICS, ProducerCollector
+from lmpool.rows import Encoding, encoded_size
+from tests.pool import Pool, V
+from tests.scrape import Scrape
+
+
+def scraped(*producers: Producer | SyncProducer) -> Scrape:
+    registry = CollectorRegistry()
+    registry.register(ProducerCollector(*producers))
+    return Scrape(generate_latest(registry).decode())
+
+
+def requests(seen: Scrape, model: str = "syn") -> dict[str, float]:
+    """The outcomes that there have been."""
+    names = ("local_hit", "cache_hit", "joined", "computed", "failed")
+    counts = {name: seen.value("lmpool_producer_requests_total", model=model, outcome=name) for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+async def test_requests_are_counted_once_by_what_became_of_them(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start, "--fail-token", 300)
+    async with pool.producer() as first, pool.producer() as second:
+        await asyncio.gather(*(first.logprobs([i]) for i in range(20)))
+        await first.logprobs([1])
+        seen = scraped(first)
+        assert requests(seen) == {"computed": 20, "local_hit": 1}
+        rows = 20 * encoded_size(V, Encoding.F32)
+        assert seen.value("lmpool_producer_fetched_bytes_total", model="syn") == rows
+        assert seen.value("lmpool_producer_cache_rows", model="syn") == 20
+        assert seen.value("lmpool_producer_cache_bytes", model="syn") == 20 * 4 * V
+        await second.batch_logprobs([[i] for i in range(10)])
+        await second.logprobs([11], targets=[1, 2])
+        await asyncio.gather(second.logprobs([400]), second.logprobs([400]))
+        with pytest.raises(WorkerError):
+            await second.logprobs([300])
+        seen = scraped(second)
+        assert requests(seen) == {"cache_hit": 11, "computed": 1, "joined": 1, "failed": 1}
+        assert seen.value("lmpool_producer_failures_total", model="syn", kind="WorkerError") == 1
+        for outcome, count in (("cache_hit", 11), ("computed", 1), ("joined", 1), ("failed", 1)):
+            name = "lmpool_producer_request_seconds"
+            assert seen.value(f"{name}_count", model="syn", outcome=outcome) == count
+            assert 0 < seen.value(f"{name}_sum", model="syn", outcome=outcome) < 60
+        assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
+
+
+async def test_requests_that_wait_end_late_or_are_cancelled_are_seen(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start, "--step-ms", 60_000)
+    async with pool.producer() as producer:
+        waiting = [asyncio.create_task(producer.logprobs([i])) for i in range(3)]
+        with pytest.raises(DeadlineExceeded):
+            await producer.logprobs([9], timeout=0.2)
+        seen = scraped(producer)
+        assert seen.value("lmpool_producer_requests_under_way", model="syn") == 3
+        assert seen.value("lmpool_producer_failures_total", model="syn", kind="DeadlineExceeded") == 1
+        seconds = seen.value("lmpool_producer_request_seconds_sum", model="syn", outcome="failed")
+        assert 0.2 <= seconds < 30
+        waiting[0].cancel()
+        await asyncio.wait(waiting[:1])
+        seen = scraped(producer)
+        assert seen.value("lmpool_producer_failures_total", model="syn", kind="cancelled") == 1
+        assert seen.value("lmpool_producer_requests_under_way", model="syn") == 2
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert scraped(producer).value("lmpool_producer_requests_under_way", model="syn") == 0
+
+
+def test_one_registry_takes_producers_of_several_models(pool: Pool) -> None:
+    pool.start("--metrics-port", 0)
+    pool.start("--name", "other")
+    with (
+        SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as one,
+        SyncProducer("other", redis=pool.url, prefix=pool.prefix) as other,
+    ):
+        one.logprobs([1])
+        seen = scraped(one, other)
+        assert requests(seen) == {"computed": 1}
+        assert requests(seen, "other") == {}
+
+
+def test_a_producer_that_has_not_connected_can_be_looked_at() -> None:
+    seen = scraped(Producer(redis="redis://127.0.0.1:1"))
+    assert set(seen.kinds) == {metric.name.removesuffix("_total") for metric in METRICS}
+
+
+def test_without_the_library_the_error_names_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['prometheus_client.core'] = sys.modules['prometheus_client'] = None\n"
+        "import lmpool.producer.metrics\n"
+        "from lmpool.producer import Producer\n"
+        "try: lmpool.producer.metrics.ProducerCollector(Producer(redis='redis://127.0.0.1:1'))\n"
+        "except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'lmpool[metrics]'" in done.stdout

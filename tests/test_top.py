@@ -1,0 +1,147 @@
+"""`lmpool top` and `lmpool status`: what they show of a pool, at any width, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from pathlib import Path
+
+from rich.console import Console
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.producer import SyncProducer
+from lmpool.producer.survey import Survey
+from lmpool.producer.tables import seconds, status_models, status_workers, top_models, top_workers
+from tests.pool import Pool, WorkerProcess, lmpool_command, until
+
+LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
+
+
+def lines_of(found: Survey, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    for table in (status_models, status_workers, top_models, top_workers):
+        console.print(table(found, width))
+    return console.export_text().splitlines()
+
+
+def folded(lines: list[str], column: int) -> str:
+    """What stands in one column, its lines put together."""
+    return "".join(cells[column].strip() for line in lines if len(cells := line.strip("│┃").split("│")) > column)
+
+
+def a_worker(name: str) -> dict[str, object]:
+    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "held": "128", "failures": "3"}
+    more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
+    return {"id": name, "model": LONG, **told, **more}
+
+
+def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
+    ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
+    model = {"name": LONG, "card": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
+    found: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
+    for width in (60, 80, 100, 120, 200):
+        lines = lines_of(found, width)
+        assert all(len(line) <= width for line in lines)
+        assert "…" not in "".join(lines)
+        assert LONG in folded(lines, 0) or LONG in folded(lines, 1)
+        for name in ids:
+            assert name in folded(lines, 0)
+        assert "99999" in "".join(lines)
+    widest = "\n".join(lines)
+    for text in ("batch", "p50", "heard", "25%", "12 ms", "250 ms", "2.2 s"):
+        assert text in widest
+
+
+def test_times_are_written_for_people() -> None:
+    written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
+    assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
+
+
+def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> None:
+    pool.start("--lease-s", 1)
+    pool.start("--lease-s", 1, "--step-ms", 20, "--name", LONG)
+    for name in ("syn", LONG):
+        with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
+            producer.batch_logprobs([[i] for i in range(20)])
+    command = [*lmpool_command(), "top", "--once", "--redis", pool.url, "--prefix", pool.prefix]
+    found = json.loads(subprocess.check_output([*command, "--json"]))
+    assert [model["name"] for model in found] == [LONG, "syn"]
+    for model in found:
+        assert (model["queued"], model["age_s"], model["dead"]) == (0, 0, 0)
+        (worker,) = model["workers"]
+        assert 0 <= worker["silent_s"] < 1
+        assert worker["state"] == "ready"
+    text = subprocess.check_output(command, text=True, env={**os.environ, "COLUMNS": "80"})
+    assert LONG in folded(text.splitlines(), 0)
+    assert "ready" in text
+
+
+def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
+    workers = [pool.start("--lease-s", 60, "--step-ms", 5), pool.start("--lease-s", 60, "--step-ms", 400)]
+    ids = [worker.text.rpartition("as worker ")[2].strip() for worker in workers]
+    for name, counts in zip(ids, ("3:98", "8:2"), strict=True):
+        pool.redis.hset(pool.keys.worker(name), "job_counts", counts)
+    command = [*lmpool_command(), "top", "--once", "--json", "--redis", pool.url, "--prefix", pool.prefix]
+    (model,) = json.loads(subprocess.check_output(command))
+    assert 0.0005 < model["p50_s"] <= 0.001
+    assert 0.025 < model["p99_s"] <= 0.05
+
+
+def test_json_of_a_live_view_is_refused(pool: Pool) -> None:
+    command = [*lmpool_command(), "top", "--json", "--redis", pool.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "lmpool: json: a live view is for people; print one look as JSON with --once --json\n"
+
+
+def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "top", tmp_path)
+    command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
+    try:
+        pool.start("--lease-s", 1)
+        shown = WorkerProcess(command, tmp_path / "top.log")
+        pool.workers.append(shown)
+        until(lambda: "syn" in shown.text and "ready" in shown.text, "it shows the worker")
+        own_server.stop()
+        until(lambda: "no Redis server answers" in shown.text, "it says that the server is away")
+        assert shown.is_running
+        own_server.start()
+        gone = len(shown.text)
+        until(lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:], "it shows it again")
+        shown.signal(signal.SIGINT)
+        assert shown.wait() in (0, 130)
+        assert "Traceback" not in shown.text
+    finally:
+        pool.end()
+
+
+def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
+    pool.start()
+    ours, theirs = pty.openpty()
+    command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+
+    def read() -> bytes:
+        nonlocal seen
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:  # The other end is closed.
+            return b"ended"
+        return seen
+
+    try:
+        until(lambda: b"ready" in read(), "it shows the worker")
+        process.send_signal(signal.SIGINT)
+        until(lambda: read() == b"ended", "it ends")
+        assert process.wait(10) in (0, 130)
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"\x1b[?1049h" in seen
+    assert seen.rindex(b"\x1b[?1049l") > seen.rindex(b"\x1b[?1049h")
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")
