@@ -127,7 +127,12 @@ class Intake:
                 raise
             await self.ensure_group()
             return []
-        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in stream_entries(reply)]
+        try:
+            entries = stream_entries(reply)
+        except ProtocolError as error:
+            self._line.hang_up(error)
+            raise
+        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in entries]
         if not taken:
             await self._refill()
         return await self._wanted(taken)
