@@ -190,7 +190,8 @@ class Pool:
         return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
 
     def _is_mark(self, key: bytes) -> bool:
-        return b":waiting:" in key and self.redis.hget(key, "job") == b"done"
+        is_hash = b":waiting:" in key and self.redis.type(key) == b"hash"
+        return is_hash and self.redis.hget(key, "job") == b"done"
 
     async def rows_computed(self, model: str = "syn") -> int:
         """Rows that the live workers have computed, as of their last heartbeats."""

@@ -84,9 +84,13 @@ class Line(Generic[L]):
     def distrust(self, reply: object) -> ProtocolError:
         """A reply cannot be that of its command, so no later one can be either: closes the link; returns why."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
-        if self._link is not None:
-            self._link.close(error)
+        self.hang_up(error)
         return error
+
+    def hang_up(self, reason: Exception) -> None:
+        """Close the link, to open another when it is needed next."""
+        if self._link is not None:
+            self._link.close(reason)
 
     def check(self, link: L, error: ResponseError) -> bool:
         """Whether an answer means to ask again, on another connection: then this one is closed."""

@@ -8,6 +8,7 @@ clock, which all processes of a machine share.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import random
 import signal
@@ -113,6 +114,7 @@ async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, log
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     given, number, url, prefix, path = sys.argv[1:]
     with Path(path).open("w", buffering=1) as log:
         asyncio.run(_main(ChaosSettings(**json.loads(given)), int(number), url, prefix, log))

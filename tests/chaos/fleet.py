@@ -17,6 +17,7 @@ from tests.chaos.worker import TRACE_VARIABLE
 
 _END_S = 15.0
 _START_S = 60.0
+_TRACEBACK_S = 0.5
 
 
 class Process:
@@ -37,7 +38,13 @@ class Process:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", TRACE_VARIABLE: str(trace)},
+                env={
+                    **os.environ,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "OMP_NUM_THREADS": "1",
+                    "LMPOOL_TRACEBACK": "1",
+                    TRACE_VARIABLE: str(trace),
+                },
             )
 
     @property
@@ -53,7 +60,7 @@ class Process:
     @property
     def last_words(self) -> str:
         """The end of what it printed."""
-        return self._log.read_text("utf-8", "replace")[-400:].strip()
+        return self._log.read_text("utf-8", "replace")[-1000:].strip()
 
     def says(self, text: str) -> bool:
         """Whether it has printed a text."""
@@ -65,10 +72,12 @@ class Process:
             self._process.send_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end; False when it does not come, and then the process is killed."""
+        """Wait for the end; False when it does not come: then the process is killed, and its log says where it was."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(_TRACEBACK_S)
             self._process.kill()
             self._process.wait()
             return False
@@ -178,7 +187,7 @@ class Fleet:
             process.signal(signal.SIGTERM)
         for process in processes:
             if not process.ends_within(max(0.1, end - time.monotonic())):
-                self.leaked.append(f"{what} {process.number}")
+                self.leaked.append(f"{what} {process.number}: {process.last_words}")
             elif process.code:
                 self.failed.append(f"{what} {process.number} ended with {process.code}: {process.last_words}")
 

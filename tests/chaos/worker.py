@@ -8,7 +8,9 @@ the step: what was written is there however the process ends, and what a killed 
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 from itertools import islice
 from pathlib import Path
 
@@ -39,5 +41,6 @@ class TracedBackend(synthetic.SyntheticBackend):
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     synthetic.SyntheticBackend = TracedBackend  # type: ignore[misc]
     cli.main()

@@ -50,16 +50,18 @@ class Inbox:
         waits = delays()
         while True:
             try:
-                reply = await channel.reader.call(*_XREAD, channel.reply, last)
+                entries = stream_entries(await channel.reader.call(*_XREAD, channel.reply, last))
             except TROUBLE as error:
                 channel.note(error)
+                if isinstance(error, ProtocolError):
+                    channel.reader.hang_up(error)
                 if isinstance(error, ProtocolError) or "WRONGTYPE" in str(error):
                     last = await self._start_over()
                 await asyncio.sleep(next(waits))
                 self._look_for_all()
                 continue
             waits = delays()
-            for entry, fields in stream_entries(reply):
+            for entry, fields in entries:
                 last = entry
                 self._on_message(fields)
             if len(last) > _LONGEST_ID:

@@ -132,11 +132,20 @@ class Intake:
                 raise
             await self.ensure_group()
             return []
+<<<<<<< HEAD
         taken = []
         for entry, fields in stream_entries(reply):
             taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
             if (since := fields.get(SINCE_FIELD, b"")).isdigit() and len(since) <= _MOST_MS_DIGITS:
                 self._figures.queued_ms[entry] = since
+=======
+        try:
+            entries = stream_entries(reply)
+        except ProtocolError as error:
+            self._line.hang_up(error)
+            raise
+        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in entries]
+>>>>>>> w-chaos
         if not taken:
             await self._refill()
         return await self._wanted(taken)
