@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool import scripts
 from lmpool.adapters import is_qualified
@@ -132,22 +132,19 @@ class Intake:
                 raise
             await self.ensure_group()
             return []
-<<<<<<< HEAD
-        taken = []
-        for entry, fields in stream_entries(reply):
-            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
-            if (since := fields.get(SINCE_FIELD, b"")).isdigit() and len(since) <= _MOST_MS_DIGITS:
-                self._figures.queued_ms[entry] = since
-=======
         try:
             entries = stream_entries(reply)
         except ProtocolError as error:
             self._line.hang_up(error)
             raise
-        taken = [self._read(entry, fields.get(JOB_FIELD, b"")) for entry, fields in entries]
->>>>>>> w-chaos
+        taken = []
+        for entry, fields in entries:
+            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
+            if (since := fields.get(SINCE_FIELD, b"")).isdigit() and len(since) <= _MOST_MS_DIGITS:
+                self._figures.queued_ms[entry] = since
         if not taken:
             await self._refill()
+            return []
         return await self._wanted(taken)
 
     async def _refill(self) -> None:
@@ -156,14 +153,20 @@ class Intake:
             pass
 
     async def _wanted(self, taken: list[Taken]) -> list[Taken]:
-        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at."""
+        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at.
+
+        When the server cannot tell, all are: what has been taken must not be forgotten.
+        """
         before = (time.time() + self._ahead_s - _STALE_S) * 1000
         stale = [one for one in taken if one.job is not None and _queued_ms(one.entry) < before]
         removed = set()
         for at in range(0, len(stale), scripts.MOST_AT_ONCE):
             part = stale[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
-            numbers = await scripts.UNWANTED(self._redis, keys, [one.entry for one in part])
+            try:
+                numbers = await scripts.UNWANTED(self._redis, keys, [one.entry for one in part])
+            except (RedisError, OSError):
+                break
             removed |= {part[number - 1].entry for number in numbers}
         for entry in removed:
             self._figures.queued_ms.pop(entry, None)

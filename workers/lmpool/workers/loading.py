@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from itertools import chain
 from typing import cast
 
 from redis.exceptions import RedisError
 
+from lmpool import scripts
 from lmpool.keys import Keys
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
@@ -55,13 +57,9 @@ class Loading:
         lease_ms = int(self._settings.lease_s * 1000)
         heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
         while True:
-            pipe = self._redis.pipeline(transaction=False)
-            pipe.hset(heartbeat, mapping=self._fields)  # type: ignore[arg-type]
-            pipe.pexpire(heartbeat, lease_ms)
-            pipe.hset(loading, self._worker_id, str(self._fields["model"]))
-            pipe.pexpire(loading, lease_ms)
             try:
-                await pipe.execute()
+                await scripts.BEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
+                await scripts.BEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
                 await self._sweep()
             except (RedisError, OSError) as trouble:
                 _log.warning("will try again: %s", self._server.explain(trouble))

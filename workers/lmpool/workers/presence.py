@@ -8,10 +8,9 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
 
 from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
 from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool import scripts
@@ -69,9 +68,7 @@ class Presence:
         """
         # Visible first, compared then: of two workers that start together each finds the other, whosever card
         # comes first. Heartbeat before consumer: a consumer without one would be swept.
-        pipe = self._beating(counters)
-        pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
-        await pipe.execute()
+        await self._show(counters)
         await self._keep_vocabulary()
         while (seen := await self._read_card()) != self._card.pack():
             if await self._put_card(seen):
@@ -107,11 +104,7 @@ class Presence:
             ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone. A card
                 that no live worker stands for is somebody's junk, or that of workers that have gone: it is replaced.
         """
-        pipe = self._beating(counters)
-        # A server that has lost the queue has lost its consumers. Redis 6.2 makes one only when it gets a job, and who
-        # is none is not seen by those who wait for all workers to follow a change.
-        pipe.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
-        await pipe.execute()
+        await self._show(counters)
         seen = await self._read_card()
         # The card of another worker of these weights may have another lease: it stays.
         if not seen or _differences(self._card, seen):
@@ -191,9 +184,13 @@ class Presence:
     def _heartbeat(self) -> bytes:
         return self._keys.worker(self._worker_id)
 
-    def _beating(self, counters: Mapping[str, str | int | float]) -> Pipeline:
-        """Commands that show a sign of life, to be sent with others."""
-        fields: dict[Any, str | int | float] = {
+    async def _show(self, counters: Mapping[str, str | int | float]) -> None:
+        """Give a sign of life, and say how many prompts this worker computes at once.
+
+        Redis before Valkey 9 lists a consumer only when it has got a job, and who is none is not seen by those who wait
+        for all workers to follow a change: so it is made with each heartbeat, for a server may have lost the queue.
+        """
+        fields: dict[str, str | int | float] = {
             "model": self._card.name,
             "backend": self._card.backend,
             "fingerprint": self._card.fingerprint,
@@ -201,11 +198,11 @@ class Presence:
             "lease_s": self._card.lease_s,
             **counters,
         }
-        pipe = self._redis.pipeline(transaction=False)
-        pipe.hset(self._heartbeat, mapping=fields)
-        pipe.pexpire(self._heartbeat, int(self._card.lease_s * 1000))
-        pipe.hset(self._keys.model(self._card.name).rooms, self._worker_id, str(self._batch))
-        return pipe
+        lease_ms = int(self._card.lease_s * 1000)
+        rooms = self._keys.model(self._card.name).rooms
+        await scripts.BEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
+        await scripts.BEAT(self._redis, [rooms], [lease_ms, self._worker_id, self._batch])
+        await self._redis.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(

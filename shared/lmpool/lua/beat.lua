@@ -1,0 +1,7 @@
+-- Show a sign of life: at once, for a heartbeat without an expiry would outlive its worker.
+--
+-- KEYS  heartbeat
+-- ARGV  lifetime in ms, then per field: name, value
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1
