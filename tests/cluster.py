@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 from contextlib import suppress
@@ -25,18 +26,21 @@ class LocalCluster:
     Args:
         folder: where the masters keep their files.
         memory_bytes: limit of what each holds.
+
+    Attributes:
+        ports: of the masters.
     """
 
     def __init__(self, folder: Path, memory_bytes: int = 1 << 28) -> None:
         self._folder = folder
         self._memory = memory_bytes
-        self._ports: list[int] = []
+        self.ports: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
     def url(self) -> str:
         """Where it listens: one node is enough."""
-        return f"redis+cluster://127.0.0.1:{self._ports[0]}"
+        return f"redis+cluster://127.0.0.1:{self.ports[0]}"
 
     @property
     def log_path(self) -> Path:
@@ -45,14 +49,14 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start three masters and have them share the slots; after `stop` the same ones, with what they kept."""
-        is_new = not self._ports
-        self._ports = self._ports or _free_ports()
+        is_new = not self.ports
+        self.ports = self.ports or _free_ports()
         self._processes = [self._start(number) for number in range(_MASTERS)]
-        for port in self._ports:
+        for port in self.ports:
             until(partial(_answers, port), f"the master on port {port} answers")
         if is_new:
             self._share_slots()
-        for port in self._ports:
+        for port in self.ports:
             until(partial(_is_whole, port), "the cluster is whole")
 
     def stop(self) -> None:
@@ -62,12 +66,23 @@ class LocalCluster:
         for process in self._processes:
             process.wait(10)
 
+    def restart(self, number: int) -> None:
+        """Kill a master and start it again, without what it held."""
+        self._processes[number].kill()
+        self._processes[number].wait(10)
+        self._processes[number] = self._start(number)
+        until(partial(_answers, self.ports[number]), "the master answers again")
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """Send a master a signal."""
+        self._processes[number].send_signal(what)
+
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         folder = self._folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         settings = {
             "bind": "127.0.0.1",
-            "port": self._ports[number],
+            "port": self.ports[number],
             "dir": folder,
             "cluster-enabled": "yes",
             "cluster-config-file": "nodes.conf",
@@ -82,13 +97,13 @@ class LocalCluster:
         return subprocess.Popen([server_binary(), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def _share_slots(self) -> None:
-        for number, port in enumerate(self._ports):
+        for number, port in enumerate(self.ports):
             with redis.Redis(port=port) as node:
                 first, after = (_SLOTS * (number + i) // _MASTERS for i in (0, 1))
                 node.execute_command("CLUSTER", "ADDSLOTS", *range(first, after))
                 node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        with redis.Redis(port=self._ports[0]) as node:
-            for port in self._ports[1:]:
+        with redis.Redis(port=self.ports[0]) as node:
+            for port in self.ports[1:]:
                 node.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
 
     def __enter__(self) -> LocalCluster:

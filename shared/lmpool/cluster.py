@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis.cluster as redis_sync
+from redis import exceptions
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -33,6 +34,24 @@ def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[lis
     return nodes, options
 
 
+class _Client(RedisCluster):
+    """A client whose errors are all redis-py's: those about the whole cluster are of no class that others have."""
+
+    async def initialize(self, *args: Any, **kwargs: Any) -> RedisCluster:
+        """Find the nodes."""
+        try:
+            return await super().initialize(*args, **kwargs)
+        except RedisClusterException as error:
+            raise exceptions.ConnectionError(f"the cluster cannot be used: {error}") from error
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command on the master that has its key."""
+        try:
+            return await super().execute_command(*args, **kwargs)
+        except RedisClusterException as error:
+            raise exceptions.ConnectionError(f"the cluster cannot be used: {error}") from error
+
+
 class Cluster:
     """Knows which master serves which slot, and reads it anew when it has been told that this has changed.
 
@@ -49,7 +68,7 @@ class Cluster:
 
     def client(self, reply_timeout_s: float) -> RedisCluster:
         """A client for control messages: of any keys, and following those that move."""
-        return RedisCluster(
+        return _Client(
             startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
@@ -80,8 +99,6 @@ class Cluster:
                 slot: (str(nodes[0].host), int(nodes[0].port))
                 for slot, nodes in client.nodes_manager.slots_cache.items()
             }
-        except RedisClusterException as error:
-            raise ServerUnreachable(f"the cluster at {self} cannot be used: {error}") from error
         finally:
             await client.aclose()
         # Those that were named at first may be gone one day.

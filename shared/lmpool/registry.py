@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.keys import Keys
@@ -26,12 +27,12 @@ async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bo
     if anew:
         await redis.set(key, vocabulary.pack(), px=_TTL_MS)
         return
-    pipe = redis.pipeline(transaction=False)
-    pipe.pexpire(key, _TTL_MS)
-    pipe.strlen(key)
-    is_there, size = await pipe.execute(raise_on_error=False)
-    # What is there may be something else, even no string.
-    if is_there != 1 or size != vocabulary.nbytes:
+    is_there = await redis.pexpire(key, _TTL_MS)
+    try:
+        size = await redis.strlen(key)
+    except ResponseError:
+        size = -1  # What is there may be something else, even no string.
+    if not is_there or size != vocabulary.nbytes:
         await redis.set(key, vocabulary.pack(), px=_TTL_MS)
 
 

@@ -273,7 +273,7 @@ def _fault(url: str) -> str:
 def _cluster_nodes(url: str) -> tuple[list[Place], str]:
     """The nodes that the URL of a cluster names, and the URL of the first of them; none for another URL."""
     scheme, mark, rest = url.partition("://")
-    if not scheme.lower().endswith(_CLUSTER):
+    if not scheme.lower().endswith(_CLUSTER) or scheme.lower() not in _SCHEMES:
         return [], url
     place, *tail = re.split("([/?#].*)", rest, maxsplit=1)
     user, at, hosts = place.rpartition("@")
