@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import redis as redis_sync
 import redis.asyncio as redis_async
+from redis import exceptions
 from redis.asyncio import connection as connections
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -39,6 +40,9 @@ _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 # Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
 _NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
             "NOREPLICAS", "UNBLOCKED")  # fmt: skip
+# The same from redis-py, which takes the first word off.
+_NOT_NOW_ERRORS = (exceptions.MovedError, exceptions.AskError, exceptions.ReadOnlyError, exceptions.BusyLoadingError,
+                   exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)  # fmt: skip
 # What may be told of an address: a host with a port that is a number, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 # The last is how Redis 7.0 tells of what a script was refused.
@@ -155,10 +159,15 @@ class Server:
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
-        found = str(error).startswith(_NOT_NOW)
+        found = isinstance(error, _NOT_NOW_ERRORS) or str(error).startswith(_NOT_NOW)
         if found:
             self.forget_places()
         return found
+
+    async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
+        """Have a client open new connections after an answer that means so: the address may be another server's by now."""
+        if self.is_not_now(error) and not self.is_cluster:
+            await client.connection_pool.disconnect()
 
     def forget_places(self) -> None:
         """Look up anew which master has which keys, if this is a cluster."""
@@ -226,7 +235,7 @@ class Server:
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
-        if text.startswith("MOVED") and not self._is_node:
+        if (text.startswith("MOVED") or isinstance(error, exceptions.MovedError)) and not self._is_node:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as redis{_CLUSTER}://HOST:PORT ({text})"
             )

@@ -187,6 +187,10 @@ class Channel:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""
         self.trouble = self._server.explain(error)
 
+    async def reconnect(self, error: BaseException) -> None:
+        """Open new connections, if that is what the server's answer means."""
+        await self._server.reconnect(self.redis, error)
+
     def explain(self, error: BaseException) -> LMPoolError:
         """The exception of our tree for one of redis-py's or the system's."""
         return self._server.explain(error)

@@ -295,6 +295,7 @@ class Session:
                     await self._recheck()
             except TROUBLE as error:
                 self._channel.note(error)
+                await self._channel.reconnect(error)
 
     async def _recheck(self) -> None:
         """Look for rows that were never announced; resubmit what has been silent for a lease."""

@@ -409,6 +409,7 @@ class Worker:
             except (RedisError, OSError, LMPoolError) as error:
                 self._figures.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
+                await self._server.reconnect(self._redis, error)
                 pause = min(seconds, next(waits))
 
 
