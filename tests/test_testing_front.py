@@ -89,7 +89,7 @@ async def test_replies_have_the_types_of_a_server(link: CommandLink) -> None:
 
 async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) -> None:
     link = await server.row_link(1 << 20)
-    stored, told = link.call((b"SET", b"k", b"OK")), link.call((b"GET", b"k"))
+    stored, told = link.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), link.call((b"GET", b"k"))
     assert await stored == [None]
     assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
     link.close()

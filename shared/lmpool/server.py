@@ -165,7 +165,7 @@ class Server:
         return found
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
-        """Have a client open new connections after an answer that means so: the address may be another server's by now."""
+        """Have a client open new connections after an answer that means so: the address may be another's by now."""
         if self.is_not_now(error) and not self.is_cluster:
             await client.connection_pool.disconnect()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from typing import Protocol
@@ -11,6 +12,9 @@ from lmpool.errors import SettingsError
 
 _PAUSE_S = 5.0
 _MOST_KINDS = 1000
+
+
+_DIGITS = re.compile(r"\d+")
 
 
 class LogFormat(Protocol):
@@ -59,7 +63,7 @@ def start_log(log_format: str, model: str) -> LogFormat | None:
 class Repeats(logging.Filter):
     """Lets a warning through when it is the first of its kind for some seconds, and then with how many were left out.
 
-    Of one kind are those with the same text before its values are put in, and the same texts among these values: the
+    Of one kind are those with the same text before its values are put in, and the same texts and errors among these: the
     parts of a worker that wait for the same server say the same, about two adapters they do not.
 
     Args:
@@ -77,7 +81,7 @@ class Repeats(logging.Filter):
         if record.levelno != logging.WARNING:
             return True
         values = record.args if isinstance(record.args, tuple) else ()
-        kind = (record.msg, *(value for value in values if isinstance(value, str)))
+        kind = (record.msg, *map(_kind, values))
         now = time.monotonic()
         if now - self._shown_at.get(kind, -self._pause_s) < self._pause_s:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
@@ -89,3 +93,8 @@ class Repeats(logging.Filter):
         if count := self._left_out.pop(kind, 0):
             record.msg, record.args = f"{record.msg} (%d more like this were not shown)", (*values, count)
         return True
+
+
+def _kind(value: object) -> str:
+    """What of a value tells one kind from another: of an error its words, for its numbers change."""
+    return _DIGITS.sub("", str(value)) if isinstance(value, Exception) else value if isinstance(value, str) else ""
