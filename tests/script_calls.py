@@ -7,7 +7,7 @@ from typing import Any
 import redis.asyncio as redis_async
 
 from lmpool import scripts
-from lmpool.keys import GROUP, Keys
+from lmpool.keys import GROUP, UNTIL_FIELD, Keys
 from lmpool.messages import Failure
 from tests.pool import entry_ids
 
@@ -76,9 +76,15 @@ async def claim(
     return alone, [(entry, job, deliveries) for entry, job, deliveries in taken]
 
 
-async def entries_of(redis: redis_async.Redis, key: bytes = JOBS) -> list[tuple[bytes, dict[bytes, bytes]]]:
+async def entries_of(
+    redis: redis_async.Redis, key: bytes = JOBS, *, with_deadlines: bool = False
+) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of a stream; without the deadlines of jobs, which no two runs have in common."""
     found: Any = await redis.xrange(key)
-    return [(entry, fields) for entry, fields in found]
+    return [
+        (entry, {name: value for name, value in fields.items() if with_deadlines or name != UNTIL_FIELD})
+        for entry, fields in found
+    ]
 
 
 async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes]]:

@@ -7,6 +7,7 @@ import redis.asyncio as redis_async
 
 from lmpool import scripts
 from lmpool.keys import GROUP
+from tests.pool import until_async
 from tests.script_calls import (
     DEAD,
     JOBS,
@@ -113,11 +114,29 @@ async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_a
 
 
 async def test_prompts_that_nobody_waits_for_any_more_are_not_moved_up(redis: redis_async.Redis) -> None:
-    await submit(redis, *range(8))
-    for number in (3, 4, 6):
-        await redis.delete(waiting(number))  # It has expired with its client.
+    await submit(redis, 0, 1, 2)
+    await submit(redis, 3, 4, 6, lifetime=1)
+    await submit(redis, 5, 7)
+
+    async def expired() -> bool:
+        return not await redis.exists(waiting(3), waiting(4), waiting(6))
+
+    await until_async(expired, "those who wait for them are gone")
     assert await compute_all_until_empty(redis) == [0, 1, 2, 5, 7]
     assert await nothing_is_left(redis)
+
+
+async def test_a_job_whose_waiting_key_was_evicted_is_computed_until_its_deadline(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(8))
+    for number in range(8):
+        await redis.delete(waiting(number))
+    assert await compute_all_until_empty(redis) == list(range(8))
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await redis.delete(waiting(1))
+    ((_, fields),) = await entries_of(redis, with_deadlines=True)
+    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, fields[b"u"]]) == []
+    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
 
 
 async def compute_all_until_empty(redis: redis_async.Redis) -> list[int]:
@@ -180,7 +199,7 @@ async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redi
     await redis.xadd(JOBS, {"m": b"job-1"})
     (entry,) = await take(redis)
     await redis.hset(waiting(1), mapping={"job": entry, "keep": ""})
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry]) == []
+    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == []
     assert await finish(redis, (entry, 1, b"", False)) == 0
     assert not await redis.exists(b"keep", waiting(1))
 
@@ -191,7 +210,7 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     await cancel(redis, 1)
     await redis.delete(waiting(3))
     keys = [JOBS, *(waiting(number) for number in (1, 2, 3))]
-    assert await scripts.UNWANTED(redis, keys, entries) == [1, 3]
+    assert await scripts.UNWANTED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
     assert [entry for entry, _ in await entries_of(redis)] == entries[1:2]
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 

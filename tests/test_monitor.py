@@ -178,7 +178,7 @@ class Clock:
 
 async def test_a_backend_that_broke_or_a_step_without_end_is_not_healthy() -> None:
     clock = Clock()
-    health = Health(0.5, clock)
+    health = Health(0.5, 300, clock)
     health.state = "ready"
     assert health.why_not_ready() == ""
     health.watch(lambda: 100.0)

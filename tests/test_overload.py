@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmpool.embedded import EmbeddedServer
 from lmpool.errors import QueueFull, SettingsError
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
@@ -155,6 +156,36 @@ async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wa
 def test_what_a_full_queue_means_is_one_of_two_words(value: object) -> None:
     with pytest.raises(SettingsError, match="when_full: .* is not one of wait, raise"):
         Producer(when_full=value)  # type: ignore[arg-type]
+
+
+async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    pool = Pool(own_server.url, "cut", tmp_path)
+    try:
+        pool.start("--max-batch", 4, "--step-ms", 100)
+        async with pool.producer() as producer:
+            tasks = [asyncio.create_task(producer.logprobs([i % 500, i // 500])) for i in range(12_000)]
+
+            async def queued() -> bool:
+                return pool.jobs() > 8000
+
+            await until_async(queued, "the server has its share")
+            for _ in range(3):
+                before = len(pool.redis.client_list())
+                pool.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # type: ignore[no-untyped-call]
+
+                async def back(before: int = before) -> bool:
+                    return len(pool.redis.client_list()) >= before - 1
+
+                await until_async(back, "all are connected again")
+                await asyncio.wait(tasks, timeout=0.3, return_when=asyncio.ALL_COMPLETED)
+                assert pool.jobs() <= 8192
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        pool.end()
 
 
 async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None:

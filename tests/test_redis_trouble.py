@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import redis
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from lmpool.clusterrows import rows_on
 from lmpool.embedded import EmbeddedServer
@@ -417,3 +418,21 @@ async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: P
                 await ask_during(producer, pool, trouble)
         finally:
             pool.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_not_now"),
+    [
+        ("READONLY You can't write against a read only replica.", True),
+        ("READONLY You can't write against a read only replica. script: 2fae, on @user_script:1.", True),
+        # As Redis 6.2 tells of a script.
+        ("ERR Error running script (call to f_2fae): @user_script:9: @user_script: 9: -READONLY You can't write", True),
+        ("MOVED 12182 127.0.0.1:7002", True),
+        ("BUSY Redis is busy running a script", True),
+        ("BUSYGROUP Consumer Group name already exists", False),
+        ("OOM command not allowed when used memory > 'maxmemory'.", False),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+    ],
+)
+def test_what_a_server_refuses_for_now_is_told_from_what_stays(text: str, is_not_now: bool) -> None:
+    assert Server("redis://localhost").is_not_now(ResponseError(text)) is is_not_now

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,13 @@ _OPTIONS = ("username", "password", "credential_provider", "client_name", "proto
 
 
 _MOST_NODES = 100
+
+# No CLIENT SETINFO, which users with few rights may not send: see `lmpool.server`.
+_UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(RedisCluster.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
 
 
 def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any]]:
@@ -65,6 +74,8 @@ class Cluster:
         self.nodes = list(nodes)
         self._options = {**options, "ssl": True} if is_tls else dict(options)
         self._places: dict[int, Place] | None = None
+        self._forgotten = 0
+        self._reading = asyncio.Lock()
 
     def client(self, reply_timeout_s: float) -> RedisCluster:
         """A client for control messages: of any keys, and following those that move."""
@@ -72,6 +83,7 @@ class Cluster:
             startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
             retry=Retry(NoBackoff(), 0),
             socket_timeout=reply_timeout_s,
+            **_UNNAMED,
             **self._options,
         )
 
@@ -82,10 +94,17 @@ class Cluster:
             ServerUnreachable: nobody does at present.
             RedisError, OSError: no node answers.
         """
-        if self._places is None:
-            self._places = await self._read()
+        places = self._places
+        if places is None:
+            async with self._reading:
+                places = self._places
+                if places is None:
+                    asked = self._forgotten
+                    places = await self._read()
+                    if asked == self._forgotten:  # Else somebody has been told meanwhile that they have changed.
+                        self._places = places
         slot = key_slot(key)
-        place = self._places.get(slot)
+        place = places.get(slot)
         if place is None:
             self.forget()
             raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
@@ -108,6 +127,7 @@ class Cluster:
     def forget(self) -> None:
         """Read the places anew when they are needed next."""
         self._places = None
+        self._forgotten += 1
 
     def __str__(self) -> str:
         host, port = self.nodes[0]

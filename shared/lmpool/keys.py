@@ -14,6 +14,9 @@ GROUP = "workers"
 JOB_FIELD = b"m"
 """The field of a job entry that holds the encoded job."""
 
+UNTIL_FIELD = b"u"
+"""The field of a job entry that says until when it was waited for at first, in ms since 1970."""
+
 SINCE_FIELD = b"t"
 """The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
 
@@ -79,7 +82,8 @@ class ModelKeys:
 
     @property
     def backlog_jobs(self) -> bytes:
-        """Hash: digest of a prompt in the backlog -> ms since 1970 when it was queued, a space, its encoded job."""
+        """Hash: digest of a prompt in the backlog -> when it was queued and until when it is waited for (in ms since
+        1970), and its encoded job, with spaces between."""
         return self.base + b":backlog:jobs"
 
     @property

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import copy
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ _SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 # Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
 _NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
             "NOREPLICAS", "UNBLOCKED")  # fmt: skip
+_IN_SCRIPT = re.compile(r"Error running script .*@user_script: ?\d+: -?([A-Z]+) ")
 # The same from redis-py, which takes the first word off.
 _NOT_NOW_ERRORS = (exceptions.MovedError, exceptions.AskError, exceptions.ReadOnlyError, exceptions.BusyLoadingError,
                    exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)  # fmt: skip
@@ -98,7 +100,8 @@ class Server:
                 tls.check_host(kwargs)
         for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
-        kwargs.setdefault("socket_connect_timeout", _CONNECT_TIMEOUT_S)
+        if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.
+            kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
         if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
@@ -130,11 +133,6 @@ class Server:
         return self._cluster is not None and not self._is_node
 
     @property
-    def is_node(self) -> bool:
-        """Whether this is one master of a cluster (see `at`)."""
-        return self._is_node
-
-    @property
     def _is_tls(self) -> bool:
         return issubclass(self._class, connections.SSLConnection)
 
@@ -159,7 +157,11 @@ class Server:
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
-        found = isinstance(error, _NOT_NOW_ERRORS) or str(error).startswith(_NOT_NOW)
+        text = str(error)
+        # Redis 6.2 tells of a script's error in other words, with the error itself among them.
+        in_script = _IN_SCRIPT.search(text)
+        first = in_script[1] if in_script else text.partition(" ")[0]
+        found = isinstance(error, _NOT_NOW_ERRORS) or first in _NOT_NOW
         if found:
             self.forget_places()
         return found
@@ -167,7 +169,8 @@ class Server:
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
         """Have a client open new connections after an answer that means so: the address may be another's by now."""
         if self.is_not_now(error) and not self.is_cluster:
-            await client.connection_pool.disconnect()
+            with suppress(RedisError, OSError):
+                await client.connection_pool.disconnect(inuse_connections=False)
 
     def forget_places(self) -> None:
         """Look up anew which master has which keys, if this is a cluster."""

@@ -46,21 +46,24 @@ class Inbox:
     async def read(self) -> None:
         """The one reader of this client's reply stream; never returns."""
         channel = self._channel
-        last = b"0-0"
+        last, distrusted = b"0-0", False
         waits = delays()
         while True:
             try:
                 entries = stream_entries(await channel.reader.call(*_XREAD, channel.reply, last))
             except TROUBLE as error:
                 channel.note(error)
-                if isinstance(error, ProtocolError):
+                is_odd = isinstance(error, ProtocolError)
+                if is_odd:
                     channel.reader.hang_up(error)
-                if isinstance(error, ProtocolError) or "WRONGTYPE" in str(error):
+                # Bytes that were lost on the way do that too, but not twice in a row.
+                if (is_odd and distrusted) or "WRONGTYPE" in str(error):
                     last = await self._start_over()
+                distrusted = is_odd
                 await asyncio.sleep(next(waits))
                 self._look_for_all()
                 continue
-            waits = delays()
+            waits, distrusted = delays(), False
             for entry, fields in entries:
                 last = entry
                 self._on_message(fields)
@@ -75,7 +78,7 @@ class Inbox:
 
         Looking does not tell of touches, which are submitted again after a while.
         """
-        self._announce([flight.prompt.digest for flight in self._flights if not flight.is_touch])
+        self._announce([one.prompt.digest for one in self._flights if one.is_away and not one.is_touch])
 
     async def _start_over(self) -> bytes:
         """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
@@ -100,7 +103,7 @@ class Inbox:
                 announced = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
                 await self._channel.settle(digests)
                 # Not those that have begun meanwhile: they look for themselves.
-                lost = [flight for flight in announced if self._flights.is_open(flight)]
+                lost = [flight for flight in announced if flight.is_away and self._flights.is_open(flight)]
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.
                     await self._outbox.submit(lost, again=True)

@@ -52,6 +52,9 @@ class Outbox:
     def add(self, flight: Flight) -> None:
         """Send a new flight, together with all that are added in this tick of the event loop."""
         self._unsent.append(flight)
+        if len(self._unsent) > 2 * len(self._flights) + _FEW:
+            # Of those that wait here most have been given up.
+            self._unsent = deque(one for one in self._unsent if one.waiters)
         if not self._flushing:
             # Runs after everything that is ready in this tick has added its requests.
             self._flush_soon()
@@ -87,11 +90,13 @@ class Outbox:
             if self._channel.rows.is_seen
             else [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
         )
-        stored = await self._channel.rows.there(touched) if touched else []
-        for part in _parts(flights):
-            await self._channel.upload(part)
-            if left := [flight for flight in part if self._flights.is_open(flight)]:
-                stored += await self._submit_part(left, again)
+        if touched:
+            await self._channel.settle(await self._channel.rows.there(touched))
+        try:
+            stored = await self._submit_parts(flights, again)
+        finally:
+            if any(flight.stage is Stage.REFUSED and self._flights.is_open(flight) for flight in flights):
+                self.retry_soon()
         self._channel.trouble = None
         if stored:
             await self._channel.settle(stored)
@@ -102,8 +107,22 @@ class Outbox:
             if gone and not again:
                 # Evicted since: a row is a pure function, so ask for it once more.
                 await self.submit(gone, again=True)
-        if any(flight.stage is Stage.REFUSED and self._flights.is_open(flight) for flight in flights):
-            self.retry_soon()
+
+    async def _submit_parts(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
+        """Returns the digests whose rows have appeared in the cache meanwhile."""
+        stored: list[bytes] = []
+        is_full = False
+        for part in _parts(flights):
+            left = [flight for flight in part if self._flights.is_open(flight)]
+            if is_full and self._waits_when_full:
+                # They would be sent to be refused, and so whenever they are tried again.
+                for flight in left:
+                    flight.stage = Stage.REFUSED
+            elif left:
+                await self._channel.upload(left)
+                stored += await self._submit_part([one for one in left if self._flights.is_open(one)], again)
+                is_full = any(flight.stage is Stage.REFUSED for flight in left)
+        return stored
 
     def discard(self, flights: Sequence[Flight]) -> None:
         """Remove what nobody needs once these flights have ended: private answers, and the weights of trie jobs."""
@@ -176,6 +195,8 @@ class Outbox:
 
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
+        if not flights:
+            return []
         channel = self._channel
         is_seen, is_damaged = channel.rows.is_seen, any(flight.damaged for flight in flights)
         look = "" if is_damaged else "rows" if is_seen else "marks"

@@ -291,6 +291,8 @@ class Session:
                     await self.adapters.renew()
                     if self._flights:
                         await self._look_for_workers()
+                    else:
+                        self._no_worker_since = None
                 if self._flights:
                     await self._recheck()
             except TROUBLE as error:

@@ -31,6 +31,17 @@ local function count_at(command, key)
   return count
 end
 
+-- A number in a hash; what is none is 0.
+local function number_at(key, field)
+  local number = tonumber(redis.call('HGET', key, field) or 0)
+  return number and number - number == 0 and number or 0
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
 -- How many more prompts the stream may hold.
 local function room()
   local batches = 0
@@ -45,25 +56,40 @@ end
 
 local function clock()
   count_at('HLEN', turns)
-  return tonumber(redis.call('HGET', turns, '') or 0) or 0
+  return number_at(turns, '')
 end
 
--- Add a job to the stream; `since` is when it was queued, in ms, if that was earlier.
-local function to_stream(waiting, job, since)
+-- Add a job to the stream; `till` is until when it is waited for, and `since` when it was queued if that was earlier,
+-- in ms.
+local function to_stream(waiting, job, till, since)
   local entry
   if since then
-    entry = redis.call('XADD', jobs, '*', 'm', job, 't', since)
+    entry = redis.call('XADD', jobs, '*', 'm', job, 'u', till, 't', since)
   else
-    entry = redis.call('XADD', jobs, '*', 'm', job)
+    entry = redis.call('XADD', jobs, '*', 'm', job, 'u', till)
   end
   redis.call('HSET', waiting, 'job', entry)
 end
 
-local function to_backlog(waiting, digest, job, turn)
-  local now = redis.call('TIME')
+-- Whether somebody waits. A server that is short of memory may have dropped the key: then until the job's own deadline.
+local function is_wanted(waiting, till, now)
+  local count = count_at('HLEN', waiting)
+  return count > 1 or count == 0 and now < (tonumber(till) or 0)
+end
+
+-- Whether the job of a prompt is still in the queue.
+local function is_queued(job, waiting)
+  if job == LATER then
+    return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
+  end
+  -- What stands there may be no entry id: then there is no such job either.
+  return #redis.pcall('XRANGE', jobs, job, job) > 0
+end
+
+local function to_backlog(waiting, digest, job, turn, now, till)
   count_at('HLEN', backlog_jobs)
   redis.call('ZADD', backlog, turn, digest)
-  redis.call('HSET', backlog_jobs, digest, string.format('%d%03d ', now[1], math.floor(now[2] / 1000)) .. job)
+  redis.call('HSET', backlog_jobs, digest, string.format('%d %d ', now, till) .. job)
   redis.call('HSET', waiting, 'job', LATER)
 end
 
@@ -85,7 +111,7 @@ local function move_up()
   end
   count_at('HLEN', backlog_jobs)
   count_at('HLEN', turns)
-  local free, looked_at, now = room(), 0, nil
+  local free, looked_at, last, now = room(), 0, nil, now_ms()
   while free > 0 and looked_at < MOST_LOOKED_AT do
     local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_LOOKED_AT - looked_at))
     if #first == 0 then
@@ -94,10 +120,10 @@ local function move_up()
     for i = 1, #first, 2 do
       local digest, waiting = first[i], base .. ':waiting:' .. first[i]
       local stored = redis.call('HGET', backlog_jobs, digest)
-      looked_at, now = looked_at + 1, first[i + 1]
-      local space = stored and string.find(stored, ' ', 1, true)
-      if space and count_at('HLEN', waiting) > 1 then
-        to_stream(waiting, string.sub(stored, space + 1), string.sub(stored, 1, space - 1))
+      looked_at, last = looked_at + 1, first[i + 1]
+      local since, till, at = string.match(stored or '', '^(%d+) (%d+) ()')
+      if at and is_wanted(waiting, till, now) then
+        to_stream(waiting, string.sub(stored, at), till, since)
         free = free - 1
       else
         redis.call('DEL', waiting)
@@ -110,8 +136,8 @@ local function move_up()
     redis.call('DEL', turns, backlog_jobs)
     return false
   end
-  if now then
-    redis.call('HSET', turns, '', now)
+  if last then
+    redis.call('HSET', turns, '', last)
   end
   return free > 0
 end

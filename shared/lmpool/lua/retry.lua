@@ -21,20 +21,15 @@ if data ~= ARGV[2] then
 end
 local job = redis.call('HGET', waiting, 'job')
 local outcome = 'J'
-local is_alive = job and job ~= DONE
-if is_alive and job == LATER then
-  is_alive = redis.call('ZSCORE', backlog, string.sub(waiting, -16))
-elseif is_alive then
-  is_alive = #redis.pcall('XRANGE', jobs, job, job) > 0
-end
-if not is_alive then
+if not job or job == DONE or not is_queued(job, waiting) then
   if redis.call('XLEN', jobs) + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
     return 'F'
   end
-  to_stream(waiting, data)
-  redis.call('HSET', waiting, 'keep', '')
-  redis.call('PEXPIRE', waiting, ARGV[4])
+  to_stream(waiting, data, now_ms() + ARGV[4])
   outcome = 'Q'
 end
+-- Also where a client waits: it may give up.
+redis.call('HSET', waiting, 'keep', '')
+redis.call('PEXPIRE', waiting, ARGV[4])
 redis.call('XDEL', dead, ARGV[1])
 return outcome

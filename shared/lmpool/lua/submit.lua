@@ -23,13 +23,13 @@ local count = #ARGV - 4
 local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
 local free = depth == 0 and behind == 0 and 1 or nil
-local now, last, queued_later = nil, nil, false
+local time, now, last, queued_later = now_ms(), nil, nil, false
 
 -- The client's next turn.
 local function next_turn()
   if not last then
     now = clock()
-    last = math.max(now, tonumber(redis.call('HGET', turns, reply) or 0) or 0)
+    last = math.max(now, number_at(turns, reply))
   end
   return last + 1
 end
@@ -42,26 +42,17 @@ local function queue(waiting, job)
     free = room()
   end
   if behind == 0 and free > 0 then
-    to_stream(waiting, job)
+    to_stream(waiting, job, time + lifetime)
     depth, free = depth + 1, depth > 0 and free - 1 or nil
   else
     local turn = next_turn()
     if last - now >= SHARE * (limit - depth - behind) then
       return 'F'
     end
-    to_backlog(waiting, string.sub(waiting, -16), job, turn)
+    to_backlog(waiting, string.sub(waiting, -16), job, turn, time, time + lifetime)
     last, behind, queued_later = turn, behind + 1, true
   end
   return 'Q'
-end
-
--- Whether the job that a prompt waits for is still in the queue.
-local function exists(job, waiting)
-  if job == LATER then
-    return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
-  end
-  -- What stands there may be no entry id: then there is no such job either.
-  return #redis.pcall('XRANGE', jobs, job, job) > 0
 end
 
 -- Who joins a prompt that waits for somebody else's turn may have an earlier one.
@@ -93,7 +84,7 @@ for i = 1, count do
       redis.call('DEL', waiting)
       job = false
     end
-    if job == DONE and (again or look ~= 'marks') or job and again and not exists(job, waiting) then
+    if job == DONE and (again or look ~= 'marks') or job and again and not is_queued(job, waiting) then
       job = false
     end
     if job == DONE then

@@ -5,12 +5,11 @@
 -- Jobs are removed when they end, so the first entry is the oldest in the stream that has not ended; its id carries
 -- the server's time of queueing in ms. Not XINFO or a plain XRANGE: they would send that job along.
 --
--- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up, the server's time in
--- ms}.
+-- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up,
+-- the server's time in ms}.
 local FIRST = 32
 local dead = KEYS[2]
-local time = redis.call('TIME')
-local now, age = time[1] * 1000 + math.floor(time[2] / 1000), 0
+local now, age = now_ms(), 0
 local oldest = redis.call('XRANGE', jobs, '-', '+', 'COUNT', 1)[1]
 if oldest then
   age = math.max(0, now - tonumber(string.match(oldest[1], '^%d+')))

@@ -7,24 +7,23 @@
 -- to be gone may take jobs at any moment.
 --
 -- Returns how many were removed.
-local jobs, turns, group = KEYS[1], KEYS[3], ARGV[1]
-local removed = 0
-if redis.call('HLEN', turns) > 1 then
-  local clock = tonumber(redis.call('HGET', turns, '') or 0)
-  local all = redis.call('HGETALL', turns)
-  for i = 1, #all, 2 do
-    if all[i] ~= '' and tonumber(all[i + 1]) <= clock then
-      redis.call('HDEL', turns, all[i])
+local rooms, group, removed = KEYS[2], ARGV[1], 0
+count_at('HLEN', rooms)
+if count_at('HLEN', turns) > 1 then
+  local now = clock()
+  for _, client in ipairs(redis.call('HKEYS', turns)) do
+    if client ~= '' and number_at(turns, client) <= now then
+      redis.call('HDEL', turns, client)
     end
   end
 end
 for i = 2, #ARGV do
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, ARGV[i])
   if held.err then
-    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('HDEL', rooms, ARGV[i])
   elseif #held == 0 then
     redis.call('XGROUP', 'DELCONSUMER', jobs, group, ARGV[i])
-    redis.call('HDEL', KEYS[2], ARGV[i])
+    redis.call('HDEL', rooms, ARGV[i])
     removed = removed + 1
   end
 end

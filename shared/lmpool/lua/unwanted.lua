@@ -1,15 +1,16 @@
 -- Remove jobs that a worker holds and that nobody waits for any more: cancelled, or expired with their clients.
 --
 -- KEYS  jobs, then per job: waiting key
--- ARGV  per job: entry id
+-- ARGV  per job: entry id, until when it is waited for in ms as far as is known
 --
 -- Returns the numbers of the jobs that were removed.
-local jobs, removed = KEYS[1], {}
-for i = 1, #ARGV do
-  if redis.call('HLEN', KEYS[1 + i]) < 2 then
-    redis.call('DEL', KEYS[1 + i])
-    redis.call('XACK', jobs, 'workers', ARGV[i])
-    redis.call('XDEL', jobs, ARGV[i])
+local removed, now = {}, now_ms()
+for i = 1, #KEYS - 1 do
+  local waiting, entry = KEYS[1 + i], ARGV[2 * i - 1]
+  if not is_wanted(waiting, ARGV[2 * i], now) then
+    redis.call('DEL', waiting)
+    redis.call('XACK', jobs, GROUP, entry)
+    redis.call('XDEL', jobs, entry)
     removed[#removed + 1] = i
   end
 end

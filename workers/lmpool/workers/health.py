@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 _TICKS_A_LEASE = 10
-_MOST_STEP_LEASES = 40
 
 Clock = Callable[[], float]
 
@@ -17,6 +16,7 @@ class Health:
 
     Args:
         lease_s: how long the loop or the server may be silent.
+        step_timeout_s: how long a step of the backend may take.
         clock: monotonic seconds.
 
     Attributes:
@@ -25,8 +25,9 @@ class Health:
         trouble: why the last heartbeat failed, or "".
     """
 
-    def __init__(self, lease_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(self, lease_s: float, step_timeout_s: float, clock: Clock = time.monotonic) -> None:
         self._lease_s = lease_s
+        self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
         self._stepping_since: Callable[[], float | None] = lambda: None
@@ -65,7 +66,8 @@ class Health:
             return f"the backend broke: {self.broken}"
         # Read once: the backend's thread changes it.
         since = self._stepping_since()
-        step_s, limit_s = 0.0 if since is None else self._clock() - since, _MOST_STEP_LEASES * self._lease_s
+        # A lease more: the watchdog ends the worker by itself, with its prompts handed back.
+        step_s, limit_s = 0.0 if since is None else self._clock() - since, self._step_timeout_s + self._lease_s
         if step_s > limit_s:
             return f"the backend's step has run for {step_s:.0f} s; more than {limit_s:g} s is not normal"
         return ""

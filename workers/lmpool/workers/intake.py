@@ -22,7 +22,7 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
-from lmpool.keys import GROUP, JOB_FIELD, SINCE_FIELD, ModelKeys
+from lmpool.keys import GROUP, JOB_FIELD, SINCE_FIELD, UNTIL_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.prompts import ask_digest, check_encoded, digest_of
@@ -32,6 +32,7 @@ from lmpool.workers.figures import Figures
 
 _STALE_S = 1.0
 _MOST_MS_DIGITS = 15
+_EVER_MS = 10**_MOST_MS_DIGITS
 _MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
@@ -49,6 +50,7 @@ class Taken(NamedTuple):
         digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
         ask: what is wanted instead of the row and made from it.
         failure: why it cannot be served.
+        until_ms: until when it was waited for at first, by the server's clock; for ever if that is not known.
         is_dead: it goes to the dead letters.
     """
 
@@ -59,6 +61,7 @@ class Taken(NamedTuple):
     failure: Failure | None = None
     is_dead: bool = False
     ask: TrieAsk | PickAsk | None = None
+    until_ms: int = _EVER_MS
 
 
 class Claimed(NamedTuple):
@@ -139,8 +142,10 @@ class Intake:
             raise
         taken = []
         for entry, fields in entries:
-            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
-            if (since := fields.get(SINCE_FIELD, b"")).isdigit() and len(since) <= _MOST_MS_DIGITS:
+            one = self._read(entry, fields.get(JOB_FIELD, b""))
+            taken.append(one._replace(until_ms=_number(fields.get(UNTIL_FIELD))))
+            since = fields.get(SINCE_FIELD)
+            if since is not None and _number(since) < _EVER_MS:
                 self._figures.queued_ms[entry] = since
         if not taken:
             await self._refill()
@@ -164,7 +169,8 @@ class Intake:
             part = stale[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
             try:
-                numbers = await scripts.UNWANTED(self._redis, keys, [one.entry for one in part])
+                args = [value for one in part for value in (one.entry, one.until_ms)]
+                numbers = await scripts.UNWANTED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
             removed |= {part[number - 1].entry for number in numbers}
@@ -200,7 +206,10 @@ class Intake:
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""
-        reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
+        try:
+            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
+        except (RedisError, OSError):
+            reason = None  # The jobs have been taken: they must not be forgotten for want of a reason.
         if reason is None:
             return "its workers died or hung while they held it"
         return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
@@ -286,6 +295,11 @@ class Intake:
                 text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
                 return Failure(ProtocolError.__name__, text)
         return None
+
+
+def _number(value: bytes | None) -> int:
+    """Milliseconds that an entry tells; for ever when it tells none."""
+    return int(value) if value is not None and value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
 
 
 def _queued_ms(entry: bytes) -> int:

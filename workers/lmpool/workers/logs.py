@@ -63,8 +63,8 @@ def start_log(log_format: str, model: str) -> LogFormat | None:
 class Repeats(logging.Filter):
     """Lets a warning through when it is the first of its kind for some seconds, and then with how many were left out.
 
-    Of one kind are those with the same text before its values are put in, and the same texts and errors among these: the
-    parts of a worker that wait for the same server say the same, about two adapters they do not.
+    Of one kind are those with the same text before its values are put in, and the same texts and errors among these:
+    the parts of a worker that wait for the same server say the same, about two adapters they do not.
 
     Args:
         pause_s: seconds between two of a kind.

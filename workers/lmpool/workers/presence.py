@@ -24,6 +24,10 @@ from lmpool.vocab import Vocabulary
 _log = logging.getLogger("lmpool.worker")
 
 
+# Longer than any lease: workers of one model may have different ones.
+_ROOMS_TTL_MS = 2 * 3_600_000
+
+
 def new_worker_id() -> str:
     """A name that no other worker has: host, process, and four random characters."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -201,7 +205,7 @@ class Presence:
         lease_ms = int(self._card.lease_s * 1000)
         rooms = self._keys.model(self._card.name).rooms
         await scripts.BEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
-        await scripts.BEAT(self._redis, [rooms], [lease_ms, self._worker_id, self._batch])
+        await scripts.BEAT(self._redis, [rooms], [_ROOMS_TTL_MS, self._worker_id, self._batch])
         await self._redis.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:

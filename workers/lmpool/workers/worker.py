@@ -15,7 +15,7 @@ from lmpool.adapters import AdapterRegistry
 from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.clusterrows import rows_on
-from lmpool.errors import LMPoolError, ModelMismatch, ServerError, SettingsError, WorkerError
+from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine, reply_timeout
 from lmpool.queue import read_queue
@@ -77,7 +77,7 @@ class Worker:
         self.is_hung = False
         self._figures = Figures()
         self._meter = Meter(self._figures)
-        self.health = Health(self._settings.lease_s)
+        self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
         self._stats: Callable[[], BackendStats] = BackendStats
 
     @property
@@ -210,7 +210,7 @@ class Worker:
                 if handed := await self._intake.hand_back(reason):
                     _log.info("handed %d prompts back: other workers take them over", handed)
                 await self._presence.leave(for_good=self._broken is None)
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: what stays there expires or is swept.
             _log.warning("cannot deregister: %s", self._server.explain(error))
 
