@@ -51,13 +51,9 @@ local function is_stored(row)
   return true
 end
 local function clients_at(waiting)
-  local count = redis.pcall('HLEN', waiting)
-  if type(count) == 'table' or count > MOST_CLIENTS then
-    return {}
-  end
   local found = {}
-  for _, reply in ipairs(redis.call('HKEYS', waiting)) do
-    if string.sub(reply, 1, #replies) == replies then
+  for _, reply in ipairs(redis.pcall('HKEYS', waiting)) do
+    if #found < MOST_CLIENTS and string.sub(reply, 1, #replies) == replies then
       found[#found + 1] = reply
     end
   end

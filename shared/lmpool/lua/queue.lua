@@ -15,7 +15,7 @@ local GROUP = 'workers'
 local BATCHES = 3
 -- Prompts in the stream while no worker is known.
 local NOBODY = 128
-local MOST_LOOKED_AT = 1000
+local MOST_LOOKED_AT, MOST_AT_ONCE = 1000, 500
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
@@ -61,14 +61,11 @@ end
 
 -- Add a job to the stream; `till` is until when it is waited for, and `since` when it was queued if that was earlier,
 -- in ms.
-local function to_stream(waiting, job, till, since)
-  local entry
+local function to_stream(job, till, since)
   if since then
-    entry = redis.call('XADD', jobs, '*', 'm', job, 'u', till, 't', since)
-  else
-    entry = redis.call('XADD', jobs, '*', 'm', job, 'u', till)
+    return redis.call('XADD', jobs, '*', 'm', job, 'u', till, 't', since)
   end
-  redis.call('HSET', waiting, 'job', entry)
+  return redis.call('XADD', jobs, '*', 'm', job, 'u', till)
 end
 
 -- Whether somebody waits. A server that is short of memory may have dropped the key: then until the job's own deadline.
@@ -84,13 +81,6 @@ local function is_queued(job, waiting)
   end
   -- What stands there may be no entry id: then there is no such job either.
   return #redis.pcall('XRANGE', jobs, job, job) > 0
-end
-
-local function to_backlog(waiting, digest, job, turn, now, till)
-  count_at('HLEN', backlog_jobs)
-  redis.call('ZADD', backlog, turn, digest)
-  redis.call('HSET', backlog_jobs, digest, string.format('%d %d ', now, till) .. job)
-  redis.call('HSET', waiting, 'job', LATER)
 end
 
 -- Take a prompt out of the backlog; `client` is who had queued it, as far as is known.
@@ -113,23 +103,29 @@ local function move_up()
   count_at('HLEN', turns)
   local free, looked_at, last, now = room(), 0, nil, now_ms()
   while free > 0 and looked_at < MOST_LOOKED_AT do
-    local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_LOOKED_AT - looked_at))
-    if #first == 0 then
+    local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_AT_ONCE))
+    local digests = {}
+    for i = 1, #first, 2 do
+      digests[#digests + 1] = first[i]
+    end
+    if #digests == 0 then
       break
     end
-    for i = 1, #first, 2 do
-      local digest, waiting = first[i], base .. ':waiting:' .. first[i]
-      local stored = redis.call('HGET', backlog_jobs, digest)
-      looked_at, last = looked_at + 1, first[i + 1]
-      local since, till, at = string.match(stored or '', '^(%d+) (%d+) ()')
-      if at and is_wanted(waiting, till, now) then
-        to_stream(waiting, string.sub(stored, at), till, since)
+    local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
+    redis.call('HDEL', backlog_jobs, unpack(digests))
+    for i, digest in ipairs(digests) do
+      local waiting = base .. ':waiting:' .. digest
+      local since, till, at = string.match(stored[i] or '', '^(%d+) (%d+) ()')
+      -- What was taken back has left the backlog, so before its deadline a prompt is waited for.
+      if at and (now < tonumber(till) or is_wanted(waiting, till, now)) then
+        local entry = to_stream(string.sub(stored[i], at), till, since)
+        redis.pcall('HSET', waiting, 'job', entry)
         free = free - 1
       else
         redis.call('DEL', waiting)
       end
-      redis.call('HDEL', backlog_jobs, digest)
     end
+    looked_at, last = looked_at + #digests, first[#first]
   end
   if redis.call('EXISTS', backlog) == 0 then
     -- Nobody has a turn any more: the clock begins anew.

@@ -25,7 +25,7 @@ if not job or job == DONE or not is_queued(job, waiting) then
   if redis.call('XLEN', jobs) + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
     return 'F'
   end
-  to_stream(waiting, data, now_ms() + ARGV[4])
+  redis.call('HSET', waiting, 'job', to_stream(data, now_ms() + ARGV[4]))
   outcome = 'Q'
 end
 -- Also where a client waits: it may give up.

@@ -23,7 +23,9 @@ local count = #ARGV - 4
 local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
 local free = depth == 0 and behind == 0 and 1 or nil
-local time, now, last, queued_later = now_ms(), nil, nil, false
+local time, now, last = now_ms(), nil, nil
+-- What goes to the backlog, all at once in the end.
+local head, later, stored = string.format('%d %d ', time, time + lifetime), {}, {}
 
 -- The client's next turn.
 local function next_turn()
@@ -42,15 +44,18 @@ local function queue(waiting, job)
     free = room()
   end
   if behind == 0 and free > 0 then
-    to_stream(waiting, job, time + lifetime)
+    redis.call('HSET', waiting, 'job', to_stream(job, time + lifetime), reply, '')
     depth, free = depth + 1, depth > 0 and free - 1 or nil
   else
     local turn = next_turn()
     if last - now >= SHARE * (limit - depth - behind) then
       return 'F'
     end
-    to_backlog(waiting, string.sub(waiting, -16), job, turn, time, time + lifetime)
-    last, behind, queued_later = turn, behind + 1, true
+    local digest = string.sub(waiting, -16)
+    later[#later + 1], later[#later + 2] = turn, digest
+    stored[#stored + 1], stored[#stored + 2] = digest, head .. job
+    redis.call('HSET', waiting, 'job', LATER, reply, '')
+    last, behind = turn, behind + 1
   end
   return 'Q'
 end
@@ -60,7 +65,7 @@ local function hasten(digest)
   local turn = redis.call('ZSCORE', backlog, digest)
   if turn and next_turn() < tonumber(turn) then
     redis.call('ZADD', backlog, last + 1, digest)
-    last, queued_later = last + 1, true
+    last = last + 1
   end
 end
 
@@ -97,9 +102,6 @@ for i = 1, count do
       outcome[i] = 'J'
     else
       outcome[i] = queue(waiting, ARGV[4 + i])
-      if outcome[i] == 'Q' then
-        redis.call('HSET', waiting, reply, '')
-      end
     end
     -- As long as the most patient of those who wait.
     if outcome[i] == 'Q' or outcome[i] == 'J' and redis.call('PTTL', waiting) < lifetime then
@@ -107,7 +109,12 @@ for i = 1, count do
     end
   end
 end
-if queued_later then
+if #later > 0 then
+  count_at('HLEN', backlog_jobs)
+  redis.call('ZADD', backlog, unpack(later))
+  redis.call('HSET', backlog_jobs, unpack(stored))
+end
+if last then
   redis.call('HSET', turns, reply, last)
   move_up()
 end

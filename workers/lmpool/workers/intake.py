@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -50,7 +51,6 @@ class Taken(NamedTuple):
         digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
         ask: what is wanted instead of the row and made from it.
         failure: why it cannot be served.
-        until_ms: until when it was waited for at first, by the server's clock; for ever if that is not known.
         is_dead: it goes to the dead letters.
     """
 
@@ -61,7 +61,6 @@ class Taken(NamedTuple):
     failure: Failure | None = None
     is_dead: bool = False
     ask: TrieAsk | PickAsk | None = None
-    until_ms: int = _EVER_MS
 
 
 class Claimed(NamedTuple):
@@ -140,36 +139,41 @@ class Intake:
         except ProtocolError as error:
             self._line.hang_up(error)
             raise
-        taken = []
+        taken, untils = [], {}
         for entry, fields in entries:
-            one = self._read(entry, fields.get(JOB_FIELD, b""))
-            taken.append(one._replace(until_ms=_number(fields.get(UNTIL_FIELD))))
-            since = fields.get(SINCE_FIELD)
-            if since is not None and _number(since) < _EVER_MS:
+            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
+            untils[entry] = fields.get(UNTIL_FIELD)
+            if SINCE_FIELD in fields and _number(since := fields[SINCE_FIELD]) < _EVER_MS:
                 self._figures.queued_ms[entry] = since
         if not taken:
             await self._refill()
             return []
-        return await self._wanted(taken)
+        return await self._wanted(taken, untils)
 
     async def _refill(self) -> None:
         """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
-    async def _wanted(self, taken: list[Taken]) -> list[Taken]:
+    async def _wanted(self, taken: list[Taken], untils: Mapping[bytes, bytes | None]) -> list[Taken]:
         """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at.
 
         When the server cannot tell, all are: what has been taken must not be forgotten.
+
+        Args:
+            taken: the jobs.
+            untils: entry -> until when it was waited for at first, as the entry tells it.
         """
         before = (time.time() + self._ahead_s - _STALE_S) * 1000
+        if not taken or _queued_ms(taken[0].entry) >= before:
+            return taken  # Entries come in the order of their ages.
         stale = [one for one in taken if one.job is not None and _queued_ms(one.entry) < before]
         removed = set()
         for at in range(0, len(stale), scripts.MOST_AT_ONCE):
             part = stale[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
             try:
-                args = [value for one in part for value in (one.entry, one.until_ms)]
+                args = [value for one in part for value in (one.entry, _number(untils.get(one.entry)))]
                 numbers = await scripts.UNWANTED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
@@ -202,7 +206,7 @@ class Intake:
                 text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
             taken.append(one)
-        return Claimed(await self._wanted(taken), bool(alone))
+        return Claimed(await self._wanted(taken, {}), bool(alone))
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""
