@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import redis.asyncio as redis_async
 
@@ -32,9 +34,22 @@ IN_STREAM = 3
 """Prompts that the stream holds for a worker that computes one at a time."""
 
 
+SCRIPTS = (scripts.SUBMIT, scripts.CANCEL, scripts.FINISH, scripts.REFILL)
+
+
 @pytest.fixture(autouse=True)
 async def _one_worker(redis: redis_async.Redis) -> None:
     await redis.hset(MODEL.rooms, "w1", "1")
+
+
+@pytest.fixture
+def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients that ask alone get no further into the stream than others."""
+    for script in SCRIPTS:
+        source = script.source.replace("local MORE, FLOOD_MS = 2000,", "local MORE, FLOOD_MS = 0,")
+        assert source != script.source
+        monkeypatch.setattr(script, "source", source)
+        monkeypatch.setattr(script, "sha", hashlib.sha1(source.encode()).hexdigest())
 
 
 async def in_stream(redis: redis_async.Redis) -> list[int]:
@@ -58,6 +73,7 @@ async def nothing_is_left(redis: redis_async.Redis) -> bool:
     return not await redis.exists(MODEL.backlog, MODEL.backlog_jobs, MODEL.turns)
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_the_stream_holds_a_few_batches_and_the_rest_moves_up_in_order(redis: redis_async.Redis) -> None:
     assert await submit(redis, *range(10)) == "Q" * 10
     assert await in_stream(redis) == [0, 1, 2]
@@ -66,12 +82,14 @@ async def test_the_stream_holds_a_few_batches_and_the_rest_moves_up_in_order(red
     assert await nothing_is_left(redis)
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_a_single_prompt_does_not_wait_for_all_prompts_of_another_client(redis: redis_async.Redis) -> None:
     await submit(redis, *range(50))
     await submit(redis, 60, reply=B)
     assert (await compute_all(redis)).index(60) <= IN_STREAM + 1
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_clients_move_up_in_rotation(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     await submit(redis, *range(100, 110), reply=B)
@@ -84,6 +102,7 @@ async def test_clients_move_up_in_rotation(redis: redis_async.Redis) -> None:
     ]
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_who_comes_later_has_no_turns_to_catch_up(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     for _ in range(10):
@@ -93,6 +112,7 @@ async def test_who_comes_later_has_no_turns_to_catch_up(redis: redis_async.Redis
     assert sorted(number // 100 for number in order) == [0] * 4 + [1] * 4
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_who_joins_a_prompt_of_a_long_backlog_has_it_at_its_own_turn(redis: redis_async.Redis) -> None:
     await submit(redis, *range(50))
     assert await submit(redis, 49, reply=B) == "J"
@@ -100,6 +120,7 @@ async def test_who_joins_a_prompt_of_a_long_backlog_has_it_at_its_own_turn(redis
     assert [one[b"d"] for one in await told(redis, B)] == [digest(49)]
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     assert await cancel(redis, *range(5, 20)) == 15
@@ -113,6 +134,7 @@ async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_a
     assert (await compute_all(redis)).index(50) <= IN_STREAM + 1
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_prompts_that_nobody_waits_for_any_more_are_not_moved_up(redis: redis_async.Redis) -> None:
     await submit(redis, 0, 1, 2)
     await submit(redis, 3, 4, 6, lifetime=1)
@@ -126,6 +148,7 @@ async def test_prompts_that_nobody_waits_for_any_more_are_not_moved_up(redis: re
     assert await nothing_is_left(redis)
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_a_job_whose_waiting_key_was_evicted_is_computed_until_its_deadline(redis: redis_async.Redis) -> None:
     await submit(redis, *range(8))
     for number in range(8):
@@ -146,6 +169,7 @@ async def compute_all_until_empty(redis: redis_async.Redis) -> list[int]:
     return done
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_an_idle_worker_has_the_backlog_move_up(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     await redis.delete(JOBS)  # A server that has lost some keys.
@@ -153,6 +177,7 @@ async def test_an_idle_worker_has_the_backlog_move_up(redis: redis_async.Redis) 
     assert await in_stream(redis) == [3, 4]
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_a_client_that_asks_again_keeps_its_prompt_in_the_backlog(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     assert await submit(redis, 4, again=True) == "J"
@@ -161,6 +186,7 @@ async def test_a_client_that_asks_again_keeps_its_prompt_in_the_backlog(redis: r
     assert await compute_all(redis) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_one_client_leaves_room_in_the_queue_for_others(redis: redis_async.Redis) -> None:
     outcome = await submit(redis, *range(120), limit=100)
     assert outcome == "Q" * outcome.count("Q") + "F" * outcome.count("F")
@@ -169,12 +195,14 @@ async def test_one_client_leaves_room_in_the_queue_for_others(redis: redis_async
     assert await redis.xlen(JOBS) + await redis.zcard(MODEL.backlog) < 100
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_the_limit_counts_the_backlog_too(redis: redis_async.Redis) -> None:
     for client, reply in enumerate((A, B, C)):
         await submit(redis, *range(60 * client, 60 * client + 60), reply=reply, limit=20)
     assert await redis.xlen(JOBS) + await redis.zcard(MODEL.backlog) <= 20
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -> None:
     await redis.hset(MODEL.rooms, "w2", "4")
     await submit(redis, *range(50))
@@ -185,6 +213,7 @@ async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -
     assert await redis.xlen(JOBS) == 5 * IN_STREAM + 5
 
 
+@pytest.mark.usefixtures("nobody_asks_alone")
 async def test_an_entry_that_moved_up_tells_since_when_it_has_waited(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
     before = (await entries_of(redis))[-1][0]
@@ -233,3 +262,37 @@ async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stor
 async def test_a_mark_does_not_keep_a_damaged_row_from_being_replaced(redis: redis_async.Redis) -> None:
     await redis.hset(waiting(1), "job", "done")
     assert await submit(redis, 1, check_rows=False) == "Q"
+
+
+# A client that asks alone
+
+
+async def test_a_client_that_asks_alone_goes_past_the_backlog(redis: redis_async.Redis) -> None:
+    assert await submit(redis, *range(100)) == "Q" * 100
+    assert await in_stream(redis) == list(range(100))
+    assert not await redis.exists(MODEL.backlog)
+    assert await compute_all(redis) == list(range(100))
+    assert await nothing_is_left(redis)
+
+
+async def test_what_is_beyond_the_usual_goes_back_when_another_client_comes(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40))
+    (first,) = await take(redis, count=1)
+    assert await submit(redis, 60, 61, 62, reply=B) == "QQQ"
+    assert await in_stream(redis) == [0, 1, 2, 3]
+    assert await redis.zcard(MODEL.backlog) == 36 + 3
+    await finish(redis, (first, 0, b"", False))
+    order = await compute_all(redis)
+    assert [order.index(number) for number in (60, 61, 62)] <= [4, 6, 8]
+    assert [number for number in order if number < 60] == list(range(1, 40)), "in the order in which they were asked"
+    assert [one[b"d"] for one in await told(redis, B)] == [digest(60), digest(61), digest(62)]
+
+
+async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(20))
+    await submit(redis, 60, reply=B)
+    assert await cancel(redis, *range(10, 20)) == 10
+    assert await submit(redis, 5, reply=B) == "J"
+    assert sorted(await compute_all(redis)) == [*range(10), 60]
+    assert sorted(one[b"d"] for one in await told(redis, B)) == sorted([digest(5), digest(60)])
+    assert await nothing_is_left(redis)

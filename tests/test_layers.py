@@ -288,7 +288,9 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         assert path.stem == "queue" or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            names = "jobs|dead|waiting|row|reply|adapters|offers|reasons|backlog|backlog_jobs|turns|rooms|base|key"
+            names = (
+                "jobs|dead|waiting|row|reply|adapters|offers|reasons|backlog|backlog_jobs|turns|rooms|flood|base|key"
+            )
             ours = rf"KEYS\[\d\]|{names}"
             assert re.fullmatch(ours, call[2]) or "KEYS[" in call[2], call[0]
 

@@ -92,6 +92,11 @@ class ModelKeys:
         return self.base + b":turns"
 
     @property
+    def flood(self) -> bytes:
+        """String: reply key of a client that asks alone and has more in the stream than is usual; expires."""
+        return self.base + b":flood"
+
+    @property
     def rooms(self) -> bytes:
         """Hash: worker id -> how many prompts it computes at once."""
         return self.base + b":rooms"

@@ -9,6 +9,10 @@
 -- however many each has queued. "turns" has the clock under "" and each client's last turn under its reply key, so
 -- the difference is how many prompts the client has in the backlog.
 --
+-- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
+-- nothing. So that client's prompts may go further into the stream, with their digests; "flood" then has its reply key.
+-- When another client comes, what is beyond the usual goes back to the backlog.
+--
 -- The keys that are not among KEYS carry the model's hash tag, as KEYS[1] does.
 local GROUP = 'workers'
 -- Batches in the stream for each worker: enough to take from until the next batch has ended and more moves up.
@@ -16,10 +20,13 @@ local BATCHES = 3
 -- Prompts in the stream while no worker is known.
 local NOBODY = 128
 local MOST_LOOKED_AT, MOST_AT_ONCE = 1000, 500
+-- How much further the prompts of a client that asks alone may go: what can be taken back at once.
+local MORE, FLOOD_MS = 2000, 60000
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, backlog_jobs, turns = base .. ':backlog', base .. ':backlog:jobs', base .. ':turns'
+local flood = base .. ':flood'
 
 -- How much a command counts at a key; what is there and is something else than ours goes.
 local function count_at(command, key)
@@ -42,7 +49,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- How many more prompts the stream may hold.
+-- How many more prompts the stream may hold, and how many more than these for a client that asks alone.
 local function room()
   local batches = 0
   count_at('HLEN', base .. ':rooms')
@@ -51,7 +58,8 @@ local function room()
   end
   local pending = redis.pcall('XPENDING', jobs, GROUP)
   local held = pending.err and 0 or pending[1]
-  return (batches > 0 and BATCHES * batches or NOBODY) - (redis.call('XLEN', jobs) - held)
+  local free = (batches > 0 and BATCHES * batches or NOBODY) - (redis.call('XLEN', jobs) - held)
+  return free, batches > 0 and MORE or 0
 end
 
 local function clock()
@@ -60,12 +68,46 @@ local function clock()
 end
 
 -- Add a job to the stream; `till` is until when it is waited for, and `since` when it was queued if that was earlier,
--- in ms.
-local function to_stream(job, till, since)
+-- in ms; `digest` goes along where the job may have to go back.
+local function to_stream(job, till, since, digest)
   if since then
     return redis.call('XADD', jobs, '*', 'm', job, 'u', till, 't', since)
+  elseif digest then
+    return redis.call('XADD', jobs, '*', 'm', job, 'u', till, 'd', digest)
   end
   return redis.call('XADD', jobs, '*', 'm', job, 'u', till)
+end
+
+-- Put jobs into the backlog: turns and digests, and digests and what is stored of their jobs, one after the other.
+local function to_backlog(order, stored)
+  count_at('HLEN', backlog_jobs)
+  for at = 1, #order, MOST_AT_ONCE do
+    local last = math.min(#order, at + MOST_AT_ONCE - 1)
+    redis.call('ZADD', backlog, unpack(order, at, last))
+    redis.call('HSET', backlog_jobs, unpack(stored, at, last))
+  end
+end
+
+-- Take the last `count` jobs of the stream back into the backlog, as the first turns of the client that queued them.
+local function back(count, client)
+  local order, stored, turn = {}, {}, clock()
+  local last = redis.call('XREVRANGE', jobs, '+', '-', 'COUNT', count)
+  for i = #last, 1, -1 do
+    local entry, fields = last[i][1], last[i][2]
+    if fields[5] == 'd' then
+      local digest = fields[6]
+      turn = turn + 1
+      order[#order + 1], order[#order + 2] = turn, digest
+      local since = string.match(entry, '^%d+')
+      stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. fields[4] .. ' ' .. fields[2]
+      redis.call('XDEL', jobs, entry)
+      redis.pcall('HSET', base .. ':waiting:' .. digest, 'job', LATER)
+    end
+  end
+  if #order > 0 then
+    to_backlog(order, stored)
+    redis.call('HSET', turns, client, turn)
+  end
 end
 
 -- Whether somebody waits. A server that is short of memory may have dropped the key: then until the job's own deadline.
@@ -101,7 +143,8 @@ local function move_up()
   end
   count_at('HLEN', backlog_jobs)
   count_at('HLEN', turns)
-  local free, looked_at, last, now = room(), 0, nil, now_ms()
+  local free = room()
+  local looked_at, last, now = 0, nil, now_ms()
   while free > 0 and looked_at < MOST_LOOKED_AT do
     local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_AT_ONCE))
     local digests = {}

@@ -23,7 +23,16 @@ local count = #ARGV - 4
 local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
 local free = depth == 0 and behind == 0 and 1 or nil
-local time, now, last = now_ms(), nil, nil
+local time, now, last, more = now_ms(), nil, nil, 0
+if depth > 0 then
+  free, more = room()
+  local alone = free < 0 and redis.pcall('GET', flood)
+  if alone and alone ~= reply then
+    redis.call('DEL', flood)
+    back(-free, alone)
+    depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
+  end
+end
 -- What goes to the backlog, all at once in the end.
 local head, later, stored = string.format('%d %d ', time, time + lifetime), {}, {}
 
@@ -31,7 +40,8 @@ local head, later, stored = string.format('%d %d ', time, time + lifetime), {}, 
 local function next_turn()
   if not last then
     now = clock()
-    last = math.max(now, number_at(turns, reply))
+    -- The first turns are for those that may have to come back from the stream.
+    last = math.max(now - math.min(0, free or 0), number_at(turns, reply))
   end
   return last + 1
 end
@@ -41,10 +51,14 @@ local function queue(waiting, job)
     return 'F'
   end
   if behind == 0 and not free then
-    free = room()
+    free, more = room()
   end
-  if behind == 0 and free > 0 then
-    redis.call('HSET', waiting, 'job', to_stream(job, time + lifetime), reply, '')
+  if behind == 0 and free + more > 0 then
+    if free == 0 then
+      redis.call('SET', flood, reply, 'PX', FLOOD_MS)
+    end
+    local digest = free <= 0 and string.sub(waiting, -16)
+    redis.call('HSET', waiting, 'job', to_stream(job, time + lifetime, nil, digest), reply, '')
     depth, free = depth + 1, depth > 0 and free - 1 or nil
   else
     local turn = next_turn()
@@ -110,9 +124,7 @@ for i = 1, count do
   end
 end
 if #later > 0 then
-  count_at('HLEN', backlog_jobs)
-  redis.call('ZADD', backlog, unpack(later))
-  redis.call('HSET', backlog_jobs, unpack(stored))
+  to_backlog(later, stored)
 end
 if last then
   redis.call('HSET', turns, reply, last)
