@@ -352,7 +352,9 @@ class Interrupted:
 
 async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) -> None:
     touched, _ = desk.flights.board(prompt(1), Ear(), touch=True)
-    desk.flights.board(prompt(2), Ear())
+    sent, _ = desk.flights.board(prompt(2), Ear())
+    desk.flights.send(sent)
+    waits_here, _ = desk.flights.board(prompt(3), Ear())
     channel: Any = Interrupted(desk.flights)
     outbox: Any = None
     inbox = Inbox(channel, desk.flights, outbox, lambda: None)
@@ -361,4 +363,4 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
         assert await asyncio.wait_for(channel.looked_for, 5) == [prompt(2).digest]
         for part in parts:
             part.cancel()
-    assert list(desk.flights) == [touched]
+    assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"

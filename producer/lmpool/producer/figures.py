@@ -45,22 +45,23 @@ class Figures:
         ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
         return max(0, self.stats.requests - self.stats.local_hits - ended)
 
-    def landed(self, boarded: Sequence[float], answer: Row | Exception, origin: str) -> None:
+    def landed(self, began: float, joined: Sequence[float], answer: Row | Exception, origin: str) -> None:
         """Count requests that were answered together.
 
         Args:
-            boarded: since when each has waited; a time of `monotonic`.
+            began: since when the first has waited; a time of `monotonic`.
+            joined: since when the others have.
             answer: what they got.
             origin: where the row came from for the first of them.
         """
         if isinstance(answer, Exception):
-            for began in boarded:
-                self.failed(type(answer).__name__, began)
+            for since in (began, *joined):
+                self.failed(type(answer).__name__, since)
             return
         now = monotonic()
-        for began in boarded:
-            self.seconds[origin].observe(now - began)
-            origin = "joined"
+        self.seconds[origin].observe(now - began)
+        for since in joined:
+            self.seconds["joined"].observe(now - since)
 
     def failed(self, why: str, began: float) -> None:
         """Count a request that ended without an answer; `began` is a time of `monotonic`."""

@@ -36,7 +36,8 @@ class Flight:
     Attributes:
         prompt: ids and digest.
         waiters: who waits for it here.
-        boarded: since when each of them does, by `monotonic`.
+        began: since when the first of them does, by `monotonic`.
+        joined: since when the others do; None for none. (One list less for each flight: the garbage collector counts.)
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         until: loop time at which the most patient waiter gives up.
@@ -51,11 +52,12 @@ class Flight:
     """
 
     __slots__ = (
-        "boarded",
+        "began",
         "damaged",
         "is_away",
         "is_private",
         "is_touch",
+        "joined",
         "origin",
         "overwrites",
         "prompt",
@@ -74,7 +76,8 @@ class Flight:
         self.weights: Row | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []
-        self.boarded: list[float] = []
+        self.began = monotonic()
+        self.joined: list[float] | None = None
         self.stage = Stage.UNSENT
         self.since = 0.0
         self.until = 0.0
@@ -140,11 +143,13 @@ class FlightTable:
             flight.is_touch = touch
         else:
             self._stats.joined += 1
+            if flight.joined is None:
+                flight.joined = []
+            flight.joined.append(monotonic())
             flight.is_touch = flight.is_touch and touch
         if until > flight.until:
             flight.until = until
         flight.waiters.append(waiter)
-        flight.boarded.append(monotonic())
         return flight, is_new
 
     def send(self, flight: Flight) -> None:
@@ -167,7 +172,10 @@ class FlightTable:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
         at = flight.waiters.index(waiter)
         del flight.waiters[at]
-        self.figures.failed(why, flight.boarded.pop(at))
+        began = flight.joined.pop(at - 1) if at and flight.joined else flight.began
+        if not at and flight.joined:
+            flight.began = flight.joined.pop(0)
+        self.figures.failed(why, began)
         self._stats.failed += 1
         if flight.waiters or not self.is_open(flight):
             return False
@@ -195,15 +203,16 @@ class FlightTable:
 
     def land(self, flight: Flight, answer: Answer) -> None:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
-        if self.is_open(flight):
+        if self._flights.get(flight.prompt.digest) is flight:
             self._end(flight)
         waiters, flight.waiters = flight.waiters, []
-        boarded, flight.boarded = flight.boarded, []
+        if not waiters:
+            return
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)
         else:
             self._stats.add(flight.origin)
-        self.figures.landed(boarded, answer, flight.origin)
+        self.figures.landed(flight.began, flight.joined or (), answer, flight.origin)
         for waiter in waiters:
             waiter(answer)
 
