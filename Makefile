@@ -44,9 +44,9 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
 
-# In two processes: many tests wait for processes to start, or for a lease to pass.
+# In three processes: most tests wait for processes to start, or for a lease to pass.
 test: lint $(DEBIAN_REDIS) $(REDIS_PY_5_3)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest -n 2 tests/test_pool.py tests/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)

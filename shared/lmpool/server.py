@@ -238,7 +238,7 @@ class Server:
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
-        if (text.startswith("MOVED") or isinstance(error, exceptions.MovedError)) and not self._is_node:
+        if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as redis{_CLUSTER}://HOST:PORT ({text})"
             )
