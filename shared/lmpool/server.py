@@ -217,6 +217,9 @@ class Server:
             await connection.disconnect(nowait=True)
             self.forget_places()  # Another may have taken its place.
             raise self.explain(error) from error
+        except asyncio.CancelledError:
+            await connection.disconnect(nowait=True)
+            raise
         return connection
 
     def _connection(self) -> connections.AbstractConnection:
