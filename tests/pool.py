@@ -190,8 +190,10 @@ class Pool:
         return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
 
     def _is_mark(self, key: bytes) -> bool:
-        is_hash = b":waiting:" in key and self.redis.type(key) == b"hash"
-        return is_hash and self.redis.hget(key, "job") == b"done"
+        if b":waiting:" not in key or self.redis.type(key) not in (b"hash", b"none"):
+            return False
+        # One that is gone by now was a mark too: what is waited for expires much later.
+        return self.redis.hget(key, "job") in (b"done", None) and "+cluster" in self.url
 
     async def rows_computed(self, model: str = "syn") -> int:
         """Rows that the live workers have computed, as of their last heartbeats."""
