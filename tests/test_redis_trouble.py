@@ -342,7 +342,7 @@ async def _is_in_sync(replica: redis.Redis) -> bool:
 
 
 async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool) -> None:
-    shaken.redis.config_set("busy-reply-threshold", 50)
+    shaken.redis.config_set("lua-time-limit", 50)
     async with shaken.producer(timeout=20) as producer:
 
         async def trouble() -> None:
