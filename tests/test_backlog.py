@@ -296,3 +296,30 @@ async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_a
     assert sorted(await compute_all(redis)) == [*range(10), 60]
     assert sorted(one[b"d"] for one in await told(redis, B)) == sorted([digest(5), digest(60)])
     assert await nothing_is_left(redis)
+
+
+async def test_a_client_that_asks_alone_for_long_stays_known(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(20))
+    await redis.pexpire(MODEL.flood, 1000)
+    await submit(redis, *range(20, 40))
+    assert await redis.pttl(MODEL.flood) > 1000
+    assert await redis.get(MODEL.flood) == A
+
+
+@pytest.mark.parametrize("kind", ["lost", "spoilt"])
+async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis: redis_async.Redis, kind: str) -> None:
+    await submit(redis, *range(40))
+    await redis.delete(MODEL.flood)
+    if kind == "spoilt":
+        await redis.rpush(MODEL.flood, b"a list")
+    await submit(redis, 60, reply=B)
+    order = await compute_all(redis)
+    assert order.index(60) <= IN_STREAM + 1
+    assert [number for number in order if number != 60] == list(range(40))
+
+
+async def test_what_comes_back_leaves_the_clients_later_turns_as_they_are(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40))
+    await redis.hset(MODEL.turns, A, "100")
+    await submit(redis, 60, reply=B)
+    assert await redis.hget(MODEL.turns, A) == b"100"

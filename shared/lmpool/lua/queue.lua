@@ -21,7 +21,7 @@ local BATCHES = 3
 local NOBODY = 128
 local MOST_LOOKED_AT, MOST_AT_ONCE = 1000, 500
 -- How much further the prompts of a client that asks alone may go: what can be taken back at once.
-local MORE, FLOOD_MS = 2000, 60000
+local MORE, FLOOD_MS = 2000, 3600000
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
@@ -106,7 +106,8 @@ local function back(count, client)
   end
   if #order > 0 then
     to_backlog(order, stored)
-    redis.call('HSET', turns, client, turn)
+    -- It may have more in the backlog, with later turns.
+    redis.call('HSET', turns, client, math.max(turn, number_at(turns, client)))
   end
 end
 

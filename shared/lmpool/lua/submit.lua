@@ -23,13 +23,14 @@ local count = #ARGV - 4
 local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
 -- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
 local free = depth == 0 and behind == 0 and 1 or nil
-local time, now, last, more = now_ms(), nil, nil, 0
+local time, now, last, more, is_alone = now_ms(), nil, nil, 0, false
 if depth > 0 then
   free, more = room()
   local alone = free < 0 and redis.pcall('GET', flood)
-  if alone and alone ~= reply then
+  -- A server that is short of memory may have dropped the key: then it was somebody's.
+  if free < 0 and alone ~= reply then
     redis.call('DEL', flood)
-    back(-free, alone)
+    back(-free, type(alone) == 'string' and alone or '?')
     depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
   end
 end
@@ -54,8 +55,9 @@ local function queue(waiting, job)
     free, more = room()
   end
   if behind == 0 and free + more > 0 then
-    if free == 0 then
+    if free <= 0 and not is_alone then
       redis.call('SET', flood, reply, 'PX', FLOOD_MS)
+      is_alone = true
     end
     local digest = free <= 0 and string.sub(waiting, -16)
     redis.call('HSET', waiting, 'job', to_stream(job, time + lifetime, nil, digest), reply, '')

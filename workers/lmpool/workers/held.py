@@ -106,7 +106,3 @@ class Holdings:
             else:
                 del self._held[digest]
         return again
-
-    def clear(self) -> None:
-        """Hold nothing any more."""
-        self._held.clear()
