@@ -154,18 +154,6 @@ class Lobby:
         """The state of a model's queue."""
         return await read_queue(self._redis, self._keys.model(model))
 
-    async def depth(self, model: str) -> int:
-        """Prompts of a model that wait or are being computed."""
-        return (await self.queue(model)).depth
-
-    async def age(self, model: str) -> float:
-        """Seconds since the oldest of those was queued; 0 when there is none."""
-        return (await self.queue(model)).age_s
-
-    async def dead(self, model: str) -> int:
-        """Jobs of a model that were given up."""
-        return (await self.queue(model)).dead
-
 
 def _read_card(name: str, data: bytes | int) -> ModelCard:
     if isinstance(data, int):
