@@ -7,7 +7,7 @@ from typing import Any
 import redis.asyncio as redis_async
 
 from lmpool import scripts
-from lmpool.keys import GROUP, UNTIL_FIELD, Keys
+from lmpool.keys import GROUP, LIFETIME_FIELD, Keys
 from lmpool.messages import Failure
 from tests.pool import entry_ids
 
@@ -61,11 +61,17 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
     await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
 
 
+def finish_args(*endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0) -> list[Any]:
+    """What `finish.lua` is told of entries: (entry, failure, dead); b"" for no failure."""
+    args: list[Any] = [GROUP, "fp", cap, LIFETIME_MS, 100, "w1", mark_ms, len(endings), *(one[0] for one in endings)]
+    for number, (_, failure, dead) in enumerate(endings, 1):
+        args += [number, failure, int(dead)] if failure else []
+    return args
+
+
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
     """End entries: (entry, number, failure, dead)."""
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
-    for entry, _, failure, dead in endings:
-        args += [entry, failure, int(dead)]
+    args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
     return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
 
 
@@ -73,16 +79,16 @@ async def claim(
     redis: redis_async.Redis, *, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
 ) -> tuple[int, list[tuple[bytes, bytes, int]]]:
     alone, taken = await scripts.CLAIM(redis, [JOBS], [GROUP, consumer, LEASE_MS, most, want, int(idle)])
-    return alone, [(entry, job, deliveries) for entry, job, deliveries in taken]
+    return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 
 
 async def entries_of(
-    redis: redis_async.Redis, key: bytes = JOBS, *, with_deadlines: bool = False
+    redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
 ) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of a stream; without the deadlines of jobs, which no two runs have in common."""
+    """The entries of a stream; without the lifetimes of jobs."""
     found: Any = await redis.xrange(key)
     return [
-        (entry, {name: value for name, value in fields.items() if with_deadlines or name != UNTIL_FIELD})
+        (entry, {name: value for name, value in fields.items() if with_lifetimes or name != LIFETIME_FIELD})
         for entry, fields in found
     ]
 

@@ -8,7 +8,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool import scripts
-from lmpool.keys import GROUP
+from lmpool.keys import GROUP, LIFETIME_FIELD
 from tests.pool import until_async
 from tests.script_calls import (
     DEAD,
@@ -22,6 +22,7 @@ from tests.script_calls import (
     digest,
     entries_of,
     finish,
+    finish_args,
     hash_of,
     submit,
     take,
@@ -46,7 +47,7 @@ async def _one_worker(redis: redis_async.Redis) -> None:
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have clients that ask alone get no further into the stream than others."""
     for script in SCRIPTS:
-        source = script.source.replace("local MORE, FLOOD_MS = 2000,", "local MORE, FLOOD_MS = 0,")
+        source = script.source.replace("local MORE = 2000", "local MORE = 0")
         assert source != script.source
         monkeypatch.setattr(script, "source", source)
         monkeypatch.setattr(script, "sha", hashlib.sha1(source.encode()).hexdigest())
@@ -157,8 +158,9 @@ async def test_a_job_whose_waiting_key_was_evicted_is_computed_until_its_deadlin
     await submit(redis, 1)
     (entry,) = await take(redis)
     await redis.delete(waiting(1))
-    ((_, fields),) = await entries_of(redis, with_deadlines=True)
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, fields[b"u"]]) == []
+    ((_, fields),) = await entries_of(redis, with_lifetimes=True)
+    until = int(entry.partition(b"-")[0]) + int(fields[LIFETIME_FIELD])
+    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, until]) == []
     assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
 
 
@@ -251,7 +253,7 @@ async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stor
 
     assert await ask("marks") == b"Q"
     (entry,) = await take(redis)
-    args = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 5000, entry, b"", 0]
+    args = finish_args((entry, b"", False), mark_ms=5000)
     assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await hash_of(redis, waiting(1)) == {b"job": b"done"}
     assert 0 < await redis.pttl(waiting(1)) <= 5000

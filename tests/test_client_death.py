@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from lmpool.errors import DeadlineExceeded
+from lmpool.errors import DeadlineExceeded, LMPoolError
 from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, V, until, until_async
 
@@ -110,6 +111,20 @@ async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(poo
         assert await pool.rows_computed() <= 40
 
 
+async def test_what_a_dead_worker_held_for_a_dead_client_is_not_computed(pool: Pool) -> None:
+    worker = pool.start("--step-ms", 60_000, "--lease-s", 1)
+    async with pool.producer(timeout=0.5) as producer:
+        asked = [producer.logprobs([i]) for i in range(20)]
+        assert all(isinstance(one, LMPoolError) for one in await asyncio.gather(*asked, return_exceptions=True))
+    worker.signal(signal.SIGKILL)
+    worker.wait()
+    await until_async(lambda: _queued_at_most(pool, 0), "what tells that somebody waits has expired")
+    assert pool.jobs() > 0
+    await asyncio.to_thread(pool.start, "--lease-s", 1)
+    await until_async(lambda: is_empty(pool), "what the dead worker held is dropped")
+    assert not pool.names("row:*")
+
+
 async def test_a_closed_client_leaves_nothing_in_the_queue(pool: Pool) -> None:
     pool.start("--step-ms", 500, "--max-batch", 4)
     async with pool.producer(timeout=20) as producer:
@@ -118,6 +133,10 @@ async def test_a_closed_client_leaves_nothing_in_the_queue(pool: Pool) -> None:
     assert len(await asyncio.gather(*asked, return_exceptions=True)) == QUEUED
     await until_async(lambda: is_empty(pool), "nothing is queued")
     assert not pool.names("*reply*")
+
+
+async def _queued_at_most(pool: Pool, most: int) -> bool:
+    return len(pool.names("*waiting*")) <= most
 
 
 async def _queued(pool: Pool, least: int) -> bool:

@@ -212,6 +212,13 @@ async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalClus
     ] == []
 
 
+def test_a_server_that_is_no_cluster_is_told() -> None:
+    # What redis-py makes of a server's answer "This instance has cluster support disabled".
+    refused = ConnectionError("the cluster cannot be used: … Cluster mode is not enabled on this node")
+    told = Server("redis+cluster://h:7000").explain(refused)
+    assert str(told) == "redis+cluster://h:7000 is no Redis Cluster: name it as redis://HOST:PORT"
+
+
 async def test_a_cluster_that_does_not_answer_is_told(cluster: LocalCluster) -> None:
     with pytest.raises(ServerUnreachable, match="127.0.0.1:1"):
         await Producer(redis="redis+cluster://127.0.0.1:1", timeout=5).open()

@@ -36,9 +36,9 @@ class Ended(NamedTuple):
     error: str
 
 
-def dead(pool: Pool, *arguments: str) -> Ended:
+def dead(pool: Pool, *arguments: str, model: str = "syn") -> Ended:
     """Run `lmpool dead` on the model of a pool, in this process: starting one costs more than all else."""
-    options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
+    options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", model]
     ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
     return Ended(ended.stdout, str(ended.exception or ""))
@@ -228,3 +228,11 @@ def test_what_is_printed_is_short_and_obeyed_by_no_terminal(text: str) -> None:
     assert len(shown) <= 50
     if text.isprintable() and len(text) <= 50:
         assert shown == text
+
+
+@pytest.mark.parametrize("command", [["list"], ["drop", "--all"]], ids=["list", "drop"])
+async def test_a_name_that_is_mistyped_does_not_look_like_good_news(pool: Pool, command: list[str]) -> None:
+    await asyncio.to_thread(pool.start)
+    ended = await asyncio.to_thread(dead, pool, *command, model="nope")
+    assert "; the model 'nope' is not served; served are: syn" in ended.stdout
+    assert "served" not in (await asyncio.to_thread(dead, pool, *command)).stdout

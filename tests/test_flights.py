@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -353,7 +354,7 @@ class Interrupted:
 async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) -> None:
     touched, _ = desk.flights.board(prompt(1), Ear(), touch=True)
     sent, _ = desk.flights.board(prompt(2), Ear())
-    desk.flights.send(sent)
+    assert desk.flights.send(deque([sent])) == [sent]
     waits_here, _ = desk.flights.board(prompt(3), Ear())
     channel: Any = Interrupted(desk.flights)
     outbox: Any = None

@@ -285,23 +285,28 @@ def test_no_script_makes_a_key_of_its_own() -> None:
     for path in LUA.glob("*.lua"):
         code = re.sub(r"--.*", "", path.read_text("utf-8"))
         # What a queue consists of is named in one place, from the job stream's name.
-        assert path.stem == "queue" or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
-        for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*([\w\[\]]+)", code):
+        assert path.stem in {"stream", "queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
+        for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
-            names = (
-                "jobs|dead|waiting|row|reply|adapters|offers|reasons|backlog|backlog_jobs|turns|rooms|flood|base|key"
-            )
-            ours = rf"KEYS\[\d\]|{names}"
-            assert re.fullmatch(ours, call[2]) or "KEYS[" in call[2], call[0]
+            names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"
+            names += "|backlog|backlog_jobs|turns|rooms|flood|base|key"
+            assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
 
 
 def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert {path.parent for path in ROOT.glob("*/lmpool/**/*.lua")} == {LUA}
     loaded = {script.name: script.source for script in vars(scripts).values() if isinstance(script, scripts.Script)}
-    files = {path.stem: path.read_text("utf-8") for path in LUA.glob("*.lua")}
-    queue = files.pop("queue")
-    assert loaded == {name: queue + text if loaded[name].startswith(queue) else text for name, text in files.items()}
+    files = {
+        path.stem: re.split(r"^-- include (\w+)$", path.read_text("utf-8"), flags=re.M) for path in LUA.glob("*.lua")
+    }
+    included = {name for parts in files.values() for name in parts[1::2]}
+    assert set(loaded) == set(files) - included
     assert len(loaded) >= 6
+    for name, source in loaded.items():
+        assert "-- include" not in source
+        # What includes another file twice, by way of a third one, has it once, before it is used.
+        assert all(source.count(part) == 1 for part in files[name][::2])
+        assert all(source.count(part) == 1 for one in files[name][1::2] for part in files[one][::2])
     found = [
         f"{name_of(path)}:{line}"
         for path in FILES

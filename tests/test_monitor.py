@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import socket
+import struct
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -209,6 +213,19 @@ def test_a_port_in_use_is_one_clear_error(pool: Pool) -> None:
     assert f"metrics_port: port {port} of 127.0.0.1 cannot be used" in line
     assert "a port of its own" in line
     assert "Traceback" not in second.text
+
+
+def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
+    port = free_port()
+    worker = pool.start("--metrics-port", port, "--log-format", "json")
+    for path in ("/metrics", "/healthz") * 5:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            # Closed with a reset, as a probe whose time is up does.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10).status == 200
+    worker.end()
+    assert all(json.loads(line) for line in worker.text.splitlines())
 
 
 def test_malformed_monitor_settings_are_refused_by_name() -> None:

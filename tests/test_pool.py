@@ -364,13 +364,14 @@ def test_rows_of_other_weights_do_not_outlive_an_event_loop(pool: Pool) -> None:
 
 
 async def test_a_batch_across_a_change_of_the_vocabulary_size_fails_alone(pool: Pool) -> None:
-    first = pool.start("--step-ms", 60_000, "--lease-s", 1)
+    # Clients wait a lease for another worker: long enough for one to start.
+    first = pool.start("--step-ms", 60_000, "--lease-s", 3)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.batch_logprobs([[1], [2]]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
-        await asyncio.to_thread(pool.start, "--lease-s", 1, "--vocab-size", V // 2)
+        await asyncio.to_thread(pool.start, "--lease-s", 3, "--vocab-size", V // 2)
         with pytest.raises(ModelMismatch, match=f"V was {V} and is {V // 2} now"):
             await asked
         assert np.array_equal(await producer.logprobs([3]), row([3], V // 2))

@@ -214,6 +214,18 @@ async def test_many_small_rows_fill_the_window_many_times() -> None:
     assert plain(reply) == found
 
 
+async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() -> None:
+    line = Line()
+    line.mget(1)
+    line.feed(array([bytes(100_000)]))
+    assert len(line.link.get_buffer(-1)) < 100_000, "what comes behind a large value is mostly another one"
+    narrow = len(line.link.get_buffer(-1))
+    reply = line.mget(2)
+    line.feed(array([b"one", b"two"]))
+    assert plain(reply) == [b"one", b"two"]
+    assert len(line.link.get_buffer(-1)) > 10 * narrow
+
+
 async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
     line = Line()
     found: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
@@ -229,12 +241,19 @@ async def test_each_value_is_fresh_writeable_memory_of_its_own() -> None:
     one, other = first.result()
     assert one.dtype == np.uint8
     assert one.shape == (3,)
-    # Views of what was received, its line end included.
-    received = [cast(np.ndarray[Any, Any], value.base) for value in (one, other)]
-    assert [value.shape for value in received] == [(5,), (5,)]
-    assert not np.shares_memory(received[0], received[1])
+    assert not np.shares_memory(one, other)
     one[:] = 0
     assert (other.tobytes(), second.result()[0].tobytes()) == (b"one", b"two")
+
+
+async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_end() -> None:
+    line = Line()
+    reply = line.mget(2)
+    line.feed(array([b"one" * 30_000, b"two" * 30_000]))
+    received = [cast(np.ndarray[Any, Any], value.base) for value in reply.result()]
+    assert [value.shape for value in received] == [(90_002,), (90_002,)]
+    assert not np.shares_memory(received[0], received[1])
+    assert all(value[-2:].tobytes() == b"\r\n" for value in received)
 
 
 async def test_nothing_is_answered_before_the_last_value_has_come() -> None:

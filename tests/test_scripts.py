@@ -5,8 +5,6 @@ Leases pass without waiting: XCLAIM sets how long an entry has been idle.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError
@@ -32,6 +30,7 @@ from tests.script_calls import (
     entries_of,
     fall_silent,
     finish,
+    finish_args,
     hash_of,
     pending,
     submit,
@@ -223,7 +222,7 @@ async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
     for _ in range(260):
         await submit(redis, 1)
         (entry,) = await take(redis)
-        args = [GROUP, "fp", 10, LIFETIME_MS, 100, "w1", 0, entry, b"", 0]
+        args = finish_args((entry, b"", False), cap=10)
         assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
     assert await redis.xlen(A) <= 110
 
@@ -255,9 +254,7 @@ async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, b
     """As `finish`, and have it looked whether the rows are there."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
-    for entry, _, failure, dead in endings:
-        args += [entry, failure, int(dead)]
+    args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
     outcome: bytes = await scripts.FINISH(redis, keys, args)
     return outcome
 
@@ -344,9 +341,7 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     )
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
-    args: list[Any] = [GROUP, "fp", 1000, LIFETIME_MS, 100, "w1", 0]
-    for entry in entries:
-        args += [entry, b"", 0]
+    args = finish_args(*((entry, b"", False) for entry in entries))
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"
     assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp"}]
     await assert_queue_is_empty(redis)

@@ -78,15 +78,16 @@ class ClusterRows:
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
-    ) -> None:
+    ) -> int:
         """See `RowCache.get_many`."""
         lengths = lengths or {}
 
-        async def get(rows: RedisRows, some: list[bytes]) -> None:
-            await rows.get_many(some, deliver, {digest: lengths[digest] for digest in some if digest in lengths})
+        async def get(rows: RedisRows, some: list[bytes]) -> int:
+            return await rows.get_many(some, deliver, {one: lengths[one] for one in some if one in lengths})
 
         parts = await self._split(self._prefix, digests)
-        await asyncio.gather(*(get(rows, [digests[number] for number in numbers]) for rows, numbers in parts))
+        fetched = await asyncio.gather(*(get(rows, [digests[number] for number in numbers]) for rows, numbers in parts))
+        return sum(fetched)
 
     async def there(self, digests: Sequence[bytes]) -> list[bytes]:
         """See `RowCache.there`."""

@@ -14,8 +14,10 @@ GROUP = "workers"
 JOB_FIELD = b"m"
 """The field of a job entry that holds the encoded job."""
 
-UNTIL_FIELD = b"u"
-"""The field of a job entry that says until when it was waited for at first, in ms since 1970."""
+LIFETIME_FIELD = b"u"
+"""The field of a job entry that says for how long it was waited for at first, in ms since it was queued.
+
+In an entry that may have to go back to the backlog, a space and the digest follow."""
 
 SINCE_FIELD = b"t"
 """The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""

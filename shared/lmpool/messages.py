@@ -91,7 +91,7 @@ def _is_ours(version: int) -> bool:
 
 def _flat(values: list[Any]) -> list[Any]:
     """Refuses lists in lists as soon as the first is read: a tree of them takes far more memory than bytes."""
-    if any(isinstance(value, list) for value in values):
+    if list in map(type, values):
         raise ValueError("a list within a list")
     return values
 

@@ -70,8 +70,8 @@ class RowCache(Protocol):
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
-    ) -> None:
-        """Fetch rows in chunks bounded by bytes and deliver each as it comes.
+    ) -> int:
+        """Fetch rows in chunks bounded by bytes and deliver each as it comes; returns the bytes that were fetched.
 
         Args:
             digests: whose rows.
@@ -218,7 +218,7 @@ class RedisRows:
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
-    ) -> None:
+    ) -> int:
         """See `RowCache.get_many`.
 
         Raises:
@@ -229,9 +229,8 @@ class RedisRows:
             self._line.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
         chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
-            await self._get_chunk(chunks[0], deliver, lengths)
-        elif chunks:
-            await asyncio.gather(*(self._get_chunk(chunk, deliver, lengths) for chunk in chunks))
+            return await self._get_chunk(chunks[0], deliver, lengths)
+        return sum(await asyncio.gather(*(self._get_chunk(chunk, deliver, lengths) for chunk in chunks)))
 
     def _chunks(self, digests: Sequence[bytes], lengths: Mapping[bytes, int]) -> Iterator[Sequence[bytes]]:
         if not lengths:
@@ -248,8 +247,8 @@ class RedisRows:
         if begin < len(digests):
             yield digests[begin:]
 
-    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> None:
-        prefix = self._prefix
+    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
+        prefix, fetched = self._prefix, 0
         async with self._window:
             link = await self._line.open()
             try:
@@ -257,11 +256,14 @@ class RedisRows:
             except ProtocolError:  # What a value over the limit ends the link with, for all that are under way.
                 values = await self._get_bounded(digests)
         for value in values:
-            if isinstance(value, ResponseError) and self._line.check(link, value):
+            if isinstance(value, np.ndarray):
+                fetched += value.size
+            elif isinstance(value, ResponseError) and self._line.check(link, value):
                 raise self._server.explain(value)
         for digest, value in zip(digests, values, strict=True):
             length = lengths.get(digest, self._vocab_size)
             deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
+        return fetched
 
     async def _get_bounded(self, digests: Sequence[bytes]) -> list[object]:
         """As MGET, for values of which some may be of any size: no more of each than shows that it is too large."""
@@ -272,21 +274,21 @@ class RedisRows:
         return [value if isinstance(value, np.ndarray) and value.size else None for (value,) in found]
 
     def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
-        if isinstance(value, ResponseError):
-            return CorruptRow(f"what the cache holds for prompt {digest.hex()} is no row: {value}")
         if not isinstance(value, np.ndarray):
+            if isinstance(value, ResponseError):
+                return CorruptRow(f"what the cache holds for prompt {digest.hex()} is no row: {value}")
             return None
         try:
             row = decode_row(value, length)
             if not is_answer:
                 check_row(row)
-            received = value if value.base is None else value.base
-            if received.flags.writeable and len(self._spare) < _MOST_SPARE:
-                # The row does not live in it. Memory that the processor has in its cache is worth keeping.
-                self._spare.append(received)
-            return row
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
+        received = value.base  # None for a value that had come whole: its memory is of another size.
+        if received is not None and received.flags.writeable and len(self._spare) < _MOST_SPARE:
+            # The row does not live in it. Memory that the processor has in its cache is worth keeping.
+            self._spare.append(received)
+        return row
 
     def _allocate(self, size: int) -> Bulk:
         if self._spare and self._spare[-1].size == size:

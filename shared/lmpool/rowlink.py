@@ -30,6 +30,7 @@ _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
 _LINE_END = len(CRLF)
+_NO_LINE_END = "a value does not end where it should"
 
 
 def fresh_bulk(size: int) -> Bulk:
@@ -71,8 +72,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
     Args:
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
-        allocate: gives the uint8 array of shape (size,) that a value and its line end are received into; the value is
-            a view of it without its last 2 bytes.
+        allocate: gives the uint8 array of shape (size,) that a value that comes in parts and its line end are received
+            into; the value is a view of it without its last 2 bytes.
         one_by_one: fetch values with a GET each: a master of a cluster refuses an MGET of keys in several slots.
 
     Attributes:
@@ -93,6 +94,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._pending: deque[_Pending] = deque()
         self._scratch = bytearray(_WINDOW)
         self._view = memoryview(self._scratch)
+        self._bytes = np.frombuffer(self._scratch, np.uint8)
         self._start = self._end = 0
         self._window = _WINDOW
         self._bulk: Bulk | None = None
@@ -252,20 +254,25 @@ class RowLink(Link, asyncio.BufferedProtocol):
     def _begin_bulk(self, size: int) -> None:
         if size > self.max_bulk:
             raise ProtocolError(f"a value of {size} bytes is over the limit of {self.max_bulk}")
-        bulk = self._allocate(size + _LINE_END)
-        have = min(bulk.size, self._end - self._start)
-        bulk[:have] = np.frombuffer(self._scratch, np.uint8, have, self._start)
-        self._start += have
+        start, stop = self._start, self._start + size
         # A row is received in place but for what came along with its first line: keep that short.
         self._window = _NARROW_WINDOW if size >= _LARGE_BULK else _WINDOW
-        if have == bulk.size:
-            self._end_bulk(bulk)
-        else:
-            self._bulk, self._bulk_got = bulk, have
+        if stop + _LINE_END <= self._end:
+            # It is there already, as tiny rows mostly are.
+            if not self._scratch.startswith(CRLF, stop):
+                raise ProtocolError(_NO_LINE_END)
+            self._start = stop + _LINE_END
+            self._element(self._bytes[start:stop].copy())
+            return
+        bulk = self._allocate(size + _LINE_END)
+        have = self._end - start
+        bulk[:have] = self._bytes[start : self._end]
+        self._start = self._end
+        self._bulk, self._bulk_got = bulk, have
 
     def _end_bulk(self, bulk: Bulk) -> None:
-        if bulk.data[-_LINE_END:] != CRLF:
-            raise ProtocolError("a value does not end where it should")
+        if bulk[-2] != CRLF[0] or bulk[-1] != CRLF[1]:
+            raise ProtocolError(_NO_LINE_END)
         self._element(bulk[:-_LINE_END])
 
     def _error(self, error: ResponseError) -> None:

@@ -52,11 +52,11 @@ class Encoding(IntEnum):
         return _DTYPES[self]
 
 
-_DTYPES: dict[Encoding, np.dtype[Any]] = {
-    Encoding.F32: np.dtype("<f4"),
-    Encoding.BF16: np.dtype("<u2"),
-    Encoding.F16: np.dtype("<f2"),
-}
+_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("V"), np.dtype("<f4"), np.dtype("<u2"), np.dtype("<f2"))
+"""By the number of the encoding; there is none of number 0."""
+
+_ENCODINGS = {int(one): one for one in Encoding}
+"""By number; to look a member up in the class costs ten times as much."""
 
 
 def encoded_size(vocab_size: int, encoding: Encoding) -> int:
@@ -160,12 +160,16 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
     encoding, log_z = _read_header(data.data, vocab_size)
     if data.size != encoded_size(vocab_size, encoding):
         raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
-    numbers = data[HEADER_SIZE:].view(encoding.dtype)
-    if encoding is Encoding.F32:
-        # What was received into may be longer than the row.
-        return _frozen(data.base if isinstance(data.base, np.ndarray) else data, numbers)
-    row = _widened(numbers, encoding, log_z)
-    return _frozen(row if row.base is None else row.base, row)
+    row = numbers = data[HEADER_SIZE:].view(encoding.dtype)
+    if encoding is not Encoding.F32:
+        row = _widened(numbers, encoding, log_z).view()
+    # numpy lets owners be made writeable again, and views of writeable ones. What was received into is one of its own.
+    owner = row.base
+    while isinstance(owner, np.ndarray):
+        owner.setflags(write=False)
+        owner = owner.base
+    row.setflags(write=False)
+    return row
 
 
 def entry_ranges(entries: Sequence[int], encoding: Encoding) -> bytes:
@@ -204,9 +208,9 @@ def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> 
         must be looked at by itself.
     """
     first = found[0]
-    if first is None or len(first) < HEADER_SIZE or first[5] not in _DTYPES:
+    if first is None or len(first) < HEADER_SIZE or first[5] not in _ENCODINGS:
         return None
-    encoding = Encoding(first[5])
+    encoding = _ENCODINGS[first[5]]
     size = encoded_size(count, encoding)
     if any(data is None or len(data) != size for data in found):
         return None
@@ -271,10 +275,9 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
         raise ProtocolError(f"not a row of wire version {WIRE_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:
         raise ProtocolError(f"the row has V = {size}, the model's card says {vocab_size}")
-    try:
-        encoding = Encoding(code)
-    except ValueError:
-        raise ProtocolError(f"the row has the unknown encoding {code}") from None
+    encoding = _ENCODINGS.get(code)
+    if encoding is None:
+        raise ProtocolError(f"the row has the unknown encoding {code}")
     if not math.isfinite(log_z):
         raise ProtocolError(f"the row's logZ is {log_z}")
     return encoding, log_z
@@ -286,14 +289,6 @@ def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[n
     with np.errstate(invalid="ignore"):  # What is no row may hold NaN of any kind; it is refused later.
         np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
-
-
-def _frozen(owner: NDArray[Any], row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """A view of a row that cannot be made writeable: numpy allows that to owners and to views of writeable ones."""
-    owner.flags.writeable = False
-    view = row.view()
-    view.flags.writeable = False
-    return view
 
 
 def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

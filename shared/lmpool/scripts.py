@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,31 @@ Call = Callable[..., Awaitable[Any]]
 """Runs one command: `call` of a line."""
 
 _FOLDER = Path(__file__).with_name("lua")
+_INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
+
+
+def _text(name: str, told: set[str]) -> str:
+    """A file with the texts of those that it includes, each where it is first named."""
+    if name in told:
+        return ""
+    told.add(name)
+    return _INCLUDE.sub(lambda found: _text(found[1], told), (_FOLDER / f"{name}.lua").read_text("utf-8"))
 
 
 class Script:
     """One script, sent whole only when the server does not know it yet.
 
+    In its text, a line "-- include NAME" stands for the text of another file of `lua/`.
+
     Args:
         name: its file in `lua/`.
-        begins_with: a file there that its text begins with, or "".
     """
 
     __slots__ = ("name", "sha", "source")
 
-    def __init__(self, name: str, begins_with: str = "") -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.source = "".join((_FOLDER / f"{part}.lua").read_text("utf-8") for part in (begins_with, name) if part)
+        self.source = _text(name, set())
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
@@ -52,19 +63,17 @@ class Script:
             return await redis.eval(self.source, len(keys), *keys, *args)
 
 
-_QUEUE = "queue"
-
-SUBMIT = Script("submit", _QUEUE)
-CANCEL = Script("cancel", _QUEUE)
-FINISH = Script("finish", _QUEUE)
-REFILL = Script("refill", _QUEUE)
-UNWANTED = Script("unwanted", _QUEUE)
+SUBMIT = Script("submit")
+CANCEL = Script("cancel")
+FINISH = Script("finish")
+REFILL = Script("refill")
+UNWANTED = Script("unwanted")
 CLAIM = Script("claim")
 BEAT = Script("beat")
 RENEW = Script("renew")
 RELEASE = Script("release")
-RETRY = Script("retry", _QUEUE)
-SWEEP = Script("sweep", _QUEUE)
+RETRY = Script("retry")
+SWEEP = Script("sweep")
 SWAP = Script("swap")
 ENTRIES = Script("entries")
 OFFER = Script("offer")
@@ -72,7 +81,7 @@ ADOPT = Script("adopt")
 REMOVE = Script("remove")
 RESTORE = Script("restore")
 FIELDS = Script("fields")
-SURVEY = Script("survey", _QUEUE)
+SURVEY = Script("survey")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

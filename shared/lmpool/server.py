@@ -239,6 +239,8 @@ class Server:
             return AuthenticationFailed(f"{self} refuses this client: {why}")
         if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
+        if "Cluster mode is not enabled" in text:
+            return ServerError(f"{self} is no Redis Cluster: name it as redis://HOST:PORT")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
             return ServerUnreachable(f"no Redis server answers at {self}: {text}")
         if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:

@@ -7,8 +7,13 @@ from typing import Any
 from lmpool.checks import shown
 from lmpool.errors import ProtocolError
 
+Fields = dict[bytes, bytes]
+"""What an entry of a stream says, by name."""
 
-def stream_entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+_BYTES = {bytes}
+
+
+def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
     """The entries of a read of one stream: entry id, fields. RESP2 and RESP3 nest them differently.
 
     Raises:
@@ -16,17 +21,15 @@ def stream_entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     """
     if not reply:
         return []
+    found = []
     try:
-        entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
-        # An entry that was deleted while it was pending has no fields.
-        found = [
-            (entry, dict(zip(fields[::2], fields[1::2], strict=True)))
-            for entry, fields in entries
-            if fields is not None
-        ]
+        for entry, fields in next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]:
+            # An entry that was deleted while it was pending has no fields.
+            if fields is None:
+                continue
+            if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
+                raise TypeError
+            found.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
     except (TypeError, ValueError, LookupError) as error:
         raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
-    for entry, read in found:
-        if not all(isinstance(one, bytes) for one in (entry, *read, *read.values())):
-            raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}")
     return found

@@ -7,19 +7,33 @@ from collections.abc import Iterable
 from typing import Any
 
 _AGAIN_S = 0.1
+_MOST_AGAIN_S = 1.0
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended; what they raise is dropped.
 
     A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses
-    one that comes together with the result.
+    one that comes together with the result. Who waits here may be cancelled too, even more than once: that is raised
+    when all have ended, for they use what the caller is about to close.
+
+    Raises:
+        CancelledError: who waits was cancelled.
     """
     pending = {task for task in tasks if not task.done()}
+    interrupted: asyncio.CancelledError | None = None
+    pause = _AGAIN_S
     while pending:
         for task in pending:
             task.cancel()
-        done, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
-        for task in done:
+        try:
+            await asyncio.wait(pending, timeout=pause)
+        except asyncio.CancelledError as error:
+            interrupted = error
+        for task in [task for task in pending if task.done()]:
+            pending.remove(task)
             if not task.cancelled():
                 task.exception()  # Seen, so that it is not reported as never retrieved.
+        pause = min(2 * pause, _MOST_AGAIN_S)
+    if interrupted is not None:
+        raise interrupted

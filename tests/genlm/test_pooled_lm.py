@@ -37,8 +37,18 @@ def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
     return PooledLM.from_name("syn", redis=pool.url, prefix=pool.prefix, tokenizer=tokenizer, **options)
 
 
-def threads_of_ours() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
+ThreadList = Callable[[], list[threading.Thread]]
+
+
+@pytest.fixture
+def threads_of_ours() -> ThreadList:
+    """Lists the producers' threads that a test has started: other models may be open for the whole session."""
+
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
+
+    before = threads()
+    return lambda: [thread for thread in threads() if thread not in before]
 
 
 async def finished(call: Callable[[], Any]) -> Any:
@@ -221,13 +231,13 @@ def test_what_genlm_backend_removed_says_so_here_too(small: PooledLM) -> None:
         small.clear_lora()
 
 
-def test_a_wrong_name_fails_at_once(small_pool: Pool, tokenizer: Any) -> None:
+def test_a_wrong_name_fails_at_once(small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList) -> None:
     with pytest.raises(UnknownModel, match="other"):
         PooledLM.from_name("other", redis=small_pool.url, prefix=small_pool.prefix, tokenizer=tokenizer)
     assert not threads_of_ours()
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool) -> None:
+def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool, threads_of_ours: ThreadList) -> None:
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; pass tokenizer="):
         PooledLM.from_name(redis=small_pool.url, prefix=small_pool.prefix)
     assert not threads_of_ours()
@@ -353,7 +363,7 @@ def test_llamppl_takes_it_for_the_class_whose_methods_it_has(small: PooledLM) ->
 # How it ends
 
 
-async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any) -> None:
+async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList) -> None:
     model = connect(small_pool, tokenizer)
     await model.next_token_logprobs(IDS)
     async with model:
@@ -395,7 +405,7 @@ async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
             pool.end()
 
 
-def test_a_dropped_model_leaves_no_thread(small_pool: Pool, tokenizer: Any) -> None:
+def test_a_dropped_model_leaves_no_thread(small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList) -> None:
     model = connect(small_pool, tokenizer)
     model.next_token_logprobs_sync(IDS)
     assert len(threads_of_ours()) == 1

@@ -156,8 +156,12 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             redis.set(keys.row(producer.model.fingerprint) + digest, draw(hostile.spoilt_rows(ROW)))
         case 3:
             key = draw(st.sampled_from([keys.row(producer.model.fingerprint) + digest, model.waiting + digest]))
-            redis.delete(key)
-            draw(st.sampled_from([redis.rpush, redis.sadd, redis.set]))(key, draw(hostile.noise))
+            together = redis.pipeline()
+            command, value = draw(st.sampled_from(["rpush", "sadd", "set"])), draw(hostile.noise)
+            # At once: the pool may write there in between.
+            together.delete(key)
+            getattr(together, command)(key, value)
+            together.execute()
         case 4 | 5:
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes

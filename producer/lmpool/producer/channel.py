@@ -16,7 +16,7 @@ from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import Row, RowCache
-from lmpool.rows import Encoding, VectorBlock, encoded_size
+from lmpool.rows import VectorBlock
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -96,27 +96,23 @@ class Channel:
         Raises:
             ServerError: the server cannot be used.
         """
-        rows = self._rows
-        digests = [digest for digest in digests if (flight := self._flights.get(digest)) and not flight.is_touch]
-        if not digests or rows is None:
+        rows, lengths, wanted = self._rows, {}, []
+        for digest in digests:
+            flight = self._flights.get(digest)
+            if flight is not None and not flight.is_touch:
+                wanted.append(digest)
+                if flight.prompt.length:
+                    lengths[digest] = flight.prompt.length
+        if not wanted or rows is None:
             return
 
-        lengths, fetched = self._flights.lengths(digests), 0
-        row_size = encoded_size(self.card.vocab_size, self.card.row_encoding)
-        sizes = {digest: encoded_size(length, Encoding.F32) for digest, length in lengths.items()}
-
         def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
-            nonlocal fetched
-            if found is not None:
-                fetched += sizes.get(digest, row_size)
             # What was fetched from the namespace of other weights must not land after the change.
             if self._rows is rows:
                 self._flights.deliver(digest, found)
 
-        try:
-            await rows.get_many(digests, deliver, lengths)
-        finally:
-            self._flights.figures.fetched_bytes += fetched
+        fetched = await rows.get_many(wanted, deliver, lengths)
+        self._flights.figures.fetched_bytes += fetched
         self.trouble = None
 
     async def settle(self, digests: Sequence[bytes]) -> None:
@@ -131,24 +127,23 @@ class Channel:
                 self._flights.land(flight, _NO_ROW)
         await self.fetch(digests)
 
-    async def upload(self, flights: Sequence[Flight]) -> None:
-        """Store the weights of those flights that have some and are still under way.
+    async def upload(self, flights: Sequence[Flight]) -> bool:
+        """Store the weights of those flights that have some and are still under way; returns whether there were any.
 
         Raises:
             ServerError: the server cannot be used, or refuses.
         """
         loaded = {
-            flight.weights_name: flight.weights
-            for flight in flights
-            if flight.weights is not None and self._flights.is_open(flight)
+            flight.weights_name: flight.weights for flight in flights if flight.weights is not None and flight.waiters
         }
         if not loaded or self._rows is None:
-            return
+            return False
         refused = await self._rows.put_weights(VectorBlock(list(loaded), list(loaded.values())))
         if refused:
             raise self._server.explain(ResponseError(next(iter(refused.values()))))
         for flight in flights:
             flight.weights = None
+        return True
 
     def spent(self, flights: Sequence[Flight]) -> list[bytes]:
         """The keys that nobody needs once these flights have ended: private answers, and weights; told once."""

@@ -47,15 +47,16 @@ def list_letters(
 ) -> None:
     """Show the prompts that were given up."""
 
-    async def look(letters: DeadLetters, _: Lobby, __: str) -> tuple[list[DeadLetter], int]:
-        return await letters.newest(limit), await letters.count()
+    async def look(letters: DeadLetters, lobby: Lobby, name: str) -> tuple[list[DeadLetter], int, str]:
+        found = await letters.newest(limit)
+        return found, await letters.count(), "" if found else await _doubt(lobby, name)
 
-    found, count = run(_with_letters(model, redis, prefix, look))
+    found, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
         typer.echo(json.dumps([_summary(letter) for letter in found]))
         return
     if not found:
-        typer.echo("nothing was given up")
+        typer.echo(f"nothing was given up{doubt}")
         return
     table = Table("id", "given up", "error", "reason", "tokens", "adapter", "asked for", "digest")
     for letter in found:
@@ -137,15 +138,25 @@ def drop(
     """Forget prompts that were given up."""
     _check_choice(entries, every)
 
-    async def change(letters: DeadLetters, _: Lobby, __: str) -> int:
+    async def change(letters: DeadLetters, lobby: Lobby, name: str) -> tuple[int, str]:
         if entries is None or every:
-            return await letters.drop_all()
+            count = await letters.drop_all()
+            return count, "" if count else await _doubt(lobby, name)
         for entry in entries:
             await letters.find(entry)  # With one that is unknown nothing is dropped.
-        return await letters.drop(entries)
+        return await letters.drop(entries), ""
 
-    dropped = run(_with_letters(model, redis, prefix, change))
-    typer.echo(json.dumps({"dropped": dropped}) if as_json else f"dropped {dropped} prompts")
+    dropped, doubt = run(_with_letters(model, redis, prefix, change))
+    typer.echo(json.dumps({"dropped": dropped}) if as_json else f"dropped {dropped} prompts{doubt}")
+
+
+async def _doubt(lobby: Lobby, name: str) -> str:
+    """What to add when a model has no dead letters: a name that is mistyped must not look like good news."""
+    try:
+        await lobby.card(name)
+    except UnknownModel as error:
+        return f"; {error}"
+    return ""
 
 
 def _check_choice(entries: list[str] | None, every: bool) -> None:

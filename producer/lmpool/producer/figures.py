@@ -9,7 +9,6 @@ from time import monotonic
 from lmpool.histogram import Histogram
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
-from lmpool.rowcache import Row
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
@@ -45,22 +44,17 @@ class Figures:
         ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
         return max(0, self.stats.requests - self.stats.local_hits - ended)
 
-    def landed(self, began: float, joined: Sequence[float], answer: Row | Exception, origin: str) -> None:
+    def landed(self, origin: str, began: float, joined: Sequence[float] | None = None) -> None:
         """Count requests that were answered together.
 
         Args:
+            origin: where the row came from for the first of them.
             began: since when the first has waited; a time of `monotonic`.
             joined: since when the others have.
-            answer: what they got.
-            origin: where the row came from for the first of them.
         """
-        if isinstance(answer, Exception):
-            for since in (began, *joined):
-                self.failed(type(answer).__name__, since)
-            return
         now = monotonic()
         self.seconds[origin].observe(now - began)
-        for since in joined:
+        for since in joined or ():
             self.seconds["joined"].observe(now - since)
 
     def failed(self, why: str, began: float) -> None:

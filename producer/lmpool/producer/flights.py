@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from time import monotonic
 
@@ -15,6 +16,8 @@ from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 
 _MOST_OVERWRITES = 2
+_MOST_AWAY = 8192
+_MOST_AWAY_BYTES = 64 * 1024 * 1024
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
@@ -97,8 +100,6 @@ class FlightTable:
 
     Attributes:
         figures: as above.
-        away: flights that the server has.
-        away_bytes: bytes of their prompts.
         on_end: called whenever a flight has ended; None for nobody.
     """
 
@@ -106,8 +107,8 @@ class FlightTable:
         self._flights: dict[bytes, Flight] = {}
         self._cache = cache
         self._stats = stats
-        self.away = 0
-        self.away_bytes = 0
+        # Flights that the server has, and the bytes of their prompts.
+        self._away = self._away_bytes = 0
         self.on_end: Callable[[], None] | None = None
         self.figures = figures or Figures(stats, cache)
 
@@ -152,19 +153,30 @@ class FlightTable:
         flight.waiters.append(waiter)
         return flight, is_new
 
-    def send(self, flight: Flight) -> None:
-        """Count a flight as one that the server has, until it ends."""
-        if not flight.is_away:
-            flight.is_away = True
-            self.away += 1
-            self.away_bytes += len(flight.prompt.ids)
+    def send(self, unsent: deque[Flight]) -> list[Flight]:
+        """Take flights to be sent, those that are waited for, as far as the server is to have so many at once.
+
+        Args:
+            unsent: in their order; what is taken is removed. A flight counts as one that the server has until it ends.
+        """
+        taken = []
+        while unsent and self._away < _MOST_AWAY and self._away_bytes < _MOST_AWAY_BYTES:
+            flight = unsent.popleft()
+            if flight.waiters:
+                taken.append(flight)
+                if not flight.is_away:
+                    flight.is_away = True
+                    self._away += 1
+                    self._away_bytes += len(flight.prompt.ids)
+        return taken
 
     def _end(self, flight: Flight) -> None:
-        del self._flights[flight.prompt.digest]
+        prompt = flight.prompt
+        del self._flights[prompt.digest]
         if flight.is_away:
             flight.is_away = False
-            self.away -= 1
-            self.away_bytes -= len(flight.prompt.ids)
+            self._away -= 1
+            self._away_bytes -= len(prompt.ids)
         if self.on_end is not None:
             self.on_end()
 
@@ -194,25 +206,25 @@ class FlightTable:
             return
         if not flight.prompt.ask:
             self._cache.put(digest, found)
-        self.land(flight, found)
-
-    def lengths(self, digests: Iterable[bytes]) -> dict[bytes, int]:
-        """How long the answers are, of those flights among some that want something else than a row."""
-        flights = (self._flights[digest] for digest in digests)
-        return {flight.prompt.digest: flight.prompt.length for flight in flights if flight.prompt.length}
+        self._end(flight)
+        self._tell(flight, found)
 
     def land(self, flight: Flight, answer: Answer) -> None:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
-        if self._flights.get(flight.prompt.digest) is flight:
+        if self.is_open(flight):
             self._end(flight)
+        if flight.waiters:
+            self._tell(flight, answer)
+
+    def _tell(self, flight: Flight, answer: Answer) -> None:
         waiters, flight.waiters = flight.waiters, []
-        if not waiters:
-            return
         if isinstance(answer, Exception):
             self._stats.failed += len(waiters)
+            for since in (flight.began, *(flight.joined or ())):
+                self.figures.failed(type(answer).__name__, since)
         else:
             self._stats.add(flight.origin)
-        self.figures.landed(flight.began, flight.joined or (), answer, flight.origin)
+            self.figures.landed(flight.origin, flight.began, flight.joined)
         for waiter in waiters:
             waiter(answer)
 

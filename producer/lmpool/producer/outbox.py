@@ -18,11 +18,10 @@ from lmpool.producer.tasks import Tasks
 _FEW = 8
 _SENT = (Stage.SENDING, Stage.WAITING)
 _HARDLY_ANY = 0.02
+_LIKELY = 0.5
 _HIT_RATE_WINDOW = 8
 _LEAST_PATIENCE_S = 5.0
 _MOST_PATIENCE_S = 3600.0
-_MOST_AWAY = 8192
-_MOST_AWAY_BYTES = 64 * 1024 * 1024
 _UPLOAD_BYTES = 4 * 1024 * 1024
 
 
@@ -47,14 +46,11 @@ class Outbox:
         self._spent: list[bytes] = []
         self._leaving = False
         self._retrying = False
-        self._hit_rate = 1.0
+        self._hit_rate = _LIKELY
 
     def add(self, flight: Flight) -> None:
         """Send a new flight, together with all that are added in this tick of the event loop."""
         self._unsent.append(flight)
-        if len(self._unsent) > 2 * len(self._flights) + _FEW:
-            # Of those that wait here most have been given up.
-            self._unsent = deque(one for one in self._unsent if one.waiters)
         if not self._flushing:
             # Runs after everything that is ready in this tick has added its requests.
             self._flush_soon()
@@ -62,6 +58,9 @@ class Outbox:
     def take_back(self, flight: Flight) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
         self.discard([flight])
+        if len(self._unsent) > 2 * len(self._flights) + _FEW:
+            # Of those that wait here most have been given up.
+            self._unsent = deque(one for one in self._unsent if one.waiters)
         if flight.stage in _SENT:
             self._left.add(flight.prompt.digest)
             if not self._leaving:
@@ -84,22 +83,15 @@ class Outbox:
         Raises:
             ServerError or an error of redis-py: the server cannot be used.
         """
+        channel = self._channel
         # Whether the row of a touch is there the script can tell, if it sees rows.
-        touched = (
-            []
-            if self._channel.rows.is_seen
-            else [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
-        )
-        if touched:
-            await self._channel.settle(await self._channel.rows.there(touched))
-        try:
-            stored = await self._submit_parts(flights, again)
-        finally:
-            if any(flight.stage is Stage.REFUSED and self._flights.is_open(flight) for flight in flights):
-                self.retry_soon()
-        self._channel.trouble = None
+        if not channel.rows.is_seen:
+            touched = [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
+            await channel.settle(await channel.rows.there(touched))
+        stored = await self._submit_parts(flights, again)
+        channel.trouble = None
         if stored:
-            await self._channel.settle(stored)
+            await channel.settle(stored)
             damaged = [flight for flight in flights if flight.damaged and self._flights.is_open(flight)]
             if damaged:
                 await self.submit(damaged)
@@ -113,15 +105,16 @@ class Outbox:
         stored: list[bytes] = []
         is_full = False
         for part in _parts(flights):
-            left = [flight for flight in part if self._flights.is_open(flight)]
+            left = [flight for flight in part if flight.waiters]
             if is_full and self._waits_when_full:
                 # They would be sent to be refused, and so whenever they are tried again.
                 for flight in left:
                     flight.stage = Stage.REFUSED
             elif left:
-                await self._channel.upload(left)
-                stored += await self._submit_part([one for one in left if self._flights.is_open(one)], again)
-                is_full = any(flight.stage is Stage.REFUSED for flight in left)
+                if await self._channel.upload(left):
+                    left = [flight for flight in left if flight.waiters]
+                found, is_full = await self._submit_part(left, again)
+                stored += found
         return stored
 
     def discard(self, flights: Sequence[Flight]) -> None:
@@ -162,13 +155,8 @@ class Outbox:
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
         """
         self._flushing = False
-        flights, unsent, batch = self._flights, self._unsent, []
-        while unsent and flights.away < _MOST_AWAY and flights.away_bytes < _MOST_AWAY_BYTES:
-            flight = unsent.popleft()
-            if flight.waiters:
-                flights.send(flight)
-                batch.append(flight)
-        flights.on_end = self._flush_soon if unsent else None
+        batch = self._flights.send(self._unsent)
+        self._flights.on_end = self._flush_soon if self._unsent else None
         if batch:
             self._tasks.spawn(self._send(batch))
 
@@ -177,10 +165,9 @@ class Outbox:
         for flight in flights:
             flight.stage = Stage.SENDING
         try:
-            # The script sees rows that exist too: a look beforehand pays for many prompts of which some are there.
-            if not self._channel.rows.is_seen or (len(flights) > _FEW and self._hit_rate > _HARDLY_ANY):
+            if self._is_worth_a_look(len(flights)):
                 await self._channel.fetch([flight.prompt.digest for flight in flights if not flight.damaged])
-            await self.submit([flight for flight in flights if self._flights.is_open(flight)])
+            await self.submit([flight for flight in flights if flight.waiters])
             self._learn(flights)
         except TROUBLE as error:
             self._channel.note(error)
@@ -189,17 +176,23 @@ class Outbox:
                     flight.stage = Stage.UNSENT
             self.retry_soon()
 
+    def _is_worth_a_look(self, count: int) -> bool:
+        """Whether to look for rows before asking for them, although the script sees those that exist too."""
+        # A look costs less than the call of the script that it spares, or than the part of one for many prompts.
+        least = _HARDLY_ANY if count > _FEW else _LIKELY
+        return self._hit_rate > least or not self._channel.rows.is_seen
+
     def _learn(self, flights: Sequence[Flight]) -> None:
         hits = sum(flight.origin == "cache_hits" for flight in flights) / max(1, len(flights))
         self._hit_rate += (hits - self._hit_rate) / _HIT_RATE_WINDOW
 
-    async def _submit_part(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
-        """Returns the digests whose rows have appeared in the cache meanwhile."""
+    async def _submit_part(self, flights: Sequence[Flight], again: bool) -> tuple[list[bytes], bool]:
+        """Returns the digests whose rows have appeared in the cache meanwhile, and whether the queue is full."""
         if not flights:
-            return []
+            return [], False
         channel = self._channel
-        is_seen, is_damaged = channel.rows.is_seen, any(flight.damaged for flight in flights)
-        look = "" if is_damaged else "rows" if is_seen else "marks"
+        is_damaged = any(flight.damaged for flight in flights)
+        look = "" if is_damaged else "rows" if channel.rows.is_seen else "marks"
         keys = [channel.model.jobs, channel.reply]
         keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
         if look == "rows":
@@ -213,31 +206,38 @@ class Outbox:
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome) != len(flights):
             raise channel.line.distrust(outcome)
+        is_full = b"F" in outcome
+        if is_full and self._waits_when_full:
+            self.retry_soon()
         stored, abandoned = [], []
         now = self._tasks.loop.time()
-        for flight, code in zip(flights, str(outcome, "ascii"), strict=True):
+        for flight, code in zip(flights, outcome.decode("ascii", "replace"), strict=True):
+            digest = flight.prompt.digest
             flight.since = now
-            flight.overwrites += flight.damaged
-            flight.stage = Stage.REFUSED if code == "F" else Stage.WAITING
-            if code == "F" and not self._waits_when_full:
-                self._flights.land(flight, QueueFull(channel.full()))
-            if code == "R":
-                stored.append(flight.prompt.digest)
-            elif code == "Q":
+            flight.stage = Stage.WAITING
+            if is_damaged:
+                flight.overwrites += flight.damaged
+            if code == "Q":
                 flight.origin = "computed"
             elif code == "J" and not again:
                 flight.origin = "joined"
-            if code in "QJ" and self._flights.get(flight.prompt.digest) is None:
-                abandoned.append(flight.prompt.digest)
+            elif code == "R" and self._flights.get(digest) is not None:
+                stored.append(digest)
+            elif code == "F":
+                flight.stage = Stage.REFUSED
+                if not self._waits_when_full:
+                    self._flights.land(flight, QueueFull(channel.full()))
+            if not flight.waiters and code in "QJ" and self._flights.get(digest) is None:
+                abandoned.append(digest)
         await self._cancel(abandoned)
-        return [digest for digest in stored if self._flights.get(digest) is not None]
+        return stored, is_full
 
     def _patience_ms(self, flights: Sequence[Flight]) -> int:
         """For how long the server is to believe that these are waited for.
 
         Until the last deadline among them, and some more: who waits after that says so again every lease.
         """
-        patience = max(flight.until for flight in flights) - self._tasks.loop.time()
+        patience = max([flight.until for flight in flights]) - self._tasks.loop.time()
         patience += max(2 * self._channel.card.lease_s, _LEAST_PATIENCE_S)
         return int(1000 * min(max(patience, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
 

@@ -4,6 +4,9 @@
 -- ARGV  consumer group
 --
 -- Returns how many jobs were removed.
+
+-- include queue
+
 local reply = KEYS[2]
 local removed = 0
 for i = 3, #KEYS do

@@ -4,8 +4,8 @@
 --       and, to have jobs left alone whose rows are not there, after all of those per job: row key; where
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
---       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), then per job: entry id,
---       failure (encoded, or '' when the row is stored), dead (0|1)
+--       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
+--       then per job: entry id, then of each that failed: its number, the failure (encoded), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -20,13 +20,15 @@
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
-local DIGEST, HEAD = 16, 7
+
+-- include stream
+
+local DIGEST, HEAD = 16, 8
 local MOST_CLIENTS, MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 10000, 16, 1048576
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
-local count = math.floor((#ARGV - HEAD) / 3)
-local entries, done, told, left = {}, {}, {}, {}
-local replies = string.gsub(jobs, 'jobs$', 'reply')
+local count = tonumber(ARGV[8])
+local entries, ended, stored, done, told, left = {}, {}, {}, {}, {}, {}
 -- Whether something else than a stream is there, or one that has come to its last id.
 local function is_spoilt(outcome)
   return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
@@ -41,27 +43,12 @@ local function tell(reply, ...)
   end
   told[reply] = true
 end
--- Whether there is a row; what can be none is removed, so that the row can be stored.
-local function is_stored(row)
-  local size = redis.pcall('STRLEN', row)
-  if type(size) == 'table' or size == 0 then
-    redis.call('DEL', row)
-    return false
+local function bury(failure, entry)
+  local found = redis.call('XRANGE', jobs, entry, entry)
+  if #found == 0 then
+    return
   end
-  return true
-end
-local function clients_at(waiting)
-  local found = {}
-  for _, reply in ipairs(redis.pcall('HKEYS', waiting)) do
-    if string.sub(reply, 1, #replies) == replies then
-      found[#found + 1] = reply
-    end
-  end
-  -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  return #found > MOST_CLIENTS and {} or found
-end
-local function bury(failure, fields)
-  local size = 0
+  local fields, size = found[1][2], 0
   for _, part in ipairs(fields) do
     size = size + #part
   end
@@ -73,47 +60,59 @@ local function bury(failure, fields)
     redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
   end
 end
-local function holds(entry)
-  local found = redis.pcall('XPENDING', jobs, group, entry, entry, 1, ARGV[6])
-  return not found.err and #found == 1
+-- Tell who waits there: of a failure now, of a row in the end with all others.
+local function tell_all(waiting, failure)
+  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HKEYS', waiting)
+  -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
+  for i = 1, #clients <= MOST_CLIENTS and #clients or 0 do
+    local reply = clients[i]
+    local digests = done[reply]
+    if digests and not failure then
+      digests[#digests + 1] = digest
+    elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
+      if failure then
+        tell(reply, 'd', digest, 'e', failure)
+      else
+        done[reply] = {digest}
+      end
+    end
+  end
+end
+-- Number of a job -> where its failure is.
+local failures = {}
+for at = HEAD + count + 1, #ARGV, 3 do
+  failures[tonumber(ARGV[at])] = at + 1
 end
 for i = 1, count do
-  local waiting, row = KEYS[2 + i], KEYS[2 + count + i]
-  local digest, at = string.sub(waiting, -DIGEST), HEAD + 3 * (i - 1)
-  local entry, failure = ARGV[at + 1], ARGV[at + 2]
-  local is_left = row and failure == '' and not is_stored(row)
-  local is_ended = not is_left and (failure == '' or holds(entry))
-  if is_left then
+  local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
+  local failure = failures[i] and ARGV[failures[i]]
+  local size = row and not failure and redis.pcall('STRLEN', row)
+  if size == 0 or type(size) == 'table' then
+    -- What can be no row is removed, so that the row can be stored.
+    redis.call('DEL', row)
     left[#left + 1] = i
-  elseif is_ended then
+  elseif not failure or #redis.pcall('XPENDING', jobs, group, entry, entry, 1, ARGV[6]) == 1 then
     entries[#entries + 1] = entry
-  end
-  if is_ended and ARGV[at + 3] == '1' then
-    local found = redis.call('XRANGE', jobs, entry, entry)
-    if #found == 1 then
-      bury(failure, found[1][2])
+    if failure and ARGV[failures[i] + 1] == '1' then
+      bury(failure, entry)
     end
-  end
-  for _, reply in ipairs(is_ended and clients_at(waiting) or {}) do
-    if failure ~= '' then
-      tell(reply, 'd', digest, 'e', failure)
-    else
-      local digests = done[reply]
-      if not digests then
-        digests = {}
-        done[reply] = digests
+    -- Who waits is told once, however many of the jobs are for the same.
+    if not ended[waiting] then
+      ended[waiting], ended[#ended + 1] = true, waiting
+      tell_all(waiting, failure)
+      if not failure then
+        stored[#stored + 1] = waiting
       end
-      digests[#digests + 1] = digest
     end
   end
-  if is_ended then
-    redis.call('DEL', waiting)
-    if mark_ms ~= '0' and failure == '' then
-      -- For who has looked for the row before it was stored, and asks for it now.
-      redis.call('HSET', waiting, 'job', DONE)
-      redis.call('PEXPIRE', waiting, mark_ms)
-    end
-  end
+end
+if #ended > 0 then
+  redis.call('DEL', unpack(ended))
+end
+for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
+  -- For who has looked for the row before it was stored, and asks for it now.
+  redis.call('HSET', waiting, 'job', DONE)
+  redis.call('PEXPIRE', waiting, mark_ms)
 end
 for reply, digests in pairs(done) do
   tell(reply, 'd', table.concat(digests), 'f', fingerprint)
@@ -128,6 +127,13 @@ if #entries > 0 then
   redis.call('XACK', jobs, group, unpack(entries))
   redis.call('XDEL', jobs, unpack(entries))
 end
-move_up()
 table.insert(left, 1, clients)
-return table.concat(left, ' ')
+local answer = table.concat(left, ' ')
+if redis.call('EXISTS', backlog) == 0 then
+  return answer
+end
+
+-- include queue
+
+move_up()
+return answer

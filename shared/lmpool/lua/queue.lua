@@ -1,4 +1,4 @@
--- A model's queue: what scripts that use it begin with. KEYS[1] is the stream of jobs.
+-- A model's queue, for the scripts that include it. KEYS[1] is the stream of jobs.
 --
 -- Workers read the stream in the order of its entries, so what stands in it is waited for by everybody behind it. It
 -- holds some batches only; the rest waits in the backlog, a sorted set of digests in the order of their turns, with
@@ -14,19 +14,11 @@
 -- When another client comes, what is beyond the usual goes back to the backlog.
 --
 -- The keys that are not among KEYS carry the model's hash tag, as KEYS[1] does.
-local GROUP = 'workers'
--- Batches in the stream for each worker: enough to take from until the next batch has ended and more moves up.
-local BATCHES = 3
--- Prompts in the stream while no worker is known.
-local NOBODY = 128
+
+-- include stream
+
 local MOST_LOOKED_AT, MOST_AT_ONCE = 1000, 500
--- How much further the prompts of a client that asks alone may go: what can be taken back at once.
-local MORE, FLOOD_MS = 2000, 3600000
-local LATER, DONE = 'later', 'done'
-local jobs = KEYS[1]
-local base = string.sub(jobs, 1, -6)
-local backlog, backlog_jobs, turns = base .. ':backlog', base .. ':backlog:jobs', base .. ':turns'
-local flood = base .. ':flood'
+local backlog_jobs, turns = base .. ':backlog:jobs', base .. ':turns'
 
 -- How much a command counts at a key; what is there and is something else than ours goes.
 local function count_at(command, key)
@@ -49,33 +41,9 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- How many more prompts the stream may hold, and how many more than these for a client that asks alone.
-local function room()
-  local batches = 0
-  count_at('HLEN', base .. ':rooms')
-  for _, batch in ipairs(redis.call('HVALS', base .. ':rooms')) do
-    batches = batches + (tonumber(batch) or 0)
-  end
-  local pending = redis.pcall('XPENDING', jobs, GROUP)
-  local held = pending.err and 0 or pending[1]
-  local free = (batches > 0 and BATCHES * batches or NOBODY) - (redis.call('XLEN', jobs) - held)
-  return free, batches > 0 and MORE or 0
-end
-
 local function clock()
   count_at('HLEN', turns)
   return number_at(turns, '')
-end
-
--- Add a job to the stream; `till` is until when it is waited for, and `since` when it was queued if that was earlier,
--- in ms; `digest` goes along where the job may have to go back.
-local function to_stream(job, till, since, digest)
-  if since then
-    return redis.call('XADD', jobs, '*', 'm', job, 'u', till, 't', since)
-  elseif digest then
-    return redis.call('XADD', jobs, '*', 'm', job, 'u', till, 'd', digest)
-  end
-  return redis.call('XADD', jobs, '*', 'm', job, 'u', till)
 end
 
 -- Put jobs into the backlog: turns and digests, and digests and what is stored of their jobs, one after the other.
@@ -94,12 +62,12 @@ local function back(count, client)
   local last = redis.call('XREVRANGE', jobs, '+', '-', 'COUNT', count)
   for i = #last, 1, -1 do
     local entry, fields = last[i][1], last[i][2]
-    if fields[5] == 'd' then
-      local digest = fields[6]
+    local lifetime, digest = string.match(fields[4] or '', '^(%d+) (.+)$')
+    if digest then
       turn = turn + 1
       order[#order + 1], order[#order + 2] = turn, digest
       local since = string.match(entry, '^%d+')
-      stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. fields[4] .. ' ' .. fields[2]
+      stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. lifetime .. ' ' .. fields[2]
       redis.call('XDEL', jobs, entry)
       redis.pcall('HSET', base .. ':waiting:' .. digest, 'job', LATER)
     end
@@ -144,7 +112,7 @@ local function move_up()
   end
   count_at('HLEN', backlog_jobs)
   count_at('HLEN', turns)
-  local free = room()
+  local free = room(redis.call('XLEN', jobs))
   local looked_at, last, now = 0, nil, now_ms()
   while free > 0 and looked_at < MOST_LOOKED_AT do
     local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_AT_ONCE))
@@ -159,10 +127,12 @@ local function move_up()
     redis.call('HDEL', backlog_jobs, unpack(digests))
     for i, digest in ipairs(digests) do
       local waiting = base .. ':waiting:' .. digest
-      local since, till, at = string.match(stored[i] or '', '^(%d+) (%d+) ()')
+      local since, lifetime, at = string.match(stored[i] or '', '^(%d+) (%d+) ()')
+      local till = at and since + lifetime
       -- What was taken back has left the backlog, so before its deadline a prompt is waited for.
-      if at and (now < tonumber(till) or is_wanted(waiting, till, now)) then
-        local entry = to_stream(string.sub(stored[i], at), till, since)
+      if at and (now < till or is_wanted(waiting, till, now)) then
+        local job = string.sub(stored[i], at)
+        local entry = redis.call('XADD', jobs, '*', 'm', job, 'u', lifetime, 't', since)
         redis.pcall('HSET', waiting, 'job', entry)
         free = free - 1
       else

@@ -3,4 +3,7 @@
 -- KEYS  jobs
 --
 -- Returns 1 when it is to be called again at once, for there may be more to move.
+
+-- include queue
+
 return move_up() and 1 or 0

@@ -8,6 +8,9 @@
 --
 -- Returns Q queued, J a job for the same is under way so that nothing had to be queued, F refused because the queue is
 -- full, G the letter is gone or is another.
+
+-- include queue
+
 local dead, waiting = KEYS[2], KEYS[3]
 local letter = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]
 local data = nil
@@ -25,7 +28,7 @@ if not job or job == DONE or not is_queued(job, waiting) then
   if redis.call('XLEN', jobs) + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
     return 'F'
   end
-  redis.call('HSET', waiting, 'job', to_stream(data, now_ms() + ARGV[4]))
+  redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', data, 'u', ARGV[4]))
   outcome = 'Q'
 end
 -- Also where a client waits: it may give up.

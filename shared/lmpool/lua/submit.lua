@@ -15,34 +15,71 @@
 --
 -- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
 -- is full, R the row is in the cache (it was stored after the client looked).
-local SHARE = 9
-local reply = KEYS[2]
-local limit, lifetime = tonumber(ARGV[1]), tonumber(ARGV[2])
+
+-- include stream
+
+local reply, lifetime = KEYS[2], ARGV[2]
 local look, again = ARGV[3], ARGV[4] == '1'
-local count = #ARGV - 4
-local depth, behind = redis.call('XLEN', jobs), count_at('ZCARD', backlog)
--- An empty stream has room for a prompt whoever reads it: a lone request is spared the look.
-local free = depth == 0 and behind == 0 and 1 or nil
-local time, now, last, more, is_alone = now_ms(), nil, nil, 0, false
-if depth > 0 then
-  free, more = room()
-  local alone = free < 0 and redis.pcall('GET', flood)
+local limit, count = tonumber(ARGV[1]), #ARGV - 4
+local depth = redis.call('XLEN', jobs)
+
+-- Queue a prompt in the stream; with its digest, where it may have to go back.
+local function to_stream(waiting, job, may_go_back)
+  local stays = may_go_back and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
+  redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', job, 'u', stays), reply, '')
+  redis.call('PEXPIRE', waiting, lifetime)
+end
+
+-- Whether this client is known to ask alone, and will be for long.
+local function is_known_alone()
+  return redis.pcall('GET', flood) == reply and redis.call('PTTL', flood) > FLOOD_MS / 2
+end
+
+-- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. Nobody has asked for
+-- any of these yet, and all find room at once: in an empty stream, whoever reads it, or where this client asks alone.
+if not again and depth + count <= limit and redis.call('EXISTS', backlog, unpack(KEYS, 3)) == 0 then
+  local is_lone = depth == 0 and count == 1
+  local is_alone = not is_lone and depth + count <= MORE and is_known_alone()
+  if is_lone or is_alone or room(depth) >= count then
+    local outcome, queued = {}, {}
+    for i = 1, count do
+      local waiting = KEYS[2 + i]
+      if queued[waiting] then
+        outcome[i] = 'J'
+      else
+        to_stream(waiting, ARGV[4 + i], is_alone)
+        outcome[i], queued[waiting] = 'Q', true
+      end
+    end
+    return table.concat(outcome)
+  end
+end
+
+-- include queue
+
+local SHARE = 9
+-- Mostly nobody has asked for any of them yet: that costs less to see at once than one by one.
+local is_new = not again and redis.call('EXISTS', unpack(KEYS, 3)) == 0
+local behind, is_alone = count_at('ZCARD', backlog), false
+local free, more = room(depth)
+if free < 0 then
+  local alone = redis.pcall('GET', flood)
   -- A server that is short of memory may have dropped the key: then it was somebody's.
-  if free < 0 and alone ~= reply then
+  if alone ~= reply then
     redis.call('DEL', flood)
     back(-free, type(alone) == 'string' and alone or '?')
     depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
   end
 end
 -- What goes to the backlog, all at once in the end.
-local head, later, stored = string.format('%d %d ', time, time + lifetime), {}, {}
+local head, later, stored, now, last = nil, {}, {}, nil, nil
 
 -- The client's next turn.
 local function next_turn()
   if not last then
     now = clock()
     -- The first turns are for those that may have to come back from the stream.
-    last = math.max(now - math.min(0, free or 0), number_at(turns, reply))
+    last = math.max(now - math.min(0, free), number_at(turns, reply))
   end
   return last + 1
 end
@@ -51,28 +88,26 @@ local function queue(waiting, job)
   if depth + behind >= limit then
     return 'F'
   end
-  if behind == 0 and not free then
-    free, more = room()
-  end
   if behind == 0 and free + more > 0 then
     if free <= 0 and not is_alone then
       redis.call('SET', flood, reply, 'PX', FLOOD_MS)
       is_alone = true
     end
-    local digest = free <= 0 and string.sub(waiting, -16)
-    redis.call('HSET', waiting, 'job', to_stream(job, time + lifetime, nil, digest), reply, '')
-    depth, free = depth + 1, depth > 0 and free - 1 or nil
-  else
-    local turn = next_turn()
-    if last - now >= SHARE * (limit - depth - behind) then
-      return 'F'
-    end
-    local digest = string.sub(waiting, -16)
-    later[#later + 1], later[#later + 2] = turn, digest
-    stored[#stored + 1], stored[#stored + 2] = digest, head .. job
-    redis.call('HSET', waiting, 'job', LATER, reply, '')
-    last, behind = turn, behind + 1
+    to_stream(waiting, job, free <= 0)
+    depth, free = depth + 1, free - 1
+    return 'Q'
   end
+  local turn = next_turn()
+  if last - now >= SHARE * (limit - depth - behind) then
+    return 'F'
+  end
+  head = head or string.format('%d %s ', now_ms(), lifetime)
+  local digest = string.sub(waiting, -16)
+  later[#later + 1], later[#later + 2] = turn, digest
+  stored[#stored + 1], stored[#stored + 2] = digest, head .. job
+  last, behind = turn, behind + 1
+  redis.call('HSET', waiting, 'job', LATER, reply, '')
+  redis.call('PEXPIRE', waiting, lifetime)
   return 'Q'
 end
 
@@ -85,45 +120,50 @@ local function hasten(digest)
   end
 end
 
-local outcome = {}
-for i = 1, count do
-  local waiting = KEYS[2 + i]
-  local row = KEYS[2 + count + i]
+-- Whether the row of a prompt is in the cache, as far as that is to be looked at.
+local function is_there(row)
   local size = look == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
     -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
     -- it to the worker.
     redis.pcall('DEL', row)
-    size = 0
+    return false
   end
-  if size > 0 then
-    outcome[i] = 'R'
-  else
-    local job = redis.pcall('HGET', waiting, 'job')
-    if type(job) == 'table' then
-      -- No hash: nobody can be waiting there.
-      redis.call('DEL', waiting)
-      job = false
-    end
-    if job == DONE and (again or look ~= 'marks') or job and again and not is_queued(job, waiting) then
-      job = false
-    end
-    if job == DONE then
-      outcome[i] = 'R'
-    elseif job then
-      redis.call('HSET', waiting, reply, '')
-      if job == LATER then
-        hasten(string.sub(waiting, -16))
-      end
-      outcome[i] = 'J'
-    else
-      outcome[i] = queue(waiting, ARGV[4 + i])
-    end
-    -- As long as the most patient of those who wait.
-    if outcome[i] == 'Q' or outcome[i] == 'J' and redis.call('PTTL', waiting) < lifetime then
-      redis.call('PEXPIRE', waiting, lifetime)
-    end
+  return size > 0
+end
+
+-- Join a job that exists: J; or R when that has ended with a row, and nothing when there is none.
+local function join(waiting)
+  local job = redis.pcall('HGET', waiting, 'job')
+  if type(job) == 'table' then
+    -- No hash: nobody can be waiting there.
+    redis.call('DEL', waiting)
+    return nil
+  elseif job == DONE then
+    return not again and look == 'marks' and 'R' or nil
+  elseif not job or again and not is_queued(job, waiting) then
+    return nil
   end
+  redis.call('HSET', waiting, reply, '')
+  if job == LATER then
+    hasten(string.sub(waiting, -16))
+  end
+  -- As long as the most patient of those who wait.
+  if redis.call('PTTL', waiting) < tonumber(lifetime) then
+    redis.call('PEXPIRE', waiting, lifetime)
+  end
+  return 'J'
+end
+
+local outcome, queued = {}, {}
+for i = 1, count do
+  local waiting = KEYS[2 + i]
+  local found = nil
+  if not is_new or queued[waiting] then
+    found = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
+  end
+  outcome[i] = found or queue(waiting, ARGV[4 + i])
+  queued[waiting] = true
 end
 if #later > 0 then
   to_backlog(later, stored)

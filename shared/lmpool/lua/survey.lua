@@ -7,6 +7,9 @@
 --
 -- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up,
 -- the server's time in ms}.
+
+-- include queue
+
 local FIRST = 32
 local dead = KEYS[2]
 local now, age = now_ms(), 0

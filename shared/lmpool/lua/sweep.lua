@@ -7,7 +7,10 @@
 -- to be gone may take jobs at any moment.
 --
 -- Returns how many were removed.
-local rooms, group, removed = KEYS[2], ARGV[1], 0
+
+-- include queue
+
+local group, removed = ARGV[1], 0
 count_at('HLEN', rooms)
 if count_at('HLEN', turns) > 1 then
   local now = clock()

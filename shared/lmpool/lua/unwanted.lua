@@ -4,6 +4,9 @@
 -- ARGV  per job: entry id, until when it is waited for in ms as far as is known
 --
 -- Returns the numbers of the jobs that were removed.
+
+-- include queue
+
 local removed, now = {}, now_ms()
 for i = 1, #KEYS - 1 do
   local waiting, entry = KEYS[1 + i], ARGV[2 * i - 1]

@@ -26,7 +26,8 @@ def check_answers(finished: Finished, held: Collection[bytes], card: ModelCard) 
     """
     answered = finished.digests
     who = f"the backend {card.backend!r} has answered"
-    if twice := [digest for digest, count in Counter(answered).items() if count > 1]:
+    if len(set(answered)) < len(answered):
+        twice = [digest for digest, count in Counter(answered).items() if count > 1]
         raise WorkerError(f"{who} {len(twice)} prompts twice in one step, such as {twice[0].hex()}")
     if strangers := [digest for digest in answered if digest not in held]:
         raise WorkerError(f"{who} {len(strangers)} prompts that it was not asked, such as {strangers[0].hex()}")

@@ -74,9 +74,10 @@ class Figures:
         now_ms = (time.time() + self._clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
         self.ended[outcome] += len(entries)
+        begun = [entry.partition(b"-")[0] for entry in entries]
+        if since := self.queued_ms:
+            begun = [since.pop(entry, b"") or ms for entry, ms in zip(entries, begun, strict=True)]
         # What is computed together was mostly queued together too: few of these differ.
-        since = self.queued_ms
-        begun = [since.pop(entry, b"") or entry.partition(b"-")[0] for entry in entries]
         for queued_ms, count in Counter(begun).items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -23,13 +24,15 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
-from lmpool.keys import GROUP, JOB_FIELD, SINCE_FIELD, UNTIL_FIELD, ModelKeys
+from lmpool.keys import GROUP, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
 from lmpool.line import CommandLine
 from lmpool.messages import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.prompts import ask_digest, check_encoded, digest_of
-from lmpool.streams import stream_entries
+from lmpool.streams import Fields, stream_entries
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.figures import Figures
+
+_log = logging.getLogger("lmpool.worker")
 
 _STALE_S = 1.0
 _MOST_MS_DIGITS = 15
@@ -139,41 +142,40 @@ class Intake:
         except ProtocolError as error:
             self._line.hang_up(error)
             raise
-        taken, untils = [], {}
-        for entry, fields in entries:
-            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
-            untils[entry] = fields.get(UNTIL_FIELD)
-            if SINCE_FIELD in fields and _number(since := fields[SINCE_FIELD]) < _EVER_MS:
-                self._figures.queued_ms[entry] = since
-        if not taken:
+        if not entries:
             await self._refill()
             return []
-        return await self._wanted(taken, untils)
+        taken = []
+        for entry, fields in entries:
+            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
+            if SINCE_FIELD in fields and _number(since := fields[SINCE_FIELD]) < _EVER_MS:
+                self._figures.queued_ms[entry] = since
+        return await self._wanted(taken, entries)
 
     async def _refill(self) -> None:
         """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
-    async def _wanted(self, taken: list[Taken], untils: Mapping[bytes, bytes | None]) -> list[Taken]:
+    async def _wanted(self, taken: list[Taken], entries: Sequence[tuple[bytes, Fields]]) -> list[Taken]:
         """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at.
 
         When the server cannot tell, all are: what has been taken must not be forgotten.
 
         Args:
             taken: the jobs.
-            untils: entry -> until when it was waited for at first, as the entry tells it.
+            entries: what their entries say.
         """
         before = (time.time() + self._ahead_s - _STALE_S) * 1000
         if not taken or _queued_ms(taken[0].entry) >= before:
             return taken  # Entries come in the order of their ages.
         stale = [one for one in taken if one.job is not None and _queued_ms(one.entry) < before]
-        removed = set()
+        removed, untils = set(), {entry: _until_ms(entry, fields) for entry, fields in entries}
         for at in range(0, len(stale), scripts.MOST_AT_ONCE):
             part = stale[at : at + scripts.MOST_AT_ONCE]
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
             try:
-                args = [value for one in part for value in (one.entry, _number(untils.get(one.entry)))]
+                args = [value for one in part for value in (one.entry, untils.get(one.entry, _EVER_MS))]
                 numbers = await scripts.UNWANTED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
@@ -199,14 +201,16 @@ class Intake:
             ],
         )
         alone, entries = reply
-        taken = []
-        for entry, data, deliveries in entries:
+        taken, told = [], []
+        for entry, data, deliveries, lifetime, since in entries:
+            told.append((entry, {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}))
             one = self._read(entry, data) if isinstance(data, bytes) else _too_large(entry, data)
             if deliveries >= self._max_deliveries:
                 text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
+                _log.warning("a prompt is %s; see `lmpool dead list`", text)
             taken.append(one)
-        return Claimed(await self._wanted(taken, {}), bool(alone))
+        return Claimed(await self._wanted(taken, told), bool(alone))
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""
@@ -301,14 +305,21 @@ class Intake:
         return None
 
 
-def _number(value: bytes | None) -> int:
-    """Milliseconds that an entry tells; for ever when it tells none."""
-    return int(value) if value is not None and value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
+def _number(value: bytes) -> int:
+    """Milliseconds that an entry tells; for ever when these are none."""
+    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
 
 
 def _queued_ms(entry: bytes) -> int:
     """When an entry was added to the stream, in ms since 1970, by the server's clock."""
     return int(entry.partition(b"-")[0])
+
+
+def _until_ms(entry: bytes, fields: Fields) -> int:
+    """Until when somebody waited for a job when it was queued, in ms since 1970; for ever when its entry tells none."""
+    since = _number(fields[SINCE_FIELD]) if SINCE_FIELD in fields else _queued_ms(entry)
+    # Behind it stands the digest, where the job may go back.
+    return since + _number(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
 
 
 def _too_large(entry: bytes, size: int) -> Taken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +103,14 @@ class _Server(ThreadingHTTPServer):
         self.address_family = AF_INET6 if ":" in address[0] else AF_INET
         self.pages = pages
         super().__init__(address, _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who asked may have gone: that is not worth a line, and nothing is ever printed beside the log."""
+        error = sys.exc_info()[1]
+        is_gone = isinstance(error, OSError)
+        _log.log(
+            logging.DEBUG if is_gone else logging.ERROR, "monitor: a request failed: %s", error, exc_info=not is_gone
+        )
 
     def server_bind(self) -> None:
         """Bind, without asking the network for this machine's name as the base class does."""

@@ -103,10 +103,8 @@ class Publisher:
 
     def _count(self, block: Block, attempted: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
-        ended = [one.entry for one in attempted]
-        if left:
-            still = {one.entry for one in left}
-            ended = [entry for entry in ended if entry not in still]
+        still = {one.entry for one in left}
+        ended = [one.entry for one in attempted if one.entry not in still]
         self._figures.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
@@ -117,7 +115,8 @@ class Publisher:
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
             left.extend(ending for ending in endings if ending.digest in refused)
-            left.extend(await self._end([ending for ending in endings if ending.digest not in refused], call))
+            stored = [ending for ending in endings if ending.digest not in refused] if refused else endings
+            left.extend(await self._end(stored, call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         self._figures.published_bytes += block.nbytes
@@ -142,9 +141,10 @@ class Publisher:
                 keys += [self._row_prefix + ending.digest for ending in part]
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
-            args += (self._worker_id, mark_ms)
-            for ending in part:
-                args += (ending.entry, ending.failure.pack() if ending.failure else b"", int(ending.is_dead))
+            args += (self._worker_id, mark_ms, len(part), *(ending.entry for ending in part))
+            for number, ending in enumerate(part, 1):
+                if ending.failure is not None:
+                    args += (number, ending.failure.pack(), int(ending.is_dead))
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")

@@ -105,6 +105,8 @@ class SyntheticBackend:
     def __init__(self, settings: SyntheticSettings) -> None:
         self._settings = settings
         self._encoding = Encoding[settings.encoding.upper()]
+        faults = (settings.fail_token, settings.crash_token, settings.raise_token, settings.hang_token)
+        self._has_faults = max(faults) >= 0
         self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
         self._adapters: dict[str, str] = {}
         self._stats = BackendStats()
@@ -201,9 +203,9 @@ class SyntheticBackend:
 
     def _fault(self, ids: bytes) -> str | None:
         """Do what the settings say of a prompt's ids; returns why it fails, if it does."""
-        settings = self._settings
-        if max(settings.fail_token, settings.crash_token, settings.raise_token, settings.hang_token) < 0:
+        if not self._has_faults:
             return None
+        settings = self._settings
         tokens = set(decode_ids(ids).tolist())
         if settings.crash_token in tokens:
             os._exit(_CRASH_EXIT)

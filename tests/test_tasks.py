@@ -1,0 +1,86 @@
+"""Background tasks end for certain, and before what they use is closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lmpool.tasks import end_tasks
+
+
+class Deaf:
+    """Waits; the first cancellations are lost on it, and it says when it has ended."""
+
+    def __init__(self, lost: int) -> None:
+        self.heard = 0
+        self.has_ended = False
+        self._lost = lost
+
+    async def run(self) -> None:
+        try:
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.heard += 1
+                    if self.heard > self._lost:
+                        raise
+        finally:
+            self.has_ended = True
+
+
+async def begun(deaf: Deaf) -> asyncio.Task[None]:
+    task = asyncio.create_task(deaf.run())
+    await asyncio.sleep(0)
+    return task
+
+
+async def insist(task: asyncio.Task[None]) -> None:
+    """Have a task end that a test has not ended, or nothing would end the test's event loop."""
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+async def test_a_task_ends_even_if_cancellations_are_lost(lost: int) -> None:
+    deaf = Deaf(lost)
+    async with asyncio.timeout(10):
+        await end_tasks([await begun(deaf)])
+    assert deaf.has_ended
+
+
+async def test_who_is_cancelled_while_it_ends_tasks_goes_on_only_when_they_have_ended() -> None:
+    deaf = Deaf(2)
+    task = await begun(deaf)
+    seen = []
+
+    async def own() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            try:
+                await end_tasks([task])
+            finally:
+                seen.append(deaf.has_ended)
+
+    owner = asyncio.create_task(own())
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(10):
+            # Cancelled, and again while it ends the other.
+            await end_tasks([owner])
+    finally:
+        await insist(task)
+    assert (seen, owner.cancelled()) == ([True], True)
+
+
+async def test_what_a_task_raises_at_its_end_is_dropped() -> None:
+    async def fail() -> None:
+        raise KeyError("mine")
+
+    task = asyncio.create_task(fail())
+    await end_tasks([task])
+    await end_tasks([])
+    assert task.done()
