@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -21,6 +23,33 @@ from tests.hf_fixtures import smollm2_folder  # noqa: F401
 from tests.pool import Pool
 
 _numbers = itertools.count()
+_BEGAN = pytest.StashKey[tuple[float, float]]()
+
+# A shell starts what runs in its background with Ctrl-C ignored, and so would be what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _clock() -> float:
+    return time.time() - time.monotonic()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note when a test begins, for the report of a failure."""
+    item.stash[_BEGAN] = (time.monotonic(), _clock())
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell with a failure what the machine was like: keys expire by its clock, leases pass while it is busy."""
+    report = yield
+    if report.failed:
+        began, clock = item.stash[_BEGAN]
+        seconds, step, load = time.monotonic() - began, _clock() - clock, os.getloadavg()[0]
+        text = f"it took {seconds:.1f} s, the clock was set by {step:+.2f} s, load {load:.1f}"
+        report.sections.append(("The machine during this test", text))
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -578,6 +578,24 @@ async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, t
         await check(producer, "poet", revision, [5], [6])
 
 
+@pytest.mark.usefixtures("short_memory")
+async def test_an_offer_that_the_server_loses_is_made_again(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with pool.producer("syn") as producer:
+        for content in "12":  # A new adapter, and one instead of another.
+            worker.signal(signal.SIGSTOP)
+            change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "a", content)))
+
+            async def is_offered() -> bool:
+                return bool(pool.names("{syn}:offers"))
+
+            await until_async(is_offered, "the adapter is offered")
+            pool.redis.delete(pool.keys.model("syn").offers)
+            await until_async(is_offered, "the adapter is offered once more")
+            worker.signal(signal.SIGCONT)
+            await check(producer, "poet", await change)
+
+
 async def test_what_a_worker_cannot_load_any_more_fails_with_its_reason(pool: Pool, tmp_path: Path) -> None:
     """A registry that names what is not there, as after a mistake of other software."""
     pool.start(*QUICK)

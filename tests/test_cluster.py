@@ -200,7 +200,7 @@ async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalClus
     plain = pool.url.replace("+cluster", "")
     told = []
     for port in cluster.ports:
-        producer = Producer(redis=plain.rpartition(":")[0] + f":{port}", prefix=pool.prefix, timeout=3)
+        producer = Producer(redis=plain.rpartition(":")[0] + f":{port}", prefix=pool.prefix, timeout=30)
         try:
             await ask_all(producer, [[i] for i in range(10)])
         except ServerError as error:

@@ -112,11 +112,7 @@ class AdapterChange:
         await self._limited(partial(self._settle, "", is_other=True), "it is not in service any more")
 
     async def _put_in_service(self, offer: Offer, before: str | None) -> str:
-        lifetime = self._within.left + _OUTLIVES_S
-        for wait in delays():
-            if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
-                break
-            await self._pause(wait)  # Workers write down what the server has lost.
+        await self._offer(offer)
         loaded = await self._until_loaded(offer, before)
         if not await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
             # A first try whose answer was lost may have done it.
@@ -124,6 +120,13 @@ class AdapterChange:
             if known.adapters.get(self._name) != Adapter(loaded.source, loaded.revision):
                 raise self._interrupted()
         return loaded.revision
+
+    async def _offer(self, offer: Offer) -> None:
+        lifetime = self._within.left + _OUTLIVES_S
+        for wait in delays():
+            if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
+                return
+            await self._pause(wait)  # Workers write down what the server has lost.
 
     async def _until_loaded(self, offer: Offer, before: str | None) -> Offer:
         """Wait until all workers have loaded what is offered; returns the offer with its revision.
@@ -133,8 +136,14 @@ class AdapterChange:
         while True:
             known = await self._insist(self._registry.read)
             found, served = known.offers.get(self._name), known.adapters.get(self._name)
-            if found is None and served is not None and served.source == offer.source and served.revision != before:
-                return offer._replace(revision=served.revision)
+            if found is None:
+                if served is None or served.revision == before:
+                    # The server has lost the offer: it was short of memory, say, or its clock was set.
+                    await self._offer(offer)
+                    await self._pause(_LOOK_S)
+                    continue
+                if served.source == offer.source:
+                    return offer._replace(revision=served.revision)
             if found is None or found.source != offer.source:
                 raise self._interrupted()
             offer = found
@@ -244,8 +253,8 @@ class AdapterChange:
 
     def _interrupted(self) -> AdapterRefused:
         return AdapterRefused(
-            f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile, or the server has "
-            "lost the request; look at what is in service, and try again"
+            f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile; look at what is "
+            "in service, and try again"
         )
 
 
