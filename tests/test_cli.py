@@ -117,6 +117,7 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     assert (model["queued"], model["dead"]) == (0, 0)
     (worker,) = model["workers"]
     assert worker["state"] == "ready"
+    assert type(worker["rows"]) is int, "scripts can count with it"
     assert "Models" in on(pool, "status").stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.crc import key_slot
 
 from lmpool.errors import ServerError, ServerUnreachable, SettingsError
+from lmpool.keys import Keys
 from lmpool.producer import Producer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
@@ -210,6 +212,18 @@ async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalClus
     assert [
         text for text in told if "one node of a Redis Cluster: name it as redis+cluster://HOST:PORT" not in text
     ] == []
+
+
+async def test_a_node_that_has_the_card_but_not_the_queue_is_told_too(cluster: LocalCluster, pool: Pool) -> None:
+    nodes: Any = redis.cluster.RedisCluster.from_url(cluster.url.replace("+cluster", ""))
+    queue = nodes.get_node_from_key(pool.keys.model("syn").jobs.decode())
+    names = (f"{pool.prefix}-{number}" for number in itertools.count())
+    pool.prefix = next(name for name in names if nodes.get_node_from_key(Keys(name).models().decode()) != queue)
+    card = nodes.get_node_from_key(Keys(pool.prefix).models().decode())
+    nodes.close()
+    await asyncio.to_thread(pool.start)
+    with pytest.raises(ServerError, match=r"one node of a Redis Cluster: name it as redis\+cluster://HOST:PORT"):
+        await Producer(redis=f"redis://{card.host}:{card.port}", prefix=pool.prefix).logprobs([1])
 
 
 def test_a_server_that_is_no_cluster_is_told() -> None:

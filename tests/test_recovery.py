@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import WorkerError
-from lmpool.producer import Producer
+from lmpool.errors import NoWorker, WorkerError
+from lmpool.producer import Producer, crew
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until_async
+from tests.pool import Pool, V, is_held, until, until_async
+from tests.scrape import free_port
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
@@ -80,6 +82,30 @@ async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 1
     assert [worker.is_running for worker in pool.workers].count(True) == 1
     assert pool.jobs() == 0
+
+
+async def test_requests_wait_for_a_worker_that_is_loading(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the only worker of a large model has been killed, and a supervisor has started it again."""
+    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    gate = tmp_path / "gate"
+
+    def command() -> list[str]:
+        return [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(free_port()), str(gate)]
+
+    first = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 60_000)
+    async with pool.producer() as producer:
+        asked = asyncio.create_task(producer.logprobs([1]))
+        await until_async(lambda: is_held(pool), "the worker holds the prompt")
+        pool._launch(command(), None, wait=False)
+        until(lambda: pool.names("loading"), "the other is loading")
+        first.end()
+        with pytest.raises(NoWorker, match="no row within 5 s: a worker is loading 'syn', none serves it yet"):
+            await producer.logprobs([2], timeout=5)
+        assert not asked.done(), "a lease has long passed"
+        gate.touch()
+        assert np.array_equal(await asked, synthetic_row([1], vocab_size=V))
 
 
 async def test_sigterm_drains_and_deregisters(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
@@ -16,11 +17,13 @@ import redis
 import redis.asyncio as redis_async
 import trustme
 
-from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError
+from lmpool.embedded import server_binary
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import WorkerProcess, lmpool_command
+from tests.pool import WorkerProcess, lmpool_command, until
+from tests.scrape import free_port
 from tests.secure_server import SecureServer, password_of
 
 V = 152_064
@@ -98,7 +101,7 @@ def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], st
         "other host": (server.url("producer", host="127.0.0.1"), ServerUnreachable, "not valid for '127.0.0.1'"),
         "no such file": (url(ssl_keyfile="nowhere.key"), SettingsError, r"ssl_keyfile cannot be read: .*nowhere.key"),
         "no TLS": (re.sub("rediss(.*)[?].*", r"redis\1", url()), ServerUnreachable, "no Redis server answers"),
-        "unknown option": (f"{url()}&colour=red", SettingsError, "not known or malformed"),
+        "unknown option": (f"{url()}&colour=red", SettingsError, "malformed: 'colour' is not known"),
         "bad port": (url().replace(f":{server.port}/", ":port/"), SettingsError, "host or port is malformed"),
     }
     return cases
@@ -138,6 +141,28 @@ def test_a_server_that_is_away_is_named_without_its_password(server: SecureServe
     url = server.url("worker").replace(f":{server.port}/", ":1/")
     assert "no Redis server answers at rediss://localhost:1: " in refused([*STATUS], LMPOOL_REDIS_URL=url)
     assert SECRET not in repr(Server(url)) + str(Server(url)) + repr(Producer(redis=url))
+
+
+async def test_what_a_server_without_tls_and_with_few_databases_says_is_put_into_words(short_dir: Path) -> None:
+    port = free_port()
+    command = [server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--databases", "2", "--save", ""]
+    plain = subprocess.Popen(command, cwd=short_dir, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: answers(port), "the server answers")
+        with pytest.raises(ServerUnreachable, match=r"no Redis server answers at rediss://.*; is it a port with TLS\?"):
+            await Producer(redis=f"rediss://127.0.0.1:{port}", timeout=60).open()
+        with pytest.raises(ServerError, match=rf"redis://127.0.0.1:{port} has no database 2: `databases`"):
+            await Producer(redis=f"redis://127.0.0.1:{port}/2", timeout=60).open()
+    finally:
+        plain.kill()
+        plain.wait()
+
+
+def answers(port: int) -> bool:
+    """Whether a server answers at a port of this machine."""
+    with contextlib.suppress(redis.ConnectionError), redis.Redis(port=port) as client:
+        return bool(client.ping())
+    return False
 
 
 def refused(arguments: list[str], **environment: str) -> str:

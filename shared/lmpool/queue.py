@@ -1,13 +1,17 @@
-"""How long a model's queue is: read in one place, for workers and for those who look on."""
+"""How long a model's queue is and who reads it: read in one place, for workers and for those who look on."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from lmpool import scripts
-from lmpool.keys import ModelKeys
+from lmpool.keys import GROUP, ModelKeys
+
+# What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
+_NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
 class QueueState(NamedTuple):
@@ -34,3 +38,18 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     """
     depth, age_ms, dead, now_ms = await scripts.SURVEY(redis, [keys.jobs, keys.dead], [])
     return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
+
+
+async def read_consumers(redis: Redis, keys: ModelKeys) -> list[str]:
+    """The workers that have joined a model's queue, gone or not; what is no UTF-8 names no worker.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    try:
+        found = await redis.xinfo_consumers(keys.jobs, GROUP)
+    except ResponseError as error:
+        if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
+            raise
+        return []
+    return [consumer["name"].decode("utf-8", "replace") for consumer in found]

@@ -226,7 +226,9 @@ class Server:
         try:
             return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
         except (TypeError, ValueError, RedisError) as error:
-            raise SettingsError(f"redis: an option of {self} is not known or malformed: {error}") from error
+            unknown = re.search("unexpected keyword argument ('.*')", str(error))
+            why = f"{unknown[1]} is not known" if unknown else str(error)
+            raise SettingsError(f"redis: an option of {self} is not known or malformed: {why}") from error
 
     def explain(self, error: BaseException) -> LMPoolError:
         """The exception of our tree for one of redis-py's or the system's."""
@@ -242,11 +244,14 @@ class Server:
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as redis://HOST:PORT")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
-            return ServerUnreachable(f"no Redis server answers at {self}: {text}")
+            hint = "; is it a port with TLS?" if self._is_tls and "Timeout" in type(error).__name__ else ""
+            return ServerUnreachable(f"no Redis server answers at {self}: {text}{hint}")
         if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as redis{_CLUSTER}://HOST:PORT ({text})"
             )
+        if "DB index is out of range" in text:
+            return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         return ServerError(f"{self} answered with an error: {text}")
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError
 
 from lmpool.card import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
 from lmpool.checks import shown
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
 from lmpool.hashes import read_hashes, read_texts
-from lmpool.keys import GROUP, Keys
-from lmpool.queue import QueueState, read_queue
+from lmpool.keys import Keys
+from lmpool.queue import QueueState, read_consumers, read_queue
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -112,25 +112,18 @@ class Lobby:
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """The live workers of a model."""
-        try:
-            consumers = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
-        except NoPermissionError:
-            raise
-        except ResponseError:
-            return []  # No such stream: nobody has ever served this model.
-        return await self._alive(consumer["name"] for consumer in consumers)
+        return await self._alive(await read_consumers(self._redis, self._keys.model(model)))
 
     async def loading(self) -> list[WorkerInfo]:
         """The workers that load their models, of all models."""
         loading = await read_texts(self._redis, self._keys.loading())
-        found = await self._alive(name.encode() for name in loading)
+        found = await self._alive(loading)
         return [worker for worker in found if worker.fields.get("state") == "loading"]
 
-    async def _alive(self, names: Iterable[bytes]) -> list[WorkerInfo]:
+    async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
         """Those of some workers that have given a sign of life, and say what they serve."""
         found = []
-        # What is no UTF-8 names no worker.
-        for name in sorted(name.decode("utf-8", "replace") for name in names):
+        for name in sorted(names):
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
             except ProtocolError as error:

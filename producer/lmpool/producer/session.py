@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
-    DeadlineExceeded,
     LMPoolError,
-    NoWorker,
     ProducerClosed,
     QueueFull,
     UnknownModel,
@@ -20,6 +18,7 @@ from lmpool.keys import Keys
 from lmpool.line import reply_timeout
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import CLOSED, TROUBLE, Channel
+from lmpool.producer.crew import Crew
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
 from lmpool.producer.figures import Figures
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
@@ -86,8 +85,7 @@ class Session:
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
         self._next_recheck = 0
-        self._workers = 0
-        self._no_worker_since: float | None = None
+        self._crew = Crew(self._channel)
 
     async def open(self, model: str | None) -> None:
         """Connect and read the model's card.
@@ -102,7 +100,7 @@ class Session:
         channel = self._channel
         try:
             card = await channel.lobby.card(model)
-            self._workers = len(await channel.lobby.workers(card.name))
+            await self._crew.meet(card.name)
         except BaseException as error:
             await channel.close()
             if isinstance(error, TROUBLE):
@@ -230,17 +228,12 @@ class Session:
             waiter(error)
 
     def _reason(self, flight: Flight, within: str) -> LMPoolError:
-        channel, name = self._channel, self.card.name
+        channel = self._channel
         if channel.trouble is not None:
             return type(channel.trouble)(f"{within}: {channel.trouble}")
         if flight.stage is Stage.REFUSED:
             return QueueFull(f"{within}: {channel.full()}")
-        if self._workers == 0:
-            return NoWorker(f"{within}: no live worker serves {name!r}; start one with `{self.card.start_command}`")
-        return DeadlineExceeded(
-            f"{within}: {self._workers} live worker(s) serve {name!r} and have not answered yet; "
-            "allow more time (timeout=), ask for less at once, or add workers"
-        )
+        return self._crew.late(within)
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""
@@ -290,9 +283,10 @@ class Session:
                     await self._reload_card()
                     await self.adapters.renew()
                     if self._flights:
-                        await self._look_for_workers()
+                        if (end := await self._crew.look(self.loop.time())) is not None:
+                            self._give_up(end)
                     else:
-                        self._no_worker_since = None
+                        self._crew.rest()
                 if self._flights:
                     await self._recheck()
             except TROUBLE as error:
@@ -313,18 +307,10 @@ class Session:
         if silent:
             await self._outbox.submit(silent, again=True)
 
-    async def _look_for_workers(self) -> None:
-        self._workers = len(await self._channel.lobby.workers(self.card.name))
-        now = self.loop.time()
-        if self._workers:
-            self._no_worker_since = None
-        elif self._no_worker_since is None:
-            self._no_worker_since = now
-        elif now - self._no_worker_since >= self.card.lease_s:
-            text = f"no live worker has served {self.card.name!r} for {now - self._no_worker_since:.0f} s"
-            for flight in self._flights:
-                self._flights.land(flight, NoWorker(f"{text}: start one with `{self.card.start_command}`"))
-                self._outbox.take_back(flight)
+    def _give_up(self, error: LMPoolError) -> None:
+        for flight in self._flights:
+            self._flights.land(flight, error)
+            self._outbox.take_back(flight)
 
     def _follow_model(self) -> None:
         """The model has changed under us: read its card and send everything again."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,10 @@ from lmpool.server import Server
 
 Survey = list[dict[str, Any]]
 """One entry a model, as `lmpool status --json` prints it."""
+
+_NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
+# What may look like a number and is none.
+_NAMES = ("model", "backend", "fingerprint", "state")
 
 
 async def survey(server: Server, keys: Keys) -> Survey:
@@ -58,7 +63,7 @@ async def look(redis: Redis, keys: Keys) -> Survey:
                 "dead": queue.dead,
                 **_together(workers),
                 "workers": [
-                    {"id": worker.worker_id, **worker.fields, "silent_s": silences.get(worker.worker_id)}
+                    {"id": worker.worker_id, **_typed(worker.fields), "silent_s": silences.get(worker.worker_id)}
                     for worker in workers
                 ],
             }
@@ -74,6 +79,15 @@ def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
         add_packed(counts, worker.fields.get("job_counts", ""))
         rate += number(worker.fields, "rows_per_s") or 0.0
     return {"rows_per_s": rate, "p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
+
+
+def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float]:
+    """What a worker tells, with its numbers as such."""
+    found: dict[str, str | int | float] = dict(fields)
+    for name, text in fields.items():
+        if name not in _NAMES and _NUMBER.fullmatch(text):
+            found[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+    return found
 
 
 def number(fields: Any, name: str) -> float | None:

@@ -18,6 +18,7 @@ from lmpool.card import MAX_CARD_BYTES, ModelCard
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.hashes import read_hashes, read_texts
 from lmpool.keys import GROUP, Keys
+from lmpool.queue import read_consumers
 from lmpool.registry import register
 from lmpool.vocab import Vocabulary
 
@@ -253,15 +254,8 @@ class Presence:
             return 0  # Something else than a queue.
 
     async def _consumers(self, model: str) -> list[str]:
-        """The workers that have joined a model's queue, gone or not."""
-        try:
-            found = await self._redis.xinfo_consumers(self._keys.model(model).jobs, GROUP)
-        except NoPermissionError:
-            raise
-        except ResponseError:
-            return []  # No such stream or group: nobody has served this model yet.
-        # What is no UTF-8 names no worker, and stays for whoever made it.
-        return [consumer["name"].decode("utf-8", "replace") for consumer in found]
+        """The workers that have joined a model's queue, gone or not. What is no UTF-8 stays for whoever made it."""
+        return await read_consumers(self._redis, self._keys.model(model))
 
 
 def _differences(card: ModelCard, seen: bytes) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, ServerError, SettingsError
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.logs import LogFormat, start_log
@@ -58,7 +58,8 @@ def serve(
         except LMPoolError as error:
             if log is None:
                 raise
-            _log.critical("%s", error, exc_info=error)
+            # What the user can mend has all there is to say in its message.
+            _log.critical("%s", error, exc_info=None if isinstance(error, (ServerError, SettingsError)) else error)
             raise SystemExit(_FAILED) from error
 
 

@@ -1,0 +1,74 @@
+"""The workers that serve a client's model, and what becomes of requests while there are none."""
+
+from __future__ import annotations
+
+from lmpool.errors import DeadlineExceeded, NoWorker
+from lmpool.producer.channel import Channel
+
+_RESTART_S = 5.0
+
+
+class Crew:
+    """Who serves the model, as far as the client has seen.
+
+    Args:
+        channel: the client's connections.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._count = 0
+        self._is_loading = False
+        self._missing_since: float | None = None
+
+    async def meet(self, model: str) -> None:
+        """Look for the first time.
+
+        Raises:
+            RedisError, OSError: the server cannot be used.
+        """
+        self._count = len(await self._channel.lobby.workers(model))
+
+    def rest(self) -> None:
+        """Nobody waits for them now."""
+        self._missing_since = None
+
+    async def look(self, now: float) -> NoWorker | None:
+        """Look who is there; returns the end of all requests when nobody has been for long.
+
+        That is a lease, and time enough for one that is started again to say so; while one loads the model, requests
+        wait for it as long as they may.
+
+        Args:
+            now: the event loop's time.
+
+        Raises:
+            RedisError, OSError: the server cannot be used.
+        """
+        lobby, card = self._channel.lobby, self._channel.card
+        self._count = len(await lobby.workers(card.name))
+        self._is_loading = not self._count and any(one.fields["model"] == card.name for one in await lobby.loading())
+        if self._count or self._is_loading:
+            self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = now
+        elif now - self._missing_since >= max(card.lease_s, _RESTART_S):
+            seconds = now - self._missing_since
+            return NoWorker(
+                f"no live worker has served {card.name!r} for {seconds:.0f} s: start one with `{card.start_command}`"
+            )
+        return None
+
+    def late(self, within: str) -> DeadlineExceeded:
+        """Why there is no row; `within` says until when."""
+        card = self._channel.card
+        if self._count:
+            return DeadlineExceeded(
+                f"{within}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "
+                "allow more time (timeout=), ask for less at once, or add workers"
+            )
+        if self._is_loading:
+            return NoWorker(
+                f"{within}: a worker is loading {card.name!r}, none serves it yet; allow more time (timeout=)"
+            )
+        return NoWorker(f"{within}: no live worker serves {card.name!r}; start one with `{card.start_command}`")
