@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from lmpool.producer import SyncProducer
+from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.pool import Pool, V, WorkerProcess, lmpool_command, until
 
@@ -109,7 +110,8 @@ def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> No
 
 
 def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
-    assert on(pool, "status").stdout == "no model is served\n"
+    text = f"no model is served under the prefix {pool.prefix!r} at {Server(pool.url)}\n"
+    assert on(pool, "status").stdout == text
     assert json.loads(on(pool, "status", "--json").stdout) == []
     pool.start()
     (model,) = json.loads(on(pool, "status", "--json").stdout)

@@ -77,6 +77,7 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     text = subprocess.check_output(command, text=True, env={**os.environ, "COLUMNS": "80"})
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
+    assert "no room for rows, held, reuse, heard" in " ".join(text.split()), "what is not shown is named"
 
 
 def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:

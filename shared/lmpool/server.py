@@ -236,7 +236,8 @@ class Server:
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if text.removeprefix("ERR ").startswith(_REFUSED) or any(isinstance(one, _REFUSALS) for one in _chain(error)):
-            return AuthenticationFailed(f"{self} refuses this user, password or command: {text}")
+            hint = " (is this the prefix of its pool, and a user for this part of it?)" if " key" in text else ""
+            return AuthenticationFailed(f"{self} refuses this user, password or command: {text}{hint}")
         if why := tls.refusal(_chain(error)):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
         if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):

@@ -84,12 +84,13 @@ def logprobs(
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    found = run(survey(Server(redis), key_names(prefix)))
+    server = Server(redis)
+    found = run(survey(server, key_names(prefix)))
     if as_json:
         typer.echo(json.dumps(found))
         return
     if not found:
-        typer.echo("no model is served")
+        typer.echo(f"no model is served under the prefix {prefix!r} at {server}")
         return
     console = Console()
     console.print(status_models(found, console.width))

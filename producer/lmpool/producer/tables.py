@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
 
 def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
-    """A table of those columns that there is room for.
+    """A table of those columns that there is room for; it names the others.
 
     Args:
         title: stands above it.
@@ -44,7 +44,8 @@ def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
     kept = list(columns)
     while _needed(kept) > width and any(column.rank for column in kept):
         kept.remove(max(kept, key=lambda column: column.rank))
-    table = Table(title=title)
+    left_out = ", ".join(column.title for column in columns if column not in kept)
+    table = Table(title=title, caption=f"no room for {left_out}" if left_out else None)
     for column in kept:
         if column.rank:
             table.add_column(column.title, no_wrap=True, justify="right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socketserver
 import sys
@@ -67,8 +68,11 @@ def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
     try:
         return _Server((host, port), pages)
     except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise SettingsError(f"metrics_host: {host} is no address of this machine: {why}") from error
         raise SettingsError(
-            f"metrics_port: port {port} of {host} cannot be used: {error.strerror or error}; "
+            f"metrics_port: port {port} of {host} cannot be used: {why}; "
             "every worker of a machine needs a port of its own"
         ) from error
 

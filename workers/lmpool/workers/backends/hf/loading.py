@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ def load_model(settings: HfSettings) -> LoadedModel:
         SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
     """
     device = pick_device(settings.device)
+    # It writes to standard error by itself, beside the worker's log: twice, and not as the log is wanted.
+    logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         # Progress bars make a mess of a log.
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
@@ -102,4 +105,6 @@ def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
     reason = first_line(error)
     if settings.model.startswith(("/", ".", "~")) and not Path(settings.model).exists():
         reason = "there is no such folder"
+    elif "connect to" in reason:
+        reason += " Without that hub, name a folder with the model's files."
     raise SettingsError(f"{field}: {name} cannot be loaded: {reason}") from error
