@@ -16,6 +16,7 @@ import typer.models
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from lmpool.address import mask
 from lmpool.card import ModelCard
 from lmpool.errors import (
     AuthenticationFailed,
@@ -26,7 +27,7 @@ from lmpool.errors import (
     SettingsError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.server import URL_VARIABLE, Server, mask
+from lmpool.server import URL_VARIABLE, Server
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.backends.vllm.settings import VllmSettings

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import redis as redis_sync
 import redis.asyncio as redis_async
@@ -21,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from lmpool import tls
+from lmpool.address import CLUSTER, cluster_nodes, parse_url
 from lmpool.cluster import Cluster, Place, client_settings
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
@@ -36,8 +36,6 @@ REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
 _CONNECT_TIMEOUT_S = 5.0
-_CLUSTER = "+cluster"
-_SCHEMES = ("redis", "rediss", "unix", f"redis{_CLUSTER}", f"rediss{_CLUSTER}")
 # Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
 _NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
             "NOREPLICAS", "UNBLOCKED")  # fmt: skip
@@ -45,8 +43,6 @@ _IN_SCRIPT = re.compile(r"Error running script .*@user_script: ?\d+: -?([A-Z]+) 
 # The same from redis-py, which takes the first word off.
 _NOT_NOW_ERRORS = (exceptions.MovedError, exceptions.AskError, exceptions.ReadOnlyError, exceptions.BusyLoadingError,
                    exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)  # fmt: skip
-# What may be told of an address: a host with a port that is a number, and a path.
-_PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 # The last is how Redis 7.0 tells of what a script was refused.
 _REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't")
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
@@ -93,8 +89,8 @@ class Server:
             self._class = _async_class(redis.connection_pool.connection_class)
         else:
             url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
-            nodes, url = _cluster_nodes(url)
-            kwargs = _parse(url)
+            nodes, url = cluster_nodes(url)
+            kwargs = parse_url(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
             if self._is_tls:
                 tls.check_host(kwargs)
@@ -121,7 +117,7 @@ class Server:
             return f"unix://{path}"
         scheme = "rediss" if self._is_tls else "redis"
         if self.is_cluster:
-            return f"{scheme}{_CLUSTER}://{self._cluster}"
+            return f"{scheme}{CLUSTER}://{self._cluster}"
         return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
@@ -248,9 +244,7 @@ class Server:
             hint = "; is it a port with TLS?" if self._is_tls and "Timeout" in type(error).__name__ else ""
             return ServerUnreachable(f"no Redis server answers at {self}: {text}{hint}")
         if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:
-            return ServerError(
-                f"{self} is one node of a Redis Cluster: name it as redis{_CLUSTER}://HOST:PORT ({text})"
-            )
+            return ServerError(f"{self} is one node of a Redis Cluster: name it as redis{CLUSTER}://HOST:PORT ({text})")
         if "DB index is out of range" in text:
             return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         return ServerError(f"{self} answered with an error: {text}")
@@ -262,63 +256,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while one is not None:
         yield one
         one = one.__cause__ or one.__context__
-
-
-def _parse(url: str) -> dict[str, Any]:
-    fault = _fault(url)
-    if not fault:
-        try:
-            return dict(connections.parse_url(url))
-        except ValueError as error:
-            fault = str(error)  # Of a good address only an option can be bad: redis-py tells its name, not its value.
-    # Outside of any handler: a traceback must not repeat the URL as a cause.
-    raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
-
-
-def _fault(url: str) -> str:
-    """What is wrong with the address in a URL, in our words: urllib's repeat the password. "" when it is good."""
-    scheme, mark, _ = url.partition("://")
-    if not mark or scheme.lower() not in _SCHEMES:
-        return f"it must begin with redis://, rediss://, unix:// or redis{_CLUSTER}://"
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return "its host or port is malformed (in a password, percent-encode : / ? # [ ] @)"
-    if parts.fragment:
-        return "a # must be written as %23"
-    if parts.scheme == "unix":
-        return "" if parts.path else "the path of the socket is missing"
-    database = parts.path.strip("/")
-    return "" if not database or database.isdecimal() else "after the host comes the number of a database"
-
-
-def _cluster_nodes(url: str) -> tuple[list[Place], str]:
-    """The nodes that the URL of a cluster names, and the URL of the first of them; none for another URL."""
-    scheme, mark, rest = url.partition("://")
-    if not scheme.lower().endswith(_CLUSTER) or scheme.lower() not in _SCHEMES:
-        return [], url
-    place, *tail = re.split("([/?#].*)", rest, maxsplit=1)
-    user, at, hosts = place.rpartition("@")
-    urls = [f"{scheme[: -len(_CLUSTER)]}{mark}{user}{at}{host}{''.join(tail)}" for host in hosts.split(",")]
-    parsed = [_parse(one) for one in urls]
-    if any(one.get("db") for one in parsed):
-        raise SettingsError(f"redis: {mask(url)!r}: a cluster has one database only, number 0")
-    return [(one.get("host", "localhost"), one.get("port", 6379)) for one in parsed], urls[0]
-
-
-def mask(url: str) -> str:
-    """A URL without user, password and options; what cannot be told from a password is left out too."""
-    scheme, mark, rest = url.partition("://")
-    if not scheme.replace("+", "").isalnum():
-        scheme, mark, rest = "", "", url
-    place, *options = re.split("[?#]", rest, maxsplit=1)
-    if options and "@" in options[0]:
-        return f"{scheme}{mark}…"  # The password may reach up to there.
-    _, at, place = place.rpartition("@")
-    if not _PLACE.fullmatch(place):
-        place = place.partition(":")[0] + ":…"
-    return f"{scheme}{mark}{'…@' if at else ''}{place}{'?…' if options else ''}"
 
 
 def _embedded_url() -> str:
