@@ -206,7 +206,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     ) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
-            return running.worker._broken is not None and not fetches
+            return running.worker._duty.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more", 10)
         await publish(block, entries, overwrite)

@@ -25,6 +25,8 @@ from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendSettings, BackendStats, Finished
 from lmpool.workers.delivery import Delivery
+from lmpool.workers.duty import Duty
+from lmpool.workers.feeder import Feeder
 from lmpool.workers.figures import Figures
 from lmpool.workers.health import Health
 from lmpool.workers.held import Holdings
@@ -42,10 +44,7 @@ from lmpool.workers.watchdog import Watchdog
 
 _log = logging.getLogger("lmpool.worker")
 
-_BLOCK_MS = 500
-_GIVE_WAY_S = 0.001
 _PUBLISHERS = 2
-_UNPUBLISHED_BATCHES = 4
 _LEAVE_S = 10.0
 
 
@@ -67,13 +66,9 @@ class Worker:
         self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._stopping = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._duty = Duty()
         self._held = Holdings()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
-        self._broken: BaseException | None = None
-        # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
-        self._taking = asyncio.Lock()
         self.is_hung = False
         self._figures = Figures()
         self._meter = Meter(self._figures)
@@ -93,11 +88,10 @@ class Worker:
 
     def stop(self) -> None:
         """Drain: take nothing more, finish and publish what is held, then return from `run`."""
-        if not self._stopping.is_set():
+        if not self._duty.stopping.is_set():
             _log.info("stopping: %d prompts to finish", len(self._held))
         self.health.state = "draining"
-        self._stopping.set()
-        self._changed.set()
+        self._duty.stop()
 
     async def run(self, on_ready: Callable[[ModelCard], None] | None = None) -> None:
         """Serve until `stop`.
@@ -169,6 +163,9 @@ class Worker:
         self._larder = Larder(self._server, keys, opened.device, settings, self._figures)
         asked = Asked(self._larder, self._publisher, card)
         self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)
+        self._feeder = Feeder(
+            self._server, self._duty, self._held, self._stepper, self._intake, self._delivery, self._figures
+        )
         try:
             await self._join()
             self._show_ready()
@@ -177,7 +174,7 @@ class Worker:
             await self._serve()
             await self._leave("")
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
-            await self._leave(_reason(self._broken or error))
+            await self._leave(_reason(self._duty.broken or error))
             raise
         except LMPoolError:
             raise  # Some are OSErrors too.
@@ -199,7 +196,7 @@ class Worker:
         self._stats = lambda: self._stepper.stats
         self.health.watch(lambda: self._stepper.stepping_since)
         self.health.answered()
-        if not self._stopping.is_set():
+        if not self._duty.stopping.is_set():
             self.health.state = "ready"
 
     async def _leave(self, reason: str) -> None:
@@ -209,20 +206,20 @@ class Worker:
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
                 if handed := await self._intake.hand_back(reason):
                     _log.info("handed %d prompts back: other workers take them over", handed)
-                await self._presence.leave(for_good=self._broken is None)
+                await self._presence.leave(for_good=self._duty.broken is None)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: what stays there expires or is swept.
             _log.warning("cannot deregister: %s", self._server.explain(error))
 
     async def _serve(self) -> None:
         """Run all parts until the worker is told to stop and holds nothing any more."""
-        fetching = asyncio.create_task(self._fetch_all(), name="fetch")
+        fetching = asyncio.create_task(self._feeder.fetch(), name="fetch")
         draining = asyncio.create_task(self._drain(fetching), name="drain")
         parts = [
             asyncio.create_task(part, name=name)
             for name, part in [
                 *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
-                ("supply", self._delivery.supply(self._changed.set)),
+                ("supply", self._delivery.supply(self._duty.look_again)),
                 *([] if self._card.is_trie else [("adapters", self._adapters.run())]),
                 ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
                 ("farewell", self._say_draining()),
@@ -240,9 +237,9 @@ class Worker:
                     task.result()
         finally:
             await end_tasks([fetching, draining, *parts])
-        if self._broken is not None:
+        if self._duty.broken is not None:
             what = "" if self._stepper.is_hung else "the backend broke: "
-            raise WorkerError(f"{what}{_reason(self._broken)}") from self._broken
+            raise WorkerError(f"{what}{_reason(self._duty.broken)}") from self._duty.broken
 
     async def _drain(self, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
@@ -250,66 +247,29 @@ class Worker:
         The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
         is held here. The backend gets the time that it needs.
         """
-        await self._stopping.wait()
+        await self._duty.stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
-        if self._broken is not None:
+        if self._duty.broken is not None:
             patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
-        await self._until(lambda: not self._held or not self._stepper.is_busy)
+        await self._duty.until(lambda: not self._held or not self._stepper.is_busy)
         try:
             async with asyncio.timeout(patience):
-                await self._until(lambda: not self._held)
-                if self._broken is not None:
+                await self._duty.until(lambda: not self._held)
+                if self._duty.broken is not None:
                     await self._finished.join()  # What was computed before is published.
         except TimeoutError:
-            if self._broken is None:
+            if self._duty.broken is None:
                 raise ServerError(
                     f"{len(self._held)} prompts could not be published within {patience:g} s: "
                     "they are left to other workers, which take them over after a lease at the latest"
                 ) from None
 
-    async def _fetch_all(self) -> None:
-        """Take jobs whenever the backend has room: a batch when it is idle, the next one while it computes."""
-        waits = delays()
-        while not self._stopping.is_set():
-            await self._until(lambda: self._stopping.is_set() or self._room() > 0)
-            if self._stopping.is_set():
-                return
-            try:
-                async with self._taking:
-                    # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
-                    if self._stopping.is_set() or (room := self._room()) <= 0:
-                        continue
-                    taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
-                    was_idle = not self._held
-                    await self._delivery.accept(taken)
-            except (RedisError, OSError, LMPoolError) as error:
-                self._figures.server_errors += 1
-                _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
-                await asyncio.sleep(next(waits))
-                continue
-            waits = delays()
-            if was_idle and self._held:
-                await self._give_way()
-
-    async def _give_way(self) -> None:
-        """Let an idle backend begin: its thread needs the interpreter that the next fetch would occupy."""
-        self._changed.clear()
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(_GIVE_WAY_S, self._changed.set)
-        await self._changed.wait()
-        timer.cancel()
-
-    def _room(self) -> int:
-        if self._broken is not None:
-            return 0
-        return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
-
     async def _publish_all(self) -> None:
         while True:
             await self._delivery.publish(await self._finished.get(), self._id)
             self._finished.task_done()
-            self._changed.set()
+            self._duty.look_again()
 
     async def _renew(self) -> None:
         entries = [entry for held in self._held for entry in held.entries]
@@ -318,23 +278,7 @@ class Worker:
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._id, *part])
 
     async def _claim(self) -> None:
-        """Take over jobs of silent workers, as long as there are some and this one has room."""
-        async with self._taking:
-            alone = False
-            while not self._stopping.is_set() and (self._room() > 0 or alone):
-                count = max(1, min(self._room(), self._stepper.batch))
-                claimed = await self._intake.claim(count, idle=not self._held)
-                self._figures.claimed += len(claimed.taken)
-                if claimed.taken:
-                    _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
-                elif not claimed.alone:
-                    break
-                await self._delivery.accept(claimed.taken)
-                alone = claimed.alone
-                if alone:
-                    # What may have killed the others runs with nothing else in this worker: until it has
-                    # ended, nothing can be fetched.
-                    await self._until(lambda: not self._held)
+        await self._feeder.claim()
         await self._presence.sweep()
 
     async def _beat(self) -> None:
@@ -349,7 +293,7 @@ class Worker:
 
     async def _say_draining(self) -> None:
         """Show at once that the worker drains, not with the next heartbeat only."""
-        await self._stopping.wait()
+        await self._duty.stopping.wait()
         try:
             await self._beat()
         except (RedisError, OSError, LMPoolError) as error:
@@ -358,7 +302,7 @@ class Worker:
     def _counters(self) -> dict[str, str | int | float]:
         stats = self._stepper.stats
         return {
-            "state": "draining" if self._stopping.is_set() else "ready",
+            "state": "draining" if self._duty.stopping.is_set() else "ready",
             "held": len(self._held),
             "failures": self._delivery.failures,
             **self._meter.lately(stats),
@@ -372,27 +316,21 @@ class Worker:
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)
-        self._changed.set()  # The backend has room again.
+        self._duty.look_again()  # The backend has room again.
 
     def _break(self, error: BaseException) -> None:
-        """Begin to end, for the backend is of no use any more. What it holds stays held until it is handed back."""
+        """Begin to end, for the backend is of no use any more."""
         _log.error("the backend broke", exc_info=error)
-        self._broken = self._broken or error
+        self._duty.give_up(error)
         self.health.broken = str(error) or type(error).__name__
         self.stop()
 
     def _hang(self, error: WorkerError) -> None:
         _log.error("%s; its thread is at\n%s", error, self._stepper.stack())
         self._stepper.abandon(error)
-        self._broken = self._broken or error
+        self._duty.give_up(error)
         self.health.broken = str(error)
         self.stop()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something; not any longer once the backend is broken."""
-        while self._broken is None and not condition():
-            self._changed.clear()
-            await self._changed.wait()
 
     async def _every(self, seconds: float, action: Callable[[], object]) -> None:
         """Repeat an action; one that the server did not answer soon again."""
