@@ -56,6 +56,7 @@ class Report:
     def __str__(self) -> str:
         tally, computed = self.tally, self.computed
         p99, worst = percentile(self.recoveries, 0.99), max(self.recoveries, default=0.0)
+        slowest = max((one.ended - one.began for one in tally.requests if one.ended), default=0.0)
         rows = [
             ("requests", f"{len(tally.requests)}"),
             ("lost", f"{tally.lost}"),
@@ -64,6 +65,8 @@ class Report:
             ("computed twice", f"{computed.twice:.2%} ({computed.rows} rows of {computed.prompts} prompts)"),
             ("worst recovery", f"{worst:.2f} s"),
             ("p99 recovery", f"{p99:.2f} s (of {len(self.recoveries)}; a lease is {self.settings.lease_s:g} s)"),
+            # Troubles that overlap have one recovery, from the last one's end; this counts from the first one's begin.
+            ("slowest request", f"{slowest:.2f} s"),
             ("leaked keys", f"{len(self.leaked_keys)}"),
             ("leaked processes", f"{len(self.leaked_processes)}"),
         ]
