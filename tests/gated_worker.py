@@ -30,11 +30,11 @@ class GatedSettings(SyntheticSettings):
         return SyntheticSettings.open(self)
 
 
-def main(url: str, prefix: str, port: str, gate: str) -> None:
+def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "1") -> None:
     """Serve until SIGTERM."""
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(BLOCKED_S))
     backend = GatedSettings("syn", vocab_size=512, step_ms=1500, gate=gate)
-    serve(Server(url), backend, WorkerSettings(prefix=prefix, lease_s=1.0, metrics_port=int(port)))
+    serve(Server(url), backend, WorkerSettings(prefix=prefix, lease_s=float(lease_s), metrics_port=int(port)))
 
 
 if __name__ == "__main__":

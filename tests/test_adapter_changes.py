@@ -578,6 +578,49 @@ async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, t
         await check(producer, "poet", revision, [5], [6])
 
 
+async def test_a_removal_during_a_change_ends_the_change(pool: Pool, tmp_path: Path) -> None:
+    worker = pool.start(*QUICK)
+    async with two_clients(pool) as (one, other):
+        await one.add_adapter("poet", write(tmp_path, "a", "1"))
+        worker.signal(signal.SIGSTOP)
+        change = asyncio.create_task(one.add_adapter("poet", write(tmp_path, "b", "2")))
+        await until_async(is_offered(pool), "the adapter is offered")
+        removal = asyncio.create_task(other.remove_adapter("poet"))
+        with pytest.raises(AdapterRefused, match="somebody else has changed it meanwhile"):
+            await asyncio.wait_for(change, 20)
+        worker.signal(signal.SIGCONT)
+        await removal
+        assert await one.adapters() == {}
+    assert pool.names("{syn}:offers") == []
+
+
+async def test_nothing_is_offered_when_all_who_did_have_given_up(pool: Pool, tmp_path: Path) -> None:
+    worker, folder = pool.start(*QUICK), write(tmp_path, "a", "1")
+    async with two_clients(pool) as clients:
+        worker.signal(signal.SIGSTOP)
+        changes, offers = [], set[bytes | str]()
+        for count, client in enumerate(clients, 1):
+            changes.append(asyncio.create_task(client.add_adapter("poet", folder)))
+
+            async def is_offered_anew(count: int = count) -> bool:
+                offers.update(pool.redis.hvals(pool.keys.model("syn").offers))
+                return len(offers) == count
+
+            await until_async(is_offered_anew, "this one has offered it too")
+        for change in reversed(changes):
+            await asyncio.sleep(3 * adapter_changes._LOOK_S)  # They look what is offered; nothing else shows that.
+            change.cancel()
+        await until_async(no_offers(pool), "both have taken their offers back")
+        worker.signal(signal.SIGCONT)
+
+
+def is_offered(pool: Pool) -> Any:
+    async def offered() -> bool:
+        return bool(pool.names("{syn}:offers"))
+
+    return offered
+
+
 @pytest.mark.usefixtures("short_memory")
 async def test_an_offer_that_the_server_loses_is_made_again(pool: Pool, tmp_path: Path) -> None:
     worker = pool.start(*QUICK)

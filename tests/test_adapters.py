@@ -34,7 +34,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.prompts import digest_of, encode_prompt
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from lmpool.workers import worker as worker_module
+from lmpool.workers import feeder
 from lmpool.workers.backend import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
@@ -68,7 +68,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for prompts hears of its end only between two reads."""
-    monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
+    monkeypatch.setattr(feeder, "_BLOCK_MS", 20)
 
 
 async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:

@@ -91,7 +91,7 @@ async def test_without_a_live_worker_a_request_ends_in_time(pool: Pool) -> None:
         started = time.monotonic()
         with pytest.raises(errors.NoWorker, match="no live worker has served 'syn' for"):
             await producer.logprobs([2], timeout=30)
-        assert time.monotonic() - started < 20
+        assert 5 < time.monotonic() - started < 20, "one that is started again has time to say so"
         with pytest.raises(errors.NoWorker, match=r"no row within 1 s: no live worker serves 'syn'"):
             await producer.logprobs([2], timeout=1)
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))

@@ -120,6 +120,7 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     (worker,) = model["workers"]
     assert worker["state"] == "ready"
     assert type(worker["rows"]) is int, "scripts can count with it"
+    assert worker["p50_s"] is None
     assert "Models" in on(pool, "status").stdout
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lmpool.errors import DeadlineExceeded, LMPoolError
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, until, until_async
+from tests.pool import Pool, V, is_held, until, until_async
 
 QUEUED = 400
 SLOW = ("--lease-s", 1, "--step-ms", 100, "--max-batch", 4)
@@ -111,10 +111,11 @@ async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(poo
         assert await pool.rows_computed() <= 40
 
 
-async def test_what_a_dead_worker_held_for_a_dead_client_is_not_computed(pool: Pool) -> None:
+async def test_what_a_dead_worker_held_for_clients_that_have_gone_is_not_computed(pool: Pool) -> None:
     worker = pool.start("--step-ms", 60_000, "--lease-s", 1)
-    async with pool.producer(timeout=0.5) as producer:
-        asked = [producer.logprobs([i]) for i in range(20)]
+    async with pool.producer(timeout=2) as producer:
+        asked = [asyncio.create_task(producer.logprobs([i])) for i in range(20)]
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
         assert all(isinstance(one, LMPoolError) for one in await asyncio.gather(*asked, return_exceptions=True))
     worker.signal(signal.SIGKILL)
     worker.wait()

@@ -34,6 +34,7 @@ class Ended(NamedTuple):
 
     stdout: str
     error: str
+    beside: str = ""
 
 
 def dead(pool: Pool, *arguments: str, model: str = "syn") -> Ended:
@@ -41,7 +42,7 @@ def dead(pool: Pool, *arguments: str, model: str = "syn") -> Ended:
     options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", model]
     ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
-    return Ended(ended.stdout, str(ended.exception or ""))
+    return Ended(ended.stdout, str(ended.exception or ""), ended.stderr)
 
 
 def as_json(pool: Pool, *arguments: str) -> Any:
@@ -235,4 +236,7 @@ async def test_a_name_that_is_mistyped_does_not_look_like_good_news(pool: Pool, 
     await asyncio.to_thread(pool.start)
     ended = await asyncio.to_thread(dead, pool, *command, model="nope")
     assert "; the model 'nope' is not served; served are: syn" in ended.stdout
+    ended = await asyncio.to_thread(dead, pool, *command, "--json", model="nope")
+    assert ended.stdout in ("[]\n", '{"dropped": 0}\n')
+    assert ended.beside == "the model 'nope' is not served; served are: syn\n"
     assert "served" not in (await asyncio.to_thread(dead, pool, *command)).stdout

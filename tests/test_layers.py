@@ -304,7 +304,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert len(loaded) >= 6
     for name, source in loaded.items():
         assert "-- include" not in source
-        # What includes another file twice, by way of a third one, has it once, before it is used.
+        # What includes another file twice, by way of a third one, has it once.
         assert all(source.count(part) == 1 for part in files[name][::2])
         assert all(source.count(part) == 1 for one in files[name][1::2] for part in files[one][::2])
     found = [

@@ -22,10 +22,10 @@ from redis.exceptions import ResponseError
 
 from lmpool.clusterrows import rows_on
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, NoWorker
 from lmpool.line import CommandLine
 from lmpool.link import Argument
-from lmpool.producer import Producer, session
+from lmpool.producer import Producer, crew, session
 from lmpool.prompts import encode_prompt
 from lmpool.rows import Encoding, RowBlock
 from lmpool.server import Server
@@ -437,3 +437,38 @@ async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: P
 )
 def test_what_a_server_refuses_for_now_is_told_from_what_stays(text: str, is_not_now: bool) -> None:
     assert Server("redis://localhost").is_not_now(ResponseError(text)) is is_not_now
+
+
+async def test_workers_that_could_not_be_looked_for_are_not_missed(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    look, seen = crew.Crew.look, list[int]()
+
+    async def noted(self: crew.Crew, now: float) -> NoWorker | None:
+        end = await look(self, now)
+        seen.append(self._count)
+        return end
+
+    async def nobody_is_seen() -> bool:
+        return seen[-1:] == [0]
+
+    monkeypatch.setattr(crew.Crew, "look", noted)
+    pool = Pool(own_server.url, "unseen", tmp_path)
+    try:
+        worker = await asyncio.to_thread(pool.start, "--lease-s", 3, "--step-ms", 1000)
+        async with pool.producer() as producer:
+            asked = asyncio.create_task(ask(producer, prompts(1)))
+            await until_async(lambda: is_held(pool), "the worker holds the prompt")
+            worker.signal(signal.SIGSTOP)
+            await until_async(nobody_is_seen, "the worker's heartbeat has expired")
+            os.kill(own_server.pid, signal.SIGSTOP)
+            await asyncio.sleep(7)  # Twice a lease: the time itself is what this is about.
+            assert not asked.done()
+            seen.clear()
+            os.kill(own_server.pid, signal.SIGCONT)
+            await until_async(nobody_is_seen, "the producer has looked again")
+            worker.signal(signal.SIGCONT)
+            await asked
+    finally:
+        pool.end()

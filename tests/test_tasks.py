@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from lmpool import tasks
 from lmpool.tasks import end_tasks
 
 
@@ -74,6 +75,15 @@ async def test_who_is_cancelled_while_it_ends_tasks_goes_on_only_when_they_have_
     finally:
         await insist(task)
     assert (seen, owner.cancelled()) == ([True], True)
+
+
+async def test_tasks_that_take_long_to_end_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tasks, "_TELL_S", 0.05)
+    await end_tasks([await begun(Deaf(3))])
+    assert "still waits for what was cancelled to end: <Task " in caplog.text
+    assert "Deaf.run" in caplog.text
 
 
 async def test_what_a_task_raises_at_its_end_is_dropped() -> None:

@@ -102,6 +102,7 @@ def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], st
         "no such file": (url(ssl_keyfile="nowhere.key"), SettingsError, r"ssl_keyfile cannot be read: .*nowhere.key"),
         "no TLS": (re.sub("rediss(.*)[?].*", r"redis\1", url()), ServerUnreachable, "no Redis server answers"),
         "unknown option": (f"{url()}&colour=red", SettingsError, "malformed: 'colour' is not known"),
+        "nearly an option": (f"{url()}&soket_timeout=5", SettingsError, "malformed: 'soket_timeout' is not known$"),
         "bad port": (url().replace(f":{server.port}/", ":port/"), SettingsError, "host or port is malformed"),
     }
     return cases
@@ -109,7 +110,7 @@ def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], st
 
 CASES = ("wrong password", "unknown user", "user that is off", "no certificate", "another's certificate",
          "expired certificate", "wrong authority", "no authority", "other host", "no such file", "no TLS",
-         "unknown option", "bad port")  # fmt: skip
+         "unknown option", "nearly an option", "bad port")  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -153,6 +154,8 @@ async def test_what_a_server_without_tls_and_with_few_databases_says_is_put_into
             await Producer(redis=f"rediss://127.0.0.1:{port}", timeout=60).open()
         with pytest.raises(ServerError, match=rf"redis://127.0.0.1:{port} has no database 2: `databases`"):
             await Producer(redis=f"redis://127.0.0.1:{port}/2", timeout=60).open()
+        with pytest.raises(ServerError, match="is no Redis Cluster: name it as redis://HOST:PORT"):
+            await Producer(redis=f"redis+cluster://127.0.0.1:{port}", timeout=60).open()
     finally:
         plain.kill()
         plain.wait()

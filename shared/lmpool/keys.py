@@ -15,7 +15,7 @@ JOB_FIELD = b"m"
 """The field of a job entry that holds the encoded job."""
 
 LIFETIME_FIELD = b"u"
-"""The field of a job entry that says for how long it was waited for at first, in ms since it was queued.
+"""The field of a job entry that says for how long it was waited for at first: a number of ms from its queueing.
 
 In an entry that may have to go back to the backlog, a space and the digest follow."""
 

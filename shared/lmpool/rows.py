@@ -52,8 +52,11 @@ class Encoding(IntEnum):
         return _DTYPES[self]
 
 
-_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype("V"), np.dtype("<f4"), np.dtype("<u2"), np.dtype("<f2"))
-"""By the number of the encoding; there is none of number 0."""
+_DTYPES: dict[int, np.dtype[Any]] = {
+    Encoding.F32: np.dtype("<f4"),
+    Encoding.BF16: np.dtype("<u2"),
+    Encoding.F16: np.dtype("<f2"),
+}
 
 _ENCODINGS = {int(one): one for one in Encoding}
 """By number; to look a member up in the class costs ten times as much."""

@@ -115,10 +115,9 @@ class Server:
         """The address, without user or password."""
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
-        scheme = "rediss" if self._is_tls else "redis"
         if self.is_cluster:
-            return f"{scheme}{CLUSTER}://{self._cluster}"
-        return f"{scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
+            return f"{self._scheme}{CLUSTER}://{self._cluster}"
+        return f"{self._scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
@@ -131,6 +130,10 @@ class Server:
     @property
     def _is_tls(self) -> bool:
         return issubclass(self._class, connections.SSLConnection)
+
+    @property
+    def _scheme(self) -> str:
+        return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
         """The server that has a key: this one, or one master of the cluster; equal places give the same object.
@@ -222,7 +225,7 @@ class Server:
         try:
             return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
         except (TypeError, ValueError, RedisError) as error:
-            unknown = re.search("unexpected keyword argument ('.*')", str(error))
+            unknown = re.search("unexpected keyword argument ('[^']*')", str(error))
             why = f"{unknown[1]} is not known" if unknown else str(error)
             raise SettingsError(f"redis: an option of {self} is not known or malformed: {why}") from error
 
@@ -239,12 +242,17 @@ class Server:
         if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if "Cluster mode is not enabled" in text:
-            return ServerError(f"{self} is no Redis Cluster: name it as redis://HOST:PORT")
+            return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
-            hint = "; is it a port with TLS?" if self._is_tls and "Timeout" in type(error).__name__ else ""
-            return ServerUnreachable(f"no Redis server answers at {self}: {text}{hint}")
+            # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
+            is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
+            return ServerUnreachable(
+                f"no Redis server answers at {self}: {text}{'; is it a port with TLS?' if is_mute else ''}"
+            )
         if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:
-            return ServerError(f"{self} is one node of a Redis Cluster: name it as redis{CLUSTER}://HOST:PORT ({text})")
+            return ServerError(
+                f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
+            )
         if "DB index is out of range" in text:
             return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         return ServerError(f"{self} answered with an error: {text}")

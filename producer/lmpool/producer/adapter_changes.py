@@ -20,6 +20,7 @@ from lmpool.adapters import (
     Adapter,
     AdapterRegistry,
     Offer,
+    Registered,
     check_adapter_name,
     check_source,
     name_of,
@@ -113,13 +114,14 @@ class AdapterChange:
 
     async def _put_in_service(self, offer: Offer, before: str | None) -> str:
         await self._offer(offer)
-        loaded = await self._until_loaded(offer, before)
-        if not await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
-            # A first try whose answer was lost may have done it.
+        while True:
+            loaded = await self._until_loaded(offer, before)
+            if await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
+                return loaded.revision
+            # A first try whose answer was lost may have done it; or the offer has just gone.
             known = await self._insist(self._registry.read)
-            if known.adapters.get(self._name) != Adapter(loaded.source, loaded.revision):
-                raise self._interrupted()
-        return loaded.revision
+            if known.adapters.get(self._name) == Adapter(loaded.source, loaded.revision):
+                return loaded.revision
 
     async def _offer(self, offer: Offer) -> None:
         lifetime = self._within.left + _OUTLIVES_S
@@ -137,18 +139,18 @@ class AdapterChange:
             known = await self._insist(self._registry.read)
             found, served = known.offers.get(self._name), known.adapters.get(self._name)
             if found is None:
-                if served is None or served.revision == before:
-                    # The server has lost the offer: it was short of memory, say, or its clock was set.
-                    await self._offer(offer)
-                    await self._pause(_LOOK_S)
-                    continue
-                if served.source == offer.source:
+                if served is not None and served.source == offer.source and served.revision != before:
                     return offer._replace(revision=served.revision)
-            if found is None or found.source != offer.source:
+                if not await self._is_lost(known, before):
+                    raise self._interrupted()
+                # Our own, though another's may have been there last: that one may have been taken back.
+                await self._offer(offer)
+                await self._pause(_LOOK_S)
+                continue
+            if found.source != offer.source:
                 raise self._interrupted()
-            offer = found
             told = await self._told()
-            tried = [worker for worker in told if worker.nonce == offer.nonce]
+            tried = [worker for worker in told if worker.nonce == found.nonce]
             for worker in tried:
                 if worker.refusal:
                     raise AdapterRefused(f"the worker {worker.worker_id} cannot load it: {worker.refusal}")
@@ -162,6 +164,15 @@ class AdapterChange:
             slow = ", ".join(worker.worker_id for worker in told if worker not in tried)
             self._waits_for = f"still loading or silent: {slow}" if slow else ""
             await self._pause(_LOOK_S)
+
+    async def _is_lost(self, known: Registered, before: str | None) -> bool:
+        """Whether an offer that is gone was lost, by a server short of memory, say; else somebody has made a change."""
+        served = known.adapters.get(self._name)
+        if served is None and before is not None and known.owner:
+            return False  # Removed.
+        if served is not None and served.revision != before:
+            return False
+        return not await self._insist(partial(self._registry.known_for, self._name))
 
     async def _take_out(self) -> bool:
         # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.

@@ -30,7 +30,7 @@ class Crew:
         self._count = len(await self._channel.lobby.workers(model))
 
     def rest(self) -> None:
-        """Nobody waits for them now."""
+        """They are not looked for now: nobody waits, or nobody can be seen."""
         self._missing_since = None
 
     async def look(self, now: float) -> NoWorker | None:
@@ -59,16 +59,16 @@ class Crew:
             )
         return None
 
-    def late(self, within: str) -> DeadlineExceeded:
-        """Why there is no row; `within` says until when."""
+    def late(self, what: str) -> DeadlineExceeded:
+        """The end of a request whose deadline has passed; `what` says of what it has waited for."""
         card = self._channel.card
         if self._count:
             return DeadlineExceeded(
-                f"{within}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "
+                f"{what}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "
                 "allow more time (timeout=), ask for less at once, or add workers"
             )
         if self._is_loading:
             return NoWorker(
-                f"{within}: a worker is loading {card.name!r}, none serves it yet; allow more time (timeout=)"
+                f"{what}: a worker is loading {card.name!r}, none serves it yet; allow more time (timeout=)"
             )
-        return NoWorker(f"{within}: no live worker serves {card.name!r}; start one with `{card.start_command}`")
+        return NoWorker(f"{what}: no live worker serves {card.name!r}; start one with `{card.start_command}`")

@@ -54,6 +54,7 @@ def list_letters(
     found, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
         typer.echo(json.dumps([_summary(letter) for letter in found]))
+        _tell(doubt)
         return
     if not found:
         typer.echo(f"nothing was given up{doubt}")
@@ -147,7 +148,11 @@ def drop(
         return await letters.drop(entries), ""
 
     dropped, doubt = run(_with_letters(model, redis, prefix, change))
-    typer.echo(json.dumps({"dropped": dropped}) if as_json else f"dropped {dropped} prompts{doubt}")
+    if as_json:
+        typer.echo(json.dumps({"dropped": dropped}))
+        _tell(doubt)
+    else:
+        typer.echo(f"dropped {dropped} prompts{doubt}")
 
 
 async def _doubt(lobby: Lobby, name: str) -> str:
@@ -157,6 +162,12 @@ async def _doubt(lobby: Lobby, name: str) -> str:
     except UnknownModel as error:
         return f"; {error}"
     return ""
+
+
+def _tell(doubt: str) -> None:
+    """Beside JSON, where a script's user sees it."""
+    if doubt:
+        typer.echo(doubt.removeprefix("; "), err=True)
 
 
 def _check_choice(entries: list[str] | None, every: bool) -> None:

@@ -183,8 +183,9 @@ class Outbox:
         return self._hit_rate > least or not self._channel.rows.is_seen
 
     def _learn(self, flights: Sequence[Flight]) -> None:
-        hits = sum(flight.origin == "cache_hits" for flight in flights) / max(1, len(flights))
-        self._hit_rate += (hits - self._hit_rate) / _HIT_RATE_WINDOW
+        # Who was refused has met neither the cache nor a job.
+        if known := [flight.origin for flight in flights if flight.stage is not Stage.REFUSED]:
+            self._hit_rate += (known.count("cache_hits") / len(known) - self._hit_rate) / _HIT_RATE_WINDOW
 
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> tuple[list[bytes], bool]:
         """Returns the digests whose rows have appeared in the cache meanwhile, and whether the queue is full."""

@@ -290,6 +290,7 @@ class Session:
                 if self._flights:
                     await self._recheck()
             except TROUBLE as error:
+                self._crew.rest()  # Who could not be seen is not missed.
                 self._channel.note(error)
                 await self._channel.reconnect(error)
 

@@ -81,12 +81,14 @@ def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
     return {"rows_per_s": rate, "p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
 
 
-def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float]:
+def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float | None]:
     """What a worker tells, with its numbers as such."""
-    found: dict[str, str | int | float] = dict(fields)
+    found: dict[str, str | int | float | None] = dict(fields)
     for name, text in fields.items():
         if name not in _NAMES and _NUMBER.fullmatch(text):
             found[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+        elif not text:
+            found[name] = None  # A time of an interval in which nothing was computed, say.
     return found
 
 

@@ -133,6 +133,8 @@ if redis.call('EXISTS', backlog) == 0 then
   return answer
 end
 
+-- Making ready for the rules of the queue takes as long as a few jobs.
+
 -- include queue
 
 move_up()

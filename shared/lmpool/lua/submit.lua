@@ -25,8 +25,8 @@ local depth = redis.call('XLEN', jobs)
 
 -- Queue a prompt in the stream; with its digest, where it may have to go back.
 local function to_stream(waiting, job, may_go_back)
-  local stays = may_go_back and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
-  redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', job, 'u', stays), reply, '')
+  local tag = may_go_back and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
+  redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', job, 'u', tag), reply, '')
   redis.call('PEXPIRE', waiting, lifetime)
 end
 
@@ -37,7 +37,8 @@ end
 
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. Nobody has asked for
 -- any of these yet, and all find room at once: in an empty stream, whoever reads it, or where this client asks alone.
-if not again and depth + count <= limit and redis.call('EXISTS', backlog, unpack(KEYS, 3)) == 0 then
+local is_new = not again and redis.call('EXISTS', unpack(KEYS, 3)) == 0
+if is_new and depth + count <= limit and redis.call('EXISTS', backlog) == 0 then
   local is_lone = depth == 0 and count == 1
   local is_alone = not is_lone and depth + count <= MORE and is_known_alone()
   if is_lone or is_alone or room(depth) >= count then
@@ -58,8 +59,6 @@ end
 -- include queue
 
 local SHARE = 9
--- Mostly nobody has asked for any of them yet: that costs less to see at once than one by one.
-local is_new = not again and redis.call('EXISTS', unpack(KEYS, 3)) == 0
 local behind, is_alone = count_at('ZCARD', backlog), false
 local free, more = room(depth)
 if free < 0 then

@@ -111,7 +111,7 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Who asked may have gone: that is not worth a line, and nothing is ever printed beside the log."""
         error = sys.exc_info()[1]
-        is_gone = isinstance(error, OSError)
+        is_gone = isinstance(error, (ConnectionError, TimeoutError))
         _log.log(
             logging.DEBUG if is_gone else logging.ERROR, "monitor: a request failed: %s", error, exc_info=not is_gone
         )

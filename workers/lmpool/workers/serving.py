@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from lmpool.card import ModelCard
-from lmpool.errors import LMPoolError, ServerError, SettingsError
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError
 from lmpool.server import Server
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.logs import LogFormat, start_log
@@ -23,6 +23,8 @@ from lmpool.workers.worker import Worker
 
 _log = logging.getLogger("lmpool.worker")
 
+# Their messages say all there is to say.
+_PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)
 _FAILED = 2
 _STOPPED_NOW = 130
 _HUNG = 2
@@ -58,8 +60,7 @@ def serve(
         except LMPoolError as error:
             if log is None:
                 raise
-            # What the user can mend has all there is to say in its message.
-            _log.critical("%s", error, exc_info=None if isinstance(error, (ServerError, SettingsError)) else error)
+            _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
             raise SystemExit(_FAILED) from error
 
 
