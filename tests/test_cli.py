@@ -133,6 +133,9 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, smollm2_folder: 
     until(lambda: states() == [("slow", "loading")], "the worker is seen to load")
     assert "slow" in on(pool, "status").stdout
     assert "a worker is loading 'slow', try again in a moment" in on(pool, "logprobs", "1", "--ids").stderr
+    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "slwo").stderr
+    assert "try again" not in mistyped
+    assert "being loaded: 'slow')" in mistyped
     worker.until_says("serving ")
     until(lambda: states() == [("slow", "ready")], "the worker is seen to be ready")
     assert not pool.redis.exists(pool.keys.loading())
@@ -214,7 +217,7 @@ def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Pa
         second = WorkerProcess([*lmpool_command(), "up", "other", "--backend", "synthetic"], tmp_path / "second.log")
         try:
             second.until_says("serving ")
-            assert "your server is running already" in second.text
+            assert re.search(r"your server is running already \(process \d+, with which it ends\)", second.text)
             second.signal(signal.SIGINT)
             assert second.wait() == 0
         finally:

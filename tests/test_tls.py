@@ -147,6 +147,7 @@ def test_a_server_that_is_away_is_named_without_its_password(server: SecureServe
 async def test_what_a_server_without_tls_and_with_few_databases_says_is_put_into_words(short_dir: Path) -> None:
     port = free_port()
     command = [server_binary(), "--port", str(port), "--bind", "127.0.0.1", "--databases", "2", "--save", ""]
+    command += ["--unixsocket", str(short_dir / "s")]
     plain = subprocess.Popen(command, cwd=short_dir, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: answers(port), "the server answers")
@@ -154,6 +155,8 @@ async def test_what_a_server_without_tls_and_with_few_databases_says_is_put_into
             await Producer(redis=f"rediss://127.0.0.1:{port}", timeout=60).open()
         with pytest.raises(ServerError, match=rf"redis://127.0.0.1:{port} has no database 2: `databases`"):
             await Producer(redis=f"redis://127.0.0.1:{port}/2", timeout=60).open()
+        with pytest.raises(ServerError, match="has no database 99: `databases` in its settings"):
+            await Producer(redis=f"unix://{short_dir}/s?db=99", timeout=60).open()
         with pytest.raises(ServerError, match="is no Redis Cluster: name it as redis://HOST:PORT"):
             await Producer(redis=f"redis+cluster://127.0.0.1:{port}", timeout=60).open()
     finally:

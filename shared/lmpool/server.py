@@ -241,6 +241,8 @@ class Server:
             return AuthenticationFailed(f"{self} refuses this client: {why}")
         if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
+        if "DB index is out of range" in text or text == "Invalid Database":
+            return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
         if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
@@ -253,8 +255,6 @@ class Server:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
             )
-        if "DB index is out of range" in text:
-            return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         return ServerError(f"{self} answered with an error: {text}")
 
 

@@ -138,6 +138,7 @@ def bench(
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
+            typer.echo(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
             return await measure(producer, prompts, length, concurrency, seed)
 
     found = run(ask())

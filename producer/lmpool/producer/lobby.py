@@ -69,7 +69,7 @@ class Lobby:
         if not cards:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise UnknownModel(
-                f"{wanted}: {await self._advice('start a worker with `lmpool worker MODEL --name NAME`')}"
+                f"{wanted}: {await self._advice(name, 'start a worker with `lmpool worker MODEL --name NAME`')}"
             )
         if name is None:
             # The card of a model whose workers were killed may still be there.
@@ -78,7 +78,7 @@ class Lobby:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
             return live[0] if live else next(iter(cards.values()))
         if name not in cards:
-            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(f'served are: {served}')}")
+            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(name, f'served are: {served}')}")
         return cards[name]
 
     async def _is_served(self, model: str) -> bool:
@@ -88,10 +88,13 @@ class Lobby:
         except NoPermissionError:
             return False
 
-    async def _advice(self, otherwise: str) -> str:
-        """What to do when a model is not served: wait, when a worker is loading one just now."""
-        models = ", ".join(sorted({repr(worker.fields["model"]) for worker in await self.loading()}))
-        return f"a worker is loading {models}, try again in a moment" if models else otherwise
+    async def _advice(self, name: str | None, otherwise: str) -> str:
+        """What to do when a model is not served: wait, when a worker is loading it just now."""
+        loading = {worker.fields["model"] for worker in await self.loading()}
+        models = ", ".join(sorted(map(repr, loading)))
+        if loading and (name is None or name in loading):
+            return f"a worker is loading {models}, try again in a moment"
+        return f"{otherwise} (being loaded: {models})" if loading else otherwise
 
     async def _read_cards(self) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
         """The cards by name, and why others cannot be read: one bad card must not take down every other model."""

@@ -74,7 +74,8 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
     try:
         embedded.start()
     except AlreadyRunning as running:
-        _tell(settings, f"your server is running already (process {running.pid}): adding a worker to it")
+        owner = f"process {running.pid}, with which it ends"
+        _tell(settings, f"your server is running already ({owner}): adding a worker to it")
         if memory_mb is not None:
             _tell(settings, "--memory-mb has no effect on a server that runs already")
         serve(Server(running.url), chosen, settings)

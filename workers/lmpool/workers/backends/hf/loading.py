@@ -106,5 +106,5 @@ def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
     if settings.model.startswith(("/", ".", "~")) and not Path(settings.model).exists():
         reason = "there is no such folder"
     elif "connect to" in reason:
-        reason += " Without that hub, name a folder with the model's files."
+        reason += f" Without that hub, name a folder with the model's files: there is no folder {settings.model} here."
     raise SettingsError(f"{field}: {name} cannot be loaded: {reason}") from error
