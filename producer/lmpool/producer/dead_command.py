@@ -57,7 +57,7 @@ def list_letters(
         _tell(doubt)
         return
     if not found:
-        typer.echo(f"nothing was given up{doubt}")
+        typer.echo(_joined("nothing was given up", doubt))
         return
     table = Table("id", "given up", "error", "reason", "tokens", "adapter", "asked for", "digest")
     for letter in found:
@@ -152,7 +152,7 @@ def drop(
         typer.echo(json.dumps({"dropped": dropped}))
         _tell(doubt)
     else:
-        typer.echo(f"dropped {dropped} prompts{doubt}")
+        typer.echo(_joined(f"dropped {dropped} prompts", doubt))
 
 
 async def _doubt(lobby: Lobby, name: str) -> str:
@@ -160,14 +160,18 @@ async def _doubt(lobby: Lobby, name: str) -> str:
     try:
         await lobby.card(name)
     except UnknownModel as error:
-        return f"; {error}"
+        return str(error)
     return ""
+
+
+def _joined(text: str, doubt: str) -> str:
+    return f"{text}; {doubt}" if doubt else text
 
 
 def _tell(doubt: str) -> None:
     """Beside JSON, where a script's user sees it."""
     if doubt:
-        typer.echo(doubt.removeprefix("; "), err=True)
+        typer.echo(doubt, err=True)
 
 
 def _check_choice(entries: list[str] | None, every: bool) -> None:

@@ -36,7 +36,8 @@ async def measure(producer: Producer, prompts: int, length: int, concurrency: in
     cached = await _ask_all(producer, together, concurrency)
     single: list[float] = []
     while alone and sum(single) < 1000 * _ALONE_S:  # A slow model has few.
-        single += (await _ask_all(producer, [alone.pop()], 1))[1:2]
+        _, p50, _ = await _ask_all(producer, [alone.pop()], 1)
+        single.append(p50)
     p50, p99 = np.quantile(single, [0.5, 0.99])
     return Measurement(*new, *cached, float(p50), float(p99))
 
