@@ -22,7 +22,7 @@ from lmpool.rows import Block
 from lmpool.server import Server
 from lmpool.workers.backend import Backend, BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.presence import Presence
+from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
@@ -43,6 +43,11 @@ async def joined(redis: Redis, keys: Keys, card: ModelCard, worker_id: str) -> P
 
 
 # Presence
+
+
+def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
+    # With two random bytes each there would be some hundred pairs among so many.
+    assert len({new_worker_id() for _ in range(4096)}) == 4096
 
 
 def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> None:

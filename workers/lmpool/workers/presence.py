@@ -30,8 +30,8 @@ _ROOMS_TTL_MS = 2 * 3_600_000
 
 
 def new_worker_id() -> str:
-    """A name that no other worker has: host, process, and four random characters."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    """A name that no other worker has and nobody guesses: host, process, and 8 random bytes in hexadecimal."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class Presence:
