@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from lmpool.synthetic import synthetic_row
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
 from tests.hostile.commands import execute
-from tests.pool import Pool, V, WorkerProcess, until
+from tests.pool import Pool, V, WorkerProcess, is_held, until, until_async
 
 A_BATCH = 25
 LEASE_S = 1.0
@@ -140,6 +141,29 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
         told: Any = pool.redis.xrange(key)
         ((_, fields),) = told
         assert fields[b"d"] == digest_of(np.array(prompts[3], "<u4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_deleted"),
+    [(f"{2**64 - 1}-{2**64 - 1}", False), (f"{2**64 - 1}-{2**64 - 1}", True), ("253402300799000-0", False)],
+)
+async def test_a_queue_whose_ids_have_run_ahead_is_replaced(pool: Pool, entry: str, is_deleted: bool) -> None:
+    """After the largest id nothing can be added; after any other that is far ahead no entry is ever old."""
+    jobs = pool.keys.model("syn").jobs
+    worker = await asyncio.to_thread(pool.start, "--lease-s", LEASE_S, "--step-ms", 500, "--max-batch", 1)
+    async with pool.producer(timeout=15, cache_bytes=0) as producer:
+        held = asyncio.create_task(producer.logprobs([1]))
+        await until_async(lambda: is_held(pool), "the worker holds the prompt")
+        behind = asyncio.create_task(producer.logprobs([2]))
+        execute(pool.redis, "XADD", jobs, entry, "m", "x")
+        if is_deleted:
+            pool.redis.xdel(jobs, entry)
+        for number, asked in ((1, held), (2, behind), (3, producer.logprobs([3]))):
+            assert np.array_equal(await asked, row(number))
+    assert worker.text.count("the job stream of 'syn' was replaced") == 1
+    last: Any = pool.redis.xinfo_stream(jobs)["last-generated-id"]
+    assert int(last.split(b"-")[0]) < (time.time() + 3600) * 1000
+    assert_serves(pool, worker)
 
 
 def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:

@@ -38,6 +38,8 @@ _STALE_S = 1.0
 _MOST_MS_DIGITS = 15
 _EVER_MS = 10**_MOST_MS_DIGITS
 _MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
+# A server's clock that is set back by less leaves the queue alone.
+_MOST_AHEAD_MS = 3_600_000
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
 _MOST_REASONS = 1000
@@ -122,6 +124,18 @@ class Intake:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
+        await self.mend_queue()
+
+    async def mend_queue(self) -> None:
+        """Replace the stream when its ids have run ahead of the clock: see `replace.lua`."""
+        dropped = await scripts.REPLACE(self._redis, [self._keys.jobs], [GROUP, _MOST_AHEAD_MS])
+        if dropped >= 0:
+            _log.warning(
+                "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
+                "%d prompts were dropped, and clients ask for them again after a lease",
+                self._card.name,
+                dropped,
+            )
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
