@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lmpool.errors import CorruptRow, DeadlineExceeded, ServerUnreachable, WorkerError
-from lmpool.producer.flights import Answer, FlightTable, Stage
+from lmpool import errors
+from lmpool.card import ModelCard
+from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
+from lmpool.keys import Keys
+from lmpool.producer.flights import Answer, Flight, FlightTable, Stage
 from lmpool.producer.inbox import Inbox
 from lmpool.producer.lru import RowLRU
+from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
+from lmpool.producer.tasks import Tasks
+from lmpool.producer.together import own
 from lmpool.producer.waiters import BatchWaiter, SingleWaiter
 from lmpool.prompts import Prompt, encode_prompt
 from lmpool.rowcache import Row
@@ -67,7 +74,7 @@ def test_the_first_waiter_starts_a_flight_and_the_next_ones_join_it(desk: Desk) 
     assert desk.flights.board(prompt(1), Ear()) == (flight, False)
     assert len(flight.waiters) == 3
     assert len(desk.flights) == 1
-    assert desk.counted() == {"joined": 2}
+    assert desk.counted() == {}, "nothing has ended"
 
 
 def test_different_prompts_are_different_flights(desk: Desk) -> None:
@@ -89,7 +96,7 @@ def test_a_flight_ends_when_its_last_waiter_leaves(desk: Desk) -> None:
     assert desk.flights.leave(flight, second) is True
     assert not desk.flights.is_open(flight)
     assert len(desk.flights) == 0
-    assert desk.counted() == {"joined": 1, "failed": 2}
+    assert desk.counted() == {"failed": 2}
 
 
 def test_who_has_left_hears_nothing(desk: Desk) -> None:
@@ -139,12 +146,49 @@ def test_a_failure_reaches_every_waiter_and_is_not_kept(desk: Desk) -> None:
     ears = [Ear(), Ear()]
     for ear in ears:
         flight, _ = desk.flights.board(prompt(1), ear)
-    error = WorkerError("no")
-    desk.flights.land(flight, error)
-    assert [ear.heard for ear in ears] == [[error], [error]]
+    desk.flights.land(flight, WorkerError("no"))
+    assert [[(type(heard), str(heard)) for heard in ear.heard] for ear in ears] == [[(WorkerError, "no")]] * 2
     assert len(desk.cache) == 0
     assert not desk.flights.is_open(flight)
-    assert desk.counted() == {"joined": 1, "failed": 2}
+    assert desk.counted() == {"failed": 2}
+
+
+def test_every_waiter_has_an_exception_of_its_own(desk: Desk) -> None:
+    """Who adds a note to it, or raises it through many frames, changes nobody else's."""
+    ears = [Ear() for _ in range(4)]
+    flights = [desk.flights.board(prompt(1 + at // 2), ear)[0] for at, ear in enumerate(ears)]
+    error = NoWorker("nobody")
+    error.__cause__ = OSError("gone")
+    error.add_note("told to all")
+    for flight in flights[::2]:
+        desk.flights.land(flight, error)
+    heard = [one for ear in ears for one in ear.heard if isinstance(one, NoWorker)]
+    assert len({id(one) for one in [*heard, error]}) == 5
+    heard[0].add_note("mine")
+    with pytest.raises(NoWorker):
+        raise heard[1]
+    assert heard[1].__traceback__ is not None
+    for one in (heard[2], heard[3], error):
+        assert (str(one), one.__cause__, one.__notes__) == ("nobody", error.__cause__, ["told to all"])
+        assert one.__traceback__ is None
+
+
+class Particular(LMPoolError):
+    """An exception that is made from something else than its text."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_every_exception_of_the_tree_can_be_made_again() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LMPoolError)]
+    assert len(kinds) > 20
+    for error in [*(kind("why") for kind in kinds), Particular(7), TimeoutError(), OSError(2, "none", "here")]:
+        other = own(error)
+        assert other is not error
+        assert type(other) is type(error)
+        assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))
 
 
 @pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])
@@ -199,9 +243,10 @@ def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(d
         assert desk.flights.is_open(flight)
         assert flight.damaged
     flight.overwrites = 2
-    last = CorruptRow("still bad")
-    desk.flights.deliver(prompt(1).digest, last)
-    assert ear.heard == [last]
+    desk.flights.deliver(prompt(1).digest, CorruptRow("still bad"))
+    (last,) = ear.heard
+    assert isinstance(last, CorruptRow)
+    assert str(last) == "still bad"
     assert not desk.flights.is_open(flight)
     assert desk.counted() == {"failed": 1}
     assert len(desk.cache) == 0
@@ -365,3 +410,122 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
         for part in parts:
             part.cancel()
     assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"
+
+
+# Learning what a look for rows finds
+
+
+class Answering:
+    """A channel whose cache has some rows, and whose script gives every prompt the same outcome."""
+
+    card = ModelCard("m", "synthetic", 3, 10, "seed", "float32")
+    fingerprint, reply, row_prefix = "f", b"reply", b"row:"
+    model = Keys("test").model("m")
+    trouble: LMPoolError | None = None
+
+    def __init__(self, flights: FlightTable, outcome: str, cached: Sequence[Prompt] = ()) -> None:
+        self.rows = self.line = self
+        self.is_seen = True
+        self.looks: list[list[bytes]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._flights = flights
+        self._outcome = outcome
+        self._cached = {one.digest for one in cached}
+
+    async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+        await asyncio.sleep(0)
+        if command == b"EVALSHA" and len(rest) > keys + 1:
+            return self._outcome.encode() * sum(key.startswith(self.model.waiting) for key in rest[:keys])
+        return b""
+
+    async def fetch(self, digests: list[bytes]) -> None:
+        self.looks.append(digests)
+        await asyncio.sleep(0)
+        self.meanwhile()
+        for digest in digests:
+            self._flights.deliver(digest, row() if digest in self._cached else None)
+
+    async def settle(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            self._flights.deliver(digest, row())
+
+    async def upload(self, flights: list[Flight]) -> bool:
+        return False
+
+    async def unlink(self, keys: list[bytes]) -> None:
+        assert not keys
+
+    def spent(self, flights: list[Flight]) -> list[bytes]:
+        return []
+
+    def full(self) -> str:
+        return "full"
+
+
+async def learned(desk: Desk, channel: Any, *, way: str = "") -> float:
+    """By how much the rate of hits has changed when some prompts have been asked for."""
+    tasks = Tasks()
+    outbox = Outbox(channel, desk.flights, tasks, waits_when_full=False)
+    outbox._hit_rate = 0.6
+    boarded: list[tuple[Flight, Ear]] = []
+    for at in range(20):
+        ear = Ear()
+        flight, _ = desk.flights.board(prompt(at), ear, touch=way == "touched")
+        flight.is_private = way == "private"
+        boarded.append((flight, ear))
+        outbox.add(flight)
+
+    def leave() -> None:
+        for flight, ear in boarded:
+            desk.flights.leave(flight, ear)
+            outbox.take_back(flight)
+
+    if way == "cancelled":
+        channel.meanwhile = leave
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await tasks.cancel()
+    return outbox._hit_rate - 0.6
+
+
+ASKED = [prompt(at) for at in range(20)]
+
+
+async def test_a_look_that_finds_rows_raises_the_rate_and_one_that_does_not_lowers_it(desk: Desk) -> None:
+    assert await learned(desk, Answering(desk.flights, "Q", ASKED)) > 0
+    assert desk.counted() == {"cache_hits": 20}
+
+
+@pytest.mark.parametrize(("outcome", "is_hit"), [("Q", False), ("J", False), ("R", True)])
+async def test_the_rate_is_learned_from_what_the_script_says(desk: Desk, outcome: str, is_hit: bool) -> None:
+    assert (await learned(desk, Answering(desk.flights, outcome)) > 0) == is_hit
+
+
+@pytest.mark.parametrize(
+    ("way", "outcome", "counted"),
+    [
+        ("cancelled", "Q", {"failed": 20}),
+        ("refused", "F", {"failed": 20}),
+        ("touched", "Q", {}),
+        ("touched", "R", {"cache_hits": 20}),
+        ("private", "Q", {}),
+    ],
+)
+async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing(
+    desk: Desk, way: str, outcome: str, counted: dict[str, int]
+) -> None:
+    channel = Answering(desk.flights, outcome)
+    assert await learned(desk, channel, way=way) == 0
+    assert desk.counted() == counted
+    # Nobody looks for what cannot be found.
+    assert [len(look) for look in channel.looks] == ([] if way in ("touched", "private") else [20])
+
+
+async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
+    channel: Any = Answering(desk.flights, "Q")
+
+    async def fails(*_: Any) -> bytes:
+        raise QueueFull("no")
+
+    channel.call, channel.note = fails, lambda error: None
+    assert await learned(desk, channel) == 0

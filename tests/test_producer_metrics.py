@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lmpool.errors import DeadlineExceeded, WorkerError
+from lmpool.errors import DeadlineExceeded, ProducerClosed, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.metrics import METRICS, ProducerCollector
 from lmpool.rows import Encoding, encoded_size
@@ -53,6 +56,53 @@ async def test_requests_are_counted_once_by_what_became_of_them(pool: Pool) -> N
             name = "lmpool_producer_request_seconds"
             assert seen.value(f"{name}_count", model="syn", outcome=outcome) == count
             assert 0 < seen.value(f"{name}_sum", model="syn", outcome=outcome) < 60
+        assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
+
+
+async def test_every_request_has_one_outcome_whatever_ends_it(pool: Pool) -> None:
+    worker = await asyncio.to_thread(pool.start, "--fail-token", 300, "--step-ms", 20, "--max-batch", 8)
+    draw = random.Random(5)
+
+    async def ask(producer: Producer) -> None:
+        prompts = [[draw.choice((1, 2, 3, 300)), draw.randrange(9)] for _ in range(3)]
+        timeout = draw.choice((30.0, 30.0, 0.01))
+        calls = [
+            producer.logprobs(prompts[0], timeout=timeout),
+            producer.logprobs(prompts[0], targets=[4], timeout=timeout),
+            producer.batch_logprobs(prompts, timeout=timeout),
+            producer.topk(prompts[0], 2, timeout=timeout),
+            producer.sample(prompts[0], seed=draw.choice((None, 1)), timeout=timeout),
+            producer.warm(prompts[0], timeout=timeout),
+        ]
+        at = draw.randrange(len(calls))
+        chosen = asyncio.create_task(calls.pop(at))
+        for call in calls:
+            call.close()
+        if draw.random() < 0.2:
+            for _ in range(draw.randrange(9)):
+                await asyncio.sleep(0)
+            chosen.cancel()
+        await asyncio.gather(chosen, return_exceptions=True)
+
+    first, second = pool.producer(cache_bytes=4 * V * 8), pool.producer()
+    async with first, second:
+        for _ in range(6):
+            await asyncio.gather(*(ask(producer) for producer in (first, second) for _ in range(40)))
+        worker.signal(signal.SIGSTOP)
+        stalled = [asyncio.create_task(first.logprobs([7, at // 2])) for at in range(60)]
+        await asyncio.sleep(0)
+    ended = await asyncio.gather(*stalled, return_exceptions=True)
+    assert set(map(type, ended)) == {ProducerClosed}
+    for producer in (first, second):
+        stats = producer.stats()
+        outcomes = asdict(stats)
+        del outcomes["requests"]
+        assert all(outcomes.values()), f"each has been seen: {stats}"
+        assert sum(outcomes.values()) == stats.requests, stats
+        seen = scraped(producer)
+        assert sum(requests(seen).values()) == stats.requests
+        assert requests(seen)["joined"] == stats.joined
+        assert requests(seen)["failed"] == stats.failed == sum(producer._figures.failures.values())
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
 
 

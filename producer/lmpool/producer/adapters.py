@@ -12,6 +12,7 @@ from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, UnknownAdapter
 from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.together import own
 from lmpool.producer.within import Within, begin
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Adapters:
         except TimeoutError as late:
             # Who waited for another to read has seen no error.
             if (why := seen or self._channel.trouble) is not None:
-                raise self._channel.explain(why) from late
+                raise own(self._channel.explain(why)) from late
             raise NoWorker(
                 f"within {within.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
                 f"is one running? start it with `{self._channel.card.start_command}`"

@@ -12,6 +12,7 @@ from lmpool.errors import CorruptRow
 from lmpool.producer.figures import Figures
 from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
+from lmpool.producer.together import own
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 
@@ -21,7 +22,7 @@ _MOST_AWAY_BYTES = 64 * 1024 * 1024
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
-"""Called once, with the row or with the exception; never after it was taken off its flight."""
+"""Called once, with the row or with an exception of its own; never after it was taken off its flight."""
 
 
 class Stage(Enum):
@@ -47,7 +48,7 @@ class Flight:
         is_away: whether it counts as one that the server has.
         damaged: the cache holds something else than a row; it must be overwritten.
         overwrites: how often a worker was asked to do that.
-        origin: counter of `ProducerStats` that the first waiter's request adds to.
+        origin: counter of `ProducerStats` that the first waiter's request adds to; None until something has answered.
         is_touch: nobody here wants the row itself, just that it be in the cache.
         is_private: nobody else can ask for this, so nobody needs the answer once it has been read.
         weights: what a trie job works on, until it has been sent.
@@ -87,7 +88,7 @@ class Flight:
         self.is_away = False
         self.damaged = False
         self.overwrites = 0
-        self.origin = "cache_hits"
+        self.origin: str | None = None
 
 
 class FlightTable:
@@ -143,7 +144,6 @@ class FlightTable:
             flight = self._flights[prompt.digest] = Flight(prompt)
             flight.is_touch = touch
         else:
-            self._stats.joined += 1
             if flight.joined is None:
                 flight.joined = []
             flight.joined.append(monotonic())
@@ -222,9 +222,14 @@ class FlightTable:
             self._stats.failed += len(waiters)
             for since in (flight.began, *(flight.joined or ())):
                 self.figures.failed(type(answer).__name__, since)
-        else:
-            self._stats.add(flight.origin)
-            self.figures.landed(flight.origin, flight.began, flight.joined)
+            for waiter in waiters:
+                waiter(own(answer))
+            return
+        # What no script has told of was found by looking.
+        origin = flight.origin = flight.origin or "cache_hits"
+        self._stats.add(origin)
+        self._stats.joined += len(waiters) - 1
+        self.figures.landed(origin, flight.began, flight.joined)
         for waiter in waiters:
             waiter(answer)
 
@@ -233,3 +238,4 @@ class FlightTable:
         self._cache.belong_to(fingerprint)
         for flight in self._flights.values():
             flight.stage = Stage.UNSENT
+            flight.origin = None

@@ -14,8 +14,10 @@ _OUTCOMES = {"local_hits": "local_hit", "cache_hits": "cache_hit"}
 """Counters of `ProducerStats` that have another name as the value of a label."""
 
 METRICS = (
-    Metric("lmpool_producer_requests_total", "counter", "Requests that ended, by how they ended.", ("outcome",)),
-    Metric("lmpool_producer_failures_total", "counter", "Requests that failed, by exception.", ("kind",)),
+    Metric("lmpool_producer_requests_total", "counter", "Requests that ended, each by how it ended.", ("outcome",)),
+    Metric(
+        "lmpool_producer_failures_total", "counter", "Requests that failed or were cancelled, by exception.", ("kind",)
+    ),
     Metric("lmpool_producer_requests_under_way", "gauge", "Requests that wait for an answer."),
     Metric("lmpool_producer_fetched_bytes_total", "counter", "Bytes of rows and answers fetched from the server."),
     Metric("lmpool_producer_cache_bytes", "gauge", "Bytes of rows in the producer's own memory."),

@@ -164,11 +164,13 @@ class Outbox:
         """Look for rows in the cache; ask workers for the rest."""
         for flight in flights:
             flight.stage = Stage.SENDING
+        # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
+        sought = [flight for flight in flights if not (flight.damaged or flight.is_touch or flight.is_private)]
         try:
-            if self._is_worth_a_look(len(flights)):
-                await self._channel.fetch([flight.prompt.digest for flight in flights if not flight.damaged])
+            if sought and self._is_worth_a_look(len(sought)):
+                await self._channel.fetch([flight.prompt.digest for flight in sought])
             await self.submit([flight for flight in flights if flight.waiters])
-            self._learn(flights)
+            self._learn(sought)
         except TROUBLE as error:
             self._channel.note(error)
             for flight in flights:
@@ -183,8 +185,9 @@ class Outbox:
         return self._hit_rate > least or not self._channel.rows.is_seen
 
     def _learn(self, flights: Sequence[Flight]) -> None:
-        # Who was refused has met neither the cache nor a job.
-        if known := [flight.origin for flight in flights if flight.stage is not Stage.REFUSED]:
+        # Who was cancelled or refused has met neither the cache nor a job.
+        known = [one.origin for one in flights if one.origin is not None and one.stage is not Stage.REFUSED]
+        if known:
             self._hit_rate += (known.count("cache_hits") / len(known) - self._hit_rate) / _HIT_RATE_WINDOW
 
     async def _submit_part(self, flights: Sequence[Flight], again: bool) -> tuple[list[bytes], bool]:
@@ -220,10 +223,12 @@ class Outbox:
                 flight.overwrites += flight.damaged
             if code == "Q":
                 flight.origin = "computed"
-            elif code == "J" and not again:
+            elif code == "J" and flight.origin != "computed":
                 flight.origin = "joined"
-            elif code == "R" and self._flights.get(digest) is not None:
-                stored.append(digest)
+            elif code == "R":
+                flight.origin = flight.origin or "cache_hits"
+                if self._flights.get(digest) is not None:
+                    stored.append(digest)
             elif code == "F":
                 flight.stage = Stage.REFUSED
                 if not self._waits_when_full:

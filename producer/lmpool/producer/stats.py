@@ -10,14 +10,15 @@ class ProducerStats:
     """What became of a producer's requests to the model's workers.
 
     A request is for a row. A trie's calls make requests too: for a prompt's row where they need one, and for values
-    where the model's workers have tries. What trie workers are asked is not counted.
+    where the model's workers have tries. What trie workers are asked is not counted, nor is a call that ends before
+    the producer has connected or because its arguments are wrong.
 
     Attributes:
-        requests: all of them.
+        requests: all of them. Each that has ended is counted in one of the others, too.
         local_hits: answered from the producer's own memory.
         cache_hits: answered from the cache in Redis.
-        joined: joined a request for the same prompt that was under way here or in another process.
-        computed: queued for a worker.
+        joined: answered with a request for the same prompt that was under way here or in another process.
+        computed: queued for a worker, and answered.
         failed: ended with an exception, or cancelled.
     """
 

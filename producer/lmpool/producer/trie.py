@@ -14,7 +14,7 @@ from lmpool.errors import SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
 from lmpool.producer.adapters import ask_by_revision, is_base
 from lmpool.producer.checks import iterate
-from lmpool.producer.together import all_of
+from lmpool.producer.together import all_of, shared
 from lmpool.producer.trie_asker import Choice, TrieAsker
 from lmpool.producer.within import Within, begin
 from lmpool.trie import Trie
@@ -202,8 +202,7 @@ class PooledTrie:
         loop, opening = asyncio.get_running_loop(), self._opening
         if opening is None or opening.done() or opening.get_loop() is not loop:
             opening = self._opening = loop.create_task(asyncio.to_thread(open_kernels, self.structure))
-        # Shielded: one caller's cancellation must not end the attempt of the others.
-        self._kernels = await asyncio.shield(opening)
+        self._kernels = await shared(opening)
         return self._kernels
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lmpool.checks import check_choice
 from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharacterTrie
+from lmpool.producer.together import shared
 
 _Op = Literal["sum", "max"]
 
@@ -79,8 +80,7 @@ class AsyncTokenCharacterTrie:
             batch = self._open[op] = _Batch(self._compute, op)
         index = len(batch.vectors)
         batch.vectors.append(vector)
-        # One who gives up must not take the others' batch along.
-        result: NDArray[Any] = (await asyncio.shield(batch.task))[index]
+        result: NDArray[Any] = (await shared(batch.task))[index]
         return result
 
     async def _compute(self, op: _Op, batch: _Batch) -> NDArray[Any]:
