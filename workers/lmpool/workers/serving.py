@@ -19,6 +19,7 @@ from lmpool.workers.backend import BackendSettings
 from lmpool.workers.logs import LogFormat, start_log
 from lmpool.workers.monitor import monitoring
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.watchdog import ProcessWatchdog
 from lmpool.workers.worker import Worker
 
 _log = logging.getLogger("lmpool.worker")
@@ -47,7 +48,8 @@ def serve(
 
     Raises:
         SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
-        As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2.
+        As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2; when it holds the
+        interpreter lock, with `watchdog.EXIT_CODE`.
     """
     log = start_log(settings.log_format, backend.served_as)
     _exit_on_signals(before_exit)
@@ -100,7 +102,7 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     with monitoring(settings, worker):
         try:
-            await worker.run(on_ready)
+            await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:
             if worker.is_hung:
                 _exit_hung(error, before_exit)

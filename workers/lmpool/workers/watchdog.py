@@ -1,17 +1,29 @@
-"""Notices when the backend hangs."""
+"""Notice when the backend hangs: the event loop its thread, another process the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 from lmpool.errors import WorkerError
 from lmpool.tasks import end_tasks
+from lmpool.workers import watchdog_process
 from lmpool.workers.stepper import Call, Stepper
+from lmpool.workers.watchdog_process import LOOKS, MOST_BETWEEN_S
 
-_LOOKS = 8
-_MOST_BETWEEN_S = 1.0
+_log = logging.getLogger("lmpool.worker")
+
+EXIT_CODE = int(signal.SIGALRM)
+"""How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
 
 
 class Watchdog:
@@ -38,7 +50,7 @@ class Watchdog:
         await end_tasks([self._watching])
 
     async def _watch(self) -> None:
-        pause = min(_MOST_BETWEEN_S, self._limit_s / _LOOKS)
+        pause = min(MOST_BETWEEN_S, self._limit_s / LOOKS)
         call: Call | None = None
         spent, before = 0.0, time.monotonic()
         while call is None or spent < self._limit_s:
@@ -54,3 +66,60 @@ class Watchdog:
                 "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
             )
         )
+
+
+class ProcessWatchdog:
+    """Has this process end when its event loop does not run for too long, while the context is open.
+
+    It prints where all its threads are, and exits with `EXIT_CODE`. For processes that are workers and nothing else.
+
+    Args:
+        limit_s: seconds for which the event loop may not run. Time in which the process is stopped does not count.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def __enter__(self) -> None:
+        _exit_on(EXIT_CODE)
+        self._start()
+        self._beat()
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        self._end()
+
+    def _start(self) -> None:
+        file, limit = watchdog_process.__file__, str(self._limit_s)
+        command = [sys.executable, "-I", "-S", file, str(os.getpid()), limit, str(EXIT_CODE)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def _beat(self) -> None:
+        try:
+            self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.
+        except BrokenPipeError:
+            _log.warning("the process that watches this worker has ended: starting it again")
+            self._end()
+            self._start()
+        pause = min(MOST_BETWEEN_S, self._limit_s / LOOKS)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._beat)
+
+
+def _exit_on(number: int) -> None:
+    """Have a signal print the stacks of all threads and end the process, without the interpreter lock.
+
+    By a handler in C: the default action would spare a process that is the first of its container.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(number, ctypes.cast(libc._exit, ctypes.c_void_p))
+    faulthandler.register(number, all_threads=True, chain=True)

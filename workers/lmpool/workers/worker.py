@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 
 from redis.exceptions import RedisError
@@ -93,11 +94,16 @@ class Worker:
         self.health.state = "draining"
         self._duty.stop()
 
-    async def run(self, on_ready: Callable[[ModelCard], None] | None = None) -> None:
+    async def run(
+        self,
+        on_ready: Callable[[ModelCard], None] | None = None,
+        guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  it has no state
+    ) -> None:
         """Serve until `stop`.
 
         Args:
             on_ready: called once with the card when the worker takes jobs.
+            guard: is entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
             ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
@@ -109,13 +115,16 @@ class Worker:
         await self._check_server()
         self.health.start()
         self._stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
+        guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
                 opened = await self._stepper.start()
+            guarded.enter_context(guard)
             async with Watchdog(self._stepper, self._settings.step_timeout_s, self._hang):
                 await self._run(opened, on_ready)
         finally:
-            await self._stepper.close(self._settings.step_timeout_s)
+            with guarded:
+                await self._stepper.close(self._settings.step_timeout_s)
             self.is_hung = self._stepper.is_hung
             self.health.end()
 
