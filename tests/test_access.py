@@ -46,7 +46,9 @@ NOT_THEIRS = {
         "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
         "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
         "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
-        "GETRANGE lmpool:weights:x 0 1", "HSET lmpool:models m x", "HDEL lmpool:models m", "UNLINK lmpool:models",
+        "GETRANGE lmpool:weights:x 0 1", "SET lmpool:weights:x x GET", "SETRANGE lmpool:weights:x 0 x",
+        "EVAL redis.call('GET',KEYS[1]) 1 lmpool:weights:x",
+        "HSET lmpool:models m x", "HDEL lmpool:models m", "UNLINK lmpool:models",
         "HSET lmpool:worker:w state ready", "UNLINK lmpool:worker:w", "DEL lmpool:{m}:jobs", "UNLINK lmpool:{m}:jobs",
         "SET lmpool:{m}:jobs x", "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >",
         "XREAD STREAMS lmpool:{m}:jobs 0",
@@ -67,7 +69,7 @@ NOT_THEIRS = {
     "operator": (
         "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
-        "MGET lmpool:weights:x", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
+        "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
         "HSET lmpool:worker:w state ready",
     ),
 }  # fmt: skip

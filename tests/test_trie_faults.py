@@ -19,7 +19,9 @@ from lmpool.producer.trie import PooledTrie
 from lmpool.producer.within import Within
 from lmpool.prompts import encode_prompt
 from lmpool.registry import register
+from lmpool.rows import VectorBlock
 from lmpool.synthetic import synthetic_row
+from lmpool.weights import SECRET_SIZE
 from tests.pool import Pool, WorkerProcess, until_async
 from tests.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
@@ -170,6 +172,7 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
     fresh = count()
     async with private.producer() as producer:
         trie = await producer.trie(words(24, V))
+        await sums(trie, range(1))  # Whoever hears that the vocabulary is unknown sends the weights again too.
 
         async def ask() -> None:
             turn = next(fresh)
@@ -182,6 +185,24 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
             await until_async(_queued(private, 43), "all are queued")
             for name in private.redis.scan_iter(match=f"{private.prefix}:{pattern}", count=1000):
                 private.redis.delete(name)
+            worker.signal(signal.SIGCONT)
+            await asyncio.wait_for(asked, 20)
+
+
+async def test_weights_that_another_client_has_overwritten_are_never_used(private: Pool) -> None:
+    worker = private.workers[1]
+    block = VectorBlock([b""], [np.ones(V, np.float32)])
+    forged = block.header(0) + bytes(block.payload(0))
+    async with private.producer() as producer:
+        trie = await producer.trie(words(24, V))
+        await sums(trie, range(1))
+        for other in (forged, bytes(SECRET_SIZE) + forged, b"LMPR"):
+            asked = await hold(private, worker, lambda: sums(trie, range(40)))
+            await until_async(_queued(private, 40), "all are queued")
+            names = [*private.redis.scan_iter(match=f"{private.prefix}:weights:*", count=1000)]
+            assert len(names) == 40
+            for name in names:
+                private.redis.set(name, other, px=60_000)
             worker.signal(signal.SIGCONT)
             await asyncio.wait_for(asked, 20)
 

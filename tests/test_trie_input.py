@@ -22,6 +22,7 @@ from lmpool.prompts import ask_digest, digest_of
 from lmpool.rows import VectorBlock
 from lmpool.trie import Trie
 from lmpool.vocab import MAX_BYTES, Vocabulary
+from lmpool.weights import name_of
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.tries.backend import TrieSettings
 from tests.pool import Pool, until_async
@@ -230,10 +231,12 @@ async def good(trie: PooledTrie, seeds: range) -> None:
         assert_right(got, told.of("sum", ws))
 
 
-def stored(pool: Pool, name: bytes, weights: Any) -> bytes:
-    """Put weights where trie workers look for them; returns their name."""
-    block = VectorBlock([name], [np.asarray(weights, np.float32)])
-    pool.redis.set(pool.keys.weights() + name, block.header(0) + bytes(block.payload(0)), px=60_000)
+def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
+    """Put weights, or any bytes, where trie workers look for them; returns their name."""
+    name = name_of(secret)
+    block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
+    encoded = weights if isinstance(weights, bytes) else block.header(0) + bytes(block.payload(0))
+    pool.redis.set(pool.keys.weights() + name, secret + encoded, px=60_000)
     return name
 
 
@@ -250,8 +253,10 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
     pool.redis.set(pool.keys.vocabulary(other), wide.pack(), px=60_000)
     pool.redis.set(pool.keys.vocabulary(huge), bytes(65 * 2**20), px=60_000)
     pool.redis.rpush(pool.keys.vocabulary(listed), b"a")
-    pool.redis.set(pool.keys.weights() + b"huge" * 4, bytes(65 * 2**20), px=60_000)
-    pool.redis.set(pool.keys.weights() + b"junk" * 4, os.urandom(4 * V + 16), px=60_000)
+    enormous = stored(pool, b"huge" * 4, bytes(65 * 2**20))
+    replaced = stored(pool, b"mine" * 4, GOOD)
+    of_another: Any = pool.redis.get(pool.keys.weights() + fine)
+    pool.redis.set(pool.keys.weights() + replaced, of_another, px=60_000)
 
     def job(ask: TrieAsk | bytes, ids: bytes = b"", fingerprint: str = card.fingerprint) -> bytes:
         return Job(ids, "", fingerprint, False, ask if isinstance(ask, bytes) else ask.pack()).pack()
@@ -267,10 +272,11 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
         (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"long" * 4, np.ones(V + 3)))), f"V = {V + 3}"),
         (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"nan!" * 4, with_nan(5)))), "weight 5 .*is NaN"),
         (
-            job(TrieAsk("sum", known, "inner", b"", "", b"huge" * 4)),
-            r"68157440 bytes is over the limit of 67108864|not a row|is none",
+            job(TrieAsk("sum", known, "inner", b"", "", enormous)),
+            r"68157456 bytes is over the limit of 67108864|not a row|is none",
         ),
-        (job(TrieAsk("sum", known, "inner", b"", "", b"junk" * 4)), "not a row"),
+        (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"junk" * 4, os.urandom(4 * V + 16)))), "not a row"),
+        (job(TrieAsk("sum", known, "inner", b"", "", replaced)), "somebody else has written there"),
         (job(TrieAsk("sum", wide.digest, "inner", b"", "", fine)), f"V = {V}"),
         (job(TrieAsk("sum", garbage, "inner", b"", "", fine)), garbage),
         (job(TrieAsk("sum", other, "inner", b"", "", fine)), wide.digest),

@@ -9,9 +9,10 @@ from lmpool.card import ModelCard
 from lmpool.keys import Keys
 from lmpool.line import CommandLine, reply_timeout
 from lmpool.rowcache import Deliver, RedisRows, RowCache, Then
-from lmpool.rows import Block, Encoding, VectorBlock
+from lmpool.rows import Block, Encoding
 from lmpool.scripts import Call
 from lmpool.server import Server
+from lmpool.weights import SentWeights
 
 
 def rows_on(server: Server, keys: Keys, card: ModelCard) -> RowCache:
@@ -71,10 +72,11 @@ class ClusterRows:
             await then(self._queue.call, refused)
         return refused
 
-    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """See `RowCache.put_weights`."""
-        parts = await self._split(self._keys.weights(), block.digests)
-        return _together(await asyncio.gather(*(rows.put_weights(block, numbers) for rows, numbers in parts)))
+        parts = await self._split(self._keys.weights(), [one.name for one in weights])
+        stored = [rows.put_weights([weights[index] for index in numbers]) for rows, numbers in parts]
+        return _together(await asyncio.gather(*stored))
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None

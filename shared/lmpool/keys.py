@@ -58,7 +58,7 @@ class Keys:
         return f"{self.prefix}:trie:{digest}".encode()
 
     def weights(self) -> bytes:
-        """Prefix of the strings that hold the weights of trie jobs, encoded as rows (append 16 bytes); have a TTL."""
+        """Prefix of the strings that hold the weights of trie jobs (append their name); each has a TTL."""
         return f"{self.prefix}:weights:".encode()
 
     def model(self, name: str) -> ModelKeys:

@@ -24,6 +24,7 @@ from lmpool.rowlink import Bulk, RowLink, RowWrite, fresh_bulk
 from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
+from lmpool.weights import SentWeights
 
 Row = NDArray[np.float32]
 Deliver = Callable[[bytes, Row | CorruptRow | None], None]
@@ -80,8 +81,12 @@ class RowCache(Protocol):
         """
         ...
 
-    async def put_weights(self, block: VectorBlock) -> dict[bytes, str]:
-        """Store what trie jobs work on; as `put`, but in a place of its own and for a shorter time."""
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
+        """Store what trie jobs work on, in a place of its own and for a shorter time than rows.
+
+        Returns:
+            name -> reason, for the weights that were refused.
+        """
         ...
 
     async def there(self, digests: Sequence[bytes]) -> list[bytes]:
@@ -156,23 +161,26 @@ class RedisRows:
         stored = link.set(writes, ttl_ms)
         if then is not None:
             await then(partial(self._line.call_on, link), ())
-        return self._refused(link, block, some, await self._line.wait_for(link, stored))
+        digests = block.digests if some is None else [block.digests[index] for index in some]
+        return self._refused(link, digests, await self._line.wait_for(link, stored))
 
-    async def put_weights(self, block: VectorBlock, some: Sequence[int] | None = None) -> dict[bytes, str]:
-        """See `RowCache.put_weights`; `some` as for `put`.
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
+        """See `RowCache.put_weights`.
 
         Raises:
             ServerError: the server cannot be used.
         """
         link = await self._line.open()
-        writes = _writes(self._weights_prefix, block, block.digests, some)
-        return self._refused(link, block, some, await self._line.wait_for(link, link.set(writes, _WEIGHTS_TTL_MS)))
+        block = VectorBlock([one.name for one in weights], [one.values for one in weights])
+        writes = [
+            write._replace(header=one.secret + write.header)
+            for one, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
+        ]
+        stored = link.set(writes, _WEIGHTS_TTL_MS)
+        return self._refused(link, block.digests, await self._line.wait_for(link, stored))
 
-    def _refused(
-        self, link: RowLink, block: Block, some: Sequence[int] | None, replies: Sequence[object]
-    ) -> dict[bytes, str]:
-        """The rows that the server refused for good; raises ServerError when it refused them for now."""
-        digests = block.digests if some is None else [block.digests[index] for index in some]
+    def _refused(self, link: RowLink, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
+        """What the server refused for good; raises ServerError when it refused something for now."""
         refused = {
             digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
         }

@@ -1,7 +1,10 @@
-"""Weights of a vocabulary's tokens: checked once, where they come in."""
+"""Weights of a vocabulary's tokens: checked once, where they come in; and how they travel to trie workers."""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,8 +12,38 @@ from numpy.typing import NDArray
 
 from lmpool.checks import shown
 from lmpool.errors import InvalidWeights
+from lmpool.prompts import DIGEST_SIZE
+
+SECRET_SIZE = 16
+"""Bytes of the secret that is stored before the encoding of weights."""
 
 _MOST_SHOWN = 120
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """What one trie job works on, stored where any client of the pool may write and only trie workers may read.
+
+    Jobs can be read by every client, so every client knows the name. Since it is the digest of a secret that is stored
+    with the weights, trie workers see whether somebody else has written there.
+
+    Attributes:
+        values: float32 (V,), C-contiguous.
+        secret: random bytes, used once.
+    """
+
+    values: NDArray[np.float32]
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))
+
+    @property
+    def name(self) -> bytes:
+        """Where they are stored, and how the job names them."""
+        return name_of(self.secret)
+
+
+def name_of(secret: bytes) -> bytes:
+    """The name of weights that are stored with a secret: its 128-bit BLAKE2b."""
+    return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
 def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ from lmpool.messages import Job
 from lmpool.producer import SyncProducer
 from lmpool.rows import VectorBlock
 from lmpool.vocab import Vocabulary
+from lmpool.weights import SECRET_SIZE, name_of
 from lmpool.workers.tries.backend import TrieSettings
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
@@ -23,7 +24,8 @@ A_BATCH = 25
 TOKENS = (b"a", b"ab", b"abc", b"b", b"", b"ab")
 VOCABULARY = Vocabulary(TOKENS)
 FINGERPRINT = TrieSettings().open().card.fingerprint
-NAMES = [bytes([number]) * 16 for number in range(6)]
+SECRETS = [bytes([number]) * SECRET_SIZE for number in range(6)]
+NAMES = [name_of(secret) for secret in SECRETS]
 weights = st.one_of(
     hostile.noise,
     st.lists(st.floats(width=32), max_size=8).map(
@@ -62,8 +64,8 @@ def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
             st.integers(0, 10**6),
         )
         def send(batch: list[list[tuple[bytes, bytes]]], stored: list[bytes], other: bytes | None, seed: int) -> None:
-            for name, data in zip(NAMES, stored, strict=True):
-                redis.set(keys.weights() + name, data)
+            for secret, name, data in zip(SECRETS, NAMES, stored, strict=True):
+                redis.set(keys.weights() + name, secret + data)
                 redis.set(keys.row("0" * 32) + name, data)
             redis.set(keys.vocabulary("0" * 32), b"" if other is None else other)
             if other is not None:

@@ -16,7 +16,6 @@ from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import Row, RowCache
-from lmpool.rows import VectorBlock
 from lmpool.server import Server
 
 TROUBLE = (RedisError, OSError, LMPoolError)
@@ -133,12 +132,10 @@ class Channel:
         Raises:
             ServerError: the server cannot be used, or refuses.
         """
-        loaded = {
-            flight.weights_name: flight.weights for flight in flights if flight.weights is not None and flight.waiters
-        }
+        loaded = [flight.weights for flight in flights if flight.weights is not None and flight.waiters]
         if not loaded or self._rows is None:
             return False
-        refused = await self._rows.put_weights(VectorBlock(list(loaded), list(loaded.values())))
+        refused = await self._rows.put_weights(loaded)
         if refused:
             raise self._server.explain(ResponseError(next(iter(refused.values()))))
         for flight in flights:

@@ -15,6 +15,7 @@ from lmpool.producer.stats import ProducerStats
 from lmpool.producer.together import own
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
+from lmpool.weights import SentWeights
 
 _MOST_OVERWRITES = 2
 _MOST_AWAY = 8192
@@ -77,7 +78,7 @@ class Flight:
         self.prompt = prompt
         self.is_touch = False
         self.is_private = False
-        self.weights: Row | None = None
+        self.weights: SentWeights | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []
         self.began = monotonic()

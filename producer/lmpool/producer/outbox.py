@@ -287,7 +287,7 @@ def _parts(flights: Sequence[Flight]) -> Iterator[Sequence[Flight]]:
     """Flights in portions for one call of a script; small ones where weights go along, so that workers can begin."""
     begin = size = 0
     for at, flight in enumerate(flights):
-        own = 0 if flight.weights is None else flight.weights.nbytes
+        own = 0 if flight.weights is None else flight.weights.values.nbytes
         if at > begin and (size + own > _UPLOAD_BYTES or at - begin == scripts.MOST_AT_ONCE):
             yield flights[begin:at]
             begin, size = at, 0

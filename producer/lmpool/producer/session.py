@@ -34,6 +34,7 @@ from lmpool.producer.within import Within
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 from lmpool.server import Server
+from lmpool.weights import SentWeights
 
 WhenFull = Literal["wait", "raise"]
 """What requests do while the queue is at its limit."""
@@ -185,7 +186,7 @@ class Session:
         touch: bool = False,
         private: bool = False,
         damaged: bool = False,
-        weights: tuple[bytes, Row] | None = None,
+        weights: SentWeights | None = None,
     ) -> Row:
         """Ask and wait.
 
@@ -195,14 +196,13 @@ class Session:
             touch: as for `ask`.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
             damaged: what the cache holds as the answer is damaged: have it replaced.
-            weights: what a trie job works on: their name, and float32 (V,) which must not change meanwhile. Such an
-                answer is private too.
+            weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
         """
         self.check_open()
         waiter = SingleWaiter(self.loop)
         flight = self.ask(prompt, waiter, within.end, touch=touch)
         if weights is not None:
-            flight.weights_name, flight.weights = weights
+            flight.weights_name, flight.weights = weights.name, weights
         flight.is_private = private or weights is not None
         flight.damaged = flight.damaged or damaged
         timer = self.loop.call_at(within.end, self.expire, flight, waiter, within.seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from lmpool.producer.checks import encode
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.within import Within
-from lmpool.prompts import DIGEST_SIZE, Prompt, digest_of
+from lmpool.prompts import Prompt, digest_of
 from lmpool.trie import Trie
+from lmpool.weights import SentWeights
 
 Values = NDArray[np.float32]
 
@@ -109,9 +109,9 @@ class TrieAsker:
         session = self._tries.current(within.loop) or await self._tries.open(within)
 
         async def ask() -> Values:
-            name = secrets.token_bytes(DIGEST_SIZE)
-            packed = TrieAsk(op, self._trie.digest, choice.select, choice.sent, "", name).pack()
-            return await session.answer(_NO_PROMPT.asking(packed, length), within, weights=(name, weights))
+            sent = SentWeights(weights)
+            packed = TrieAsk(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
+            return await session.answer(_NO_PROMPT.asking(packed, length), within, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
         found = await self._insist(session, ask, within)

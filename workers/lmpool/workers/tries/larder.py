@@ -26,6 +26,7 @@ from lmpool.rowlink import Reply, RowLink
 from lmpool.rows import Encoding, check_row, decode_row, encoded_size
 from lmpool.server import Server
 from lmpool.vocab import Vocabulary
+from lmpool.weights import SECRET_SIZE, name_of
 from lmpool.workers.figures import Figures
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.inputs import TrieInputs, Values
@@ -146,7 +147,7 @@ class Larder:
         found: dict[_Source, Values | LMPoolError] = {}
         longest = max(length for _, _, length in names)
         count = max(1, _MGET_BYTES // (4 * longest))
-        self._lines.allow(encoded_size(longest, Encoding.F32) + 1)
+        self._lines.allow(_most_bytes(longest))
         for line, numbers in await self._lines.of([self._key(name) for name in names]):
             link = await line.open()
             parts = [[names[one] for one in numbers[at : at + count]] for at in range(0, len(numbers), count)]
@@ -171,7 +172,7 @@ class Larder:
 
     async def _get_bounded(self, name: _Source) -> object:
         """One vector by itself: a value that is too large ends the connection for the others too."""
-        value = await self._get_range(self._lines, self._key(name), encoded_size(name[2], Encoding.F32) + 1)
+        value = await self._get_range(self._lines, self._key(name), _most_bytes(name[2]))
         return value if isinstance(value, np.ndarray) and value.size else None
 
     async def _get_range(self, lines: RowLines, key: bytes, most: int) -> object:
@@ -193,13 +194,21 @@ class Larder:
         self._vocabularies.close()
 
 
+def _most_bytes(length: int) -> int:
+    """What a row or weights may take, and one byte more: what is too long must be told from what is right."""
+    return SECRET_SIZE + encoded_size(length, Encoding.F32) + 1
+
+
 def _read(value: object, name: _Source) -> Values | LMPoolError:
     what = f"the row of prompt {name[1].hex()}" if name[0] else f"the weights {name[1].hex()}"
     if not isinstance(value, np.ndarray):
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
-        vector = decode_row(value, name[2])
-        return check_row(vector) if name[0] else vector
+        if name[0]:
+            return check_row(decode_row(value, name[2]))
+        if name_of(value[:SECRET_SIZE].tobytes()) != name[1]:
+            return SourceMissing(f"{what} are not in the cache: somebody else has written there")
+        return decode_row(value[SECRET_SIZE:], name[2])
     except ProtocolError as error:
         return CorruptRow(f"{what}: {error}")
 
