@@ -12,9 +12,9 @@ import pytest
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
-from lmpool.producer import Producer, crew
+from lmpool.producer import Producer, SyncProducer, crew
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until, until_async
+from tests.pool import Pool, V, is_held, lmpool_command, until, until_async
 from tests.scrape import free_port
 
 
@@ -112,17 +112,31 @@ async def count_running(pool: Pool, count: int) -> bool:
     return [worker.is_running for worker in pool.workers].count(True) == count
 
 
-async def test_sigterm_drains_and_deregisters(pool: Pool) -> None:
+# The shell and the kernel each send a SIGHUP when a terminal closes.
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP] * 2], ids=["SIGTERM", "SIGHUP"])
+async def test_a_signal_drains_and_deregisters(pool: Pool, numbers: list[signal.Signals]) -> None:
     worker = pool.start("--step-ms", 300, "--max-batch", 8)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[i] for i in range(8)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        worker.signal(signal.SIGTERM)
+        for number in numbers:
+            worker.signal(number)
+            await asyncio.to_thread(worker.until_says, "stopping")
         await asyncio.wait_for(asked, 30)
         assert await asyncio.to_thread(worker.wait) == 0
         assert "nothing was left unfinished" in worker.text
         assert not pool.names("worker:*")
         assert not pool.redis.hlen(pool.keys.models())
+
+
+def test_nohup_keeps_a_worker_beyond_its_terminal(pool: Pool) -> None:
+    worker = pool.start(command=lambda: ["nohup", *lmpool_command()])
+    worker.signal(signal.SIGHUP)
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        assert producer.logprobs([1]).shape == (V,)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert worker.text.count("stopping") == 1
 
 
 def test_a_second_signal_stops_at_once(pool: Pool) -> None:

@@ -1,6 +1,7 @@
 """The embedded server: a private Redis-compatible server on a Unix socket, for one user of one machine.
 
-Its owner (`lmpool up`) starts it in a folder that only this user can enter; clients find it there.
+Its owner (the supervisor of `lmpool up`, or any program) starts it in a folder that only this user can enter; clients
+find it there.
 
 `lmpool.runtime_folder` describes the folder. Its files are gone after `stop`; what a killed owner leaves is
 cleared by the next `start`.
@@ -29,6 +30,7 @@ from lmpool.runtime_folder import (
     STOP_TIMEOUT_S,
     clear,
     end_orphan,
+    ending,
     explained,
     last_lines,
     ping,
@@ -255,7 +257,9 @@ class EmbeddedServer:
                     start_new_session=True,
                 )
             self._spawned.set()
-            self._process.wait()
+            code = self._process.wait()
+            if not self._stopping:
+                self._leave_word(f"{ending(code)}; {last_lines(self.log_path, 5)}")
             # The log of a server that ended by itself says why.
             clear(self._folder, "redis.sock", "server.pid", *(("server.log",) if self._stopping else ()))
         except OSError as error:
@@ -263,6 +267,11 @@ class EmbeddedServer:
         finally:
             self._spawned.set()
             self._release()
+
+    def _leave_word(self, text: str) -> None:
+        """Say why the server has ended to those who wait for the owner's lock; the next owner clears the log."""
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, text.encode("utf-8", "replace"), 0)
 
     def _release(self) -> None:
         lock, self._lock = self._lock, -1

@@ -1,6 +1,8 @@
 """The folder of an embedded server: private, with one owner at a time, where clients find the socket.
 
-owner.lock    flock held by the owner, with its process id; decides who may touch the folder
+owner.lock    flock held by the owner, with its process id; decides who may touch the folder. Why a server has ended
+              by itself is in the file for those who wait for that lock
+users.lock    POSIX lock shared by all `lmpool up`
 server.pid    POSIX lock held by the server itself, with its process id; tells an orphan from a stale file
 server.log    what the server printed
 redis.sock    the socket
@@ -30,7 +32,7 @@ STOP_TIMEOUT_S = 5.0
 
 # sun_path is 108 bytes on Linux and 104 elsewhere, one of them the closing NUL.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
-_FILES = {"owner.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof"}
+_FILES = {"owner.lock", "users.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof"}
 _PING_TIMEOUT_S = 2.0
 
 
@@ -126,6 +128,16 @@ def secure(folder: Path) -> None:
 
 def ping(path: Path) -> bytes:
     """What the server at the socket answers to PING; nothing when there is no such server of ours."""
+    return _ask(path, b"PING")
+
+
+def memory_limit(path: Path) -> int:
+    """Bytes that the server at the socket may hold; 0 when it does not tell."""
+    *_, last = _ask(path, b"CONFIG GET maxmemory").split() or [b""]
+    return int(last) if last.isdigit() else 0
+
+
+def _ask(path: Path, command: bytes) -> bytes:
     try:
         info = path.lstat()
         if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.geteuid():
@@ -133,7 +145,7 @@ def ping(path: Path) -> bytes:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_PING_TIMEOUT_S)
             connection.connect(str(path))
-            connection.sendall(b"PING\r\n")
+            connection.sendall(command + b"\r\n")
             return connection.recv(64)
     except OSError:
         return b""
@@ -207,6 +219,15 @@ def _read_pid(lock: int) -> int:
 def clear(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).unlink(missing_ok=True)
+
+
+def ending(code: int) -> str:
+    """How a process has ended, by the return code that `subprocess` has for it."""
+    if code >= 0:
+        return f"ended with code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"was ended by signal {-code}"
 
 
 def last_lines(log: Path, count: int = 10) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection
 from dataclasses import fields
@@ -14,15 +15,16 @@ import typer
 
 from lmpool.card import TRIE_SERVICE
 from lmpool.checks import check_choice
-from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
-from lmpool.runtime_folder import AlreadyRunning
 from lmpool.server import URL_VARIABLE, Server
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.options import build, option_parameters
-from lmpool.workers.serving import serve
+from lmpool.workers.serving import exit_without_server, serve
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.shared_server import SharedServer
 from lmpool.workers.tries.backend import TrieSettings
+
+_log = logging.getLogger("lmpool.worker")
 
 _OURS = ("hf", "vllm", "sglang", "synthetic")
 
@@ -47,13 +49,13 @@ def register(app: typer.Typer) -> None:
 
 
 def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
-    """Serve MODEL from this process, until Ctrl-C or SIGTERM."""
+    """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
 
 
 def trie_worker(redis: RedisUrl = None, **given: Any) -> None:
-    """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C or SIGTERM."""
+    """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C, SIGTERM or SIGHUP."""
     settings, given = _split(given)
     serve(Server(redis), build(TrieSettings, given, "trie workers"), settings)
 
@@ -62,7 +64,7 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
     """Start a private server of yours and one worker that serves MODEL, until Ctrl-C.
 
     Clients of yours on this machine find it by themselves. When your server runs already, this adds a
-    worker to it.
+    worker to it; the server stays until the last of them has ended.
     """
     if os.environ.get(URL_VARIABLE):
         raise SettingsError(
@@ -70,21 +72,19 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
             "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
         )
     settings, chosen = _configure(model, backend, given)
-    embedded = EmbeddedServer(None if memory_mb is None else memory_mb * 2**20)
-    try:
-        embedded.start()
-    except AlreadyRunning as running:
-        owner = f"process {running.pid}, with which it ends"
-        _tell(settings, f"your server is running already ({owner}): adding a worker to it")
+    shared = SharedServer(None if memory_mb is None else memory_mb * 2**20)
+    if shared.join():
+        _tell(settings, f"your server runs at {shared.url}")
+    else:
+        _tell(settings, f"your server runs already at {shared.url}: adding a worker to it")
         if memory_mb is not None:
             _tell(settings, "--memory-mb has no effect on a server that runs already")
-        serve(Server(running.url), chosen, settings)
-        return
     try:
-        _tell(settings, f"your server runs at {embedded.url}")
-        serve(Server(embedded.url), chosen, settings, before_exit=embedded.stop)
+        shared.watch(exit_without_server)
+        serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
     finally:
-        embedded.stop()
+        if shared.leave():
+            _log.info("your server goes on for the other `lmpool up` that use it")
 
 
 def _tell(settings: WorkerSettings, text: str) -> None:

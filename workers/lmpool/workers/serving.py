@@ -29,6 +29,7 @@ _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)
 _FAILED = 2
 _STOPPED_NOW = 130
 _HUNG = 2
+_WITHOUT_SERVER = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -36,9 +37,9 @@ def serve(
     server: Server,
     backend: BackendSettings,
     settings: WorkerSettings,
-    before_exit: Callable[[], None] = lambda: None,
+    before_exit: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run one worker in this process until SIGTERM or Ctrl-C; the second one stops it at once.
+    """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
 
     Args:
         server: the pool's Redis.
@@ -70,7 +71,7 @@ async def _serve(
     server: Server,
     backend: BackendSettings,
     settings: WorkerSettings,
-    before_exit: Callable[[], None],
+    before_exit: Callable[[], object],
     log: LogFormat | None,
 ) -> None:
     worker = Worker(server, backend, settings)
@@ -97,9 +98,16 @@ async def _serve(
         is_stopping = True
         worker.stop()
 
+    def on_hangup() -> None:
+        # The shell and the kernel each send one when a terminal closes.
+        if not is_stopping:
+            on_signal()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if _hears_hangup():
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
     with monitoring(settings, worker):
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
@@ -112,19 +120,24 @@ async def _serve(
     _log.info("stopped; nothing was left unfinished")
 
 
-def _exit_on_signals(before_exit: Callable[[], None]) -> None:
+def _exit_on_signals(before_exit: Callable[[], object]) -> None:
     """Until the event loop takes over: a KeyboardInterrupt would wait for a backend that is just being loaded."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if _hears_hangup() else [])):
         signal.signal(number, lambda *_: _exit_now(before_exit))
 
 
-def _exit_now(before_exit: Callable[[], None]) -> NoReturn:
+def _hears_hangup() -> bool:
+    """Whether the end of the terminal is to end this process, which `nohup` says it is not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def _exit_now(before_exit: Callable[[], object]) -> NoReturn:
     _log.info("stopped at once")
     before_exit()
     os._exit(_STOPPED_NOW)
 
 
-def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], None]) -> NoReturn:
+def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:
     """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
     if error is not None:
         sys.stderr.write(f"lmpool: {error}\n")
@@ -132,6 +145,13 @@ def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], None]) -> No
     before_exit()
     logging.shutdown()
     os._exit(_HUNG)
+
+
+def exit_without_server(reason: str) -> NoReturn:
+    """End at once, with exit code 1: what the worker holds can be given to nobody."""
+    _log.critical("%s", reason)
+    logging.shutdown()
+    os._exit(_WITHOUT_SERVER)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
