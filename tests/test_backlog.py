@@ -246,6 +246,16 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 
 
+async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    await redis.xadd(JOBS, {"m": b"job-1"})
+    entries = await take(redis, count=2)
+    await cancel(redis, 1)
+    args = [one for entry in entries for one in (entry, 10**15)]
+    assert await scripts.UNWANTED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
+    assert await nothing_is_left(redis)
+
+
 async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stored(redis: redis_async.Redis) -> None:
     async def ask(look: str, again: int = 0) -> bytes:
         outcome: bytes = await scripts.SUBMIT(redis, [JOBS, A, waiting(1)], [100, LIFETIME_MS, look, again, b"job-1"])

@@ -270,6 +270,16 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
 # Blocks
 
 
+@encodings
+def test_rows_that_are_selected_are_those_of_the_block(encoding: Encoding) -> None:
+    log_z = None if encoding is Encoding.F32 else np.arange(4, dtype=np.float32)
+    digests = [bytes([number]) * 16 for number in range(4)]
+    block = RowBlock(digests, np.arange(12).reshape(4, 3).astype(encoding.dtype), log_z, encoding)
+    some = block.select([2, 0])
+    assert some.digests == [digests[2], digests[0]]
+    assert [some.encode(0), some.encode(1)] == [block.encode(2), block.encode(0)]
+
+
 def test_a_block_refuses_numbers_of_another_dtype() -> None:
     for encoding in Encoding:
         for dtype in (np.float64, np.int32, np.float32, np.uint16, np.float16, ">f4", ">u2", ">f2"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers import watchdog
 from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.held import Asks
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Call, Stepper
 from lmpool.workers.watchdog import Watchdog
@@ -201,15 +202,13 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     await running.ready()
     publish = running.worker._publisher.publish
 
-    async def slow_publish(
-        block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
-    ) -> None:
+    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._duty.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more", 10)
-        await publish(block, entries, overwrite)
+        await publish(block, wants, overwrite)
 
     running.worker._publisher.publish = slow_publish  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lmpool.rows import Block
 from lmpool.server import Server
 from lmpool.workers.backend import Backend, BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.held import Asks
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
@@ -210,10 +211,8 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     publish = worker._publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(
-        block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
-    ) -> None:
-        await publish(block, entries, overwrite)
+    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        await publish(block, wants, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
             pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})

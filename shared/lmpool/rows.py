@@ -111,6 +111,11 @@ class RowBlock:
         numbers: memoryview = self.numbers[index].view(np.uint16 if self.numbers.itemsize == 2 else np.uint32).data
         return numbers.cast("B")
 
+    def select(self, indices: Sequence[int]) -> RowBlock:
+        """Some of the rows (a copy)."""
+        log_z = None if self.log_z is None else self.log_z[indices]
+        return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
+
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         numbers: NDArray[Any] = self.numbers[index]
@@ -133,6 +138,10 @@ class VectorBlock:
     def nbytes(self) -> int:
         """Bytes of all vectors, encoded."""
         return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
+
+    def select(self, indices: Sequence[int]) -> VectorBlock:
+        """Some of the vectors."""
+        return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
 
     def header(self, index: int) -> bytes:
         """The 16 bytes before the numbers of one vector."""

@@ -118,9 +118,7 @@ class Delivery:
         if finished.answers is not None:
             entries = self._held.entries(finished.answers.digests)
             overwrite = {name for name, wants in entries.items() if any(one.overwrite for one in wants.values())}
-            await self._publisher.publish(
-                finished.answers, {name: list(wants) for name, wants in entries.items()}, overwrite
-            )
+            await self._publisher.publish(finished.answers, entries, overwrite)
             self.release(entries)
         await self._fail({digest: self._adapters.failure_of(self._held[digest].job.adapter) for digest in stale})
         texts = {digest: f"{text} (worker {worker_id})" for digest, text in finished.failures.items()}
@@ -129,7 +127,7 @@ class Delivery:
     async def _publish_rows(self, block: RowBlock) -> None:
         """Store rows; answer from them what is asked of them."""
         entries = self._held.entries(block.digests)
-        plain: dict[bytes, list[bytes]] = {}
+        plain: dict[bytes, dict[bytes, Wanted]] = {}
         asked: dict[bytes, dict[bytes, Wanted]] = {}
         overwrite = {digest for digest in entries if self._held[digest].is_damaged}
         for digest, wants in entries.items():
@@ -137,7 +135,7 @@ class Delivery:
                 if wanted.ask is not None:
                     asked.setdefault(digest, {})[entry] = wanted
                     continue
-                plain.setdefault(digest, []).append(entry)
+                plain.setdefault(digest, {})[entry] = wanted
                 if wanted.overwrite:
                     overwrite.add(digest)
         await self._publisher.publish(block, plain, overwrite)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lmpool.asks import PickAsk, TrieAsk
+from lmpool.streams import Fields
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.intake import Taken
+from lmpool.workers.unwanted import Doubtful
 
 
 class Wanted(NamedTuple):
@@ -18,27 +20,35 @@ class Wanted(NamedTuple):
         digest: what is waited for: the prompt's digest, or that of what is asked of it.
         overwrite: what is stored is damaged and must be replaced.
         ask: what is wanted instead of the row and made from it, or None.
+        fields: what else the entry says.
     """
 
     digest: bytes
     overwrite: bool
     ask: TrieAsk | PickAsk | None
+    fields: Fields
 
 
 Asks = Mapping[bytes, Mapping[bytes, Wanted]]
 """Digest of a prompt -> entry of the queue -> what it wants."""
 
 
-def by_answer(asks: Asks) -> tuple[dict[bytes, list[bytes]], set[bytes]]:
+def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Wanted]], set[bytes]]:
     """The entries that want each answer, and the answers that must replace what is stored."""
-    entries: dict[bytes, list[bytes]] = {}
+    entries: dict[bytes, dict[bytes, Wanted]] = {}
     overwrite = set()
     for wants in asks.values():
         for entry, wanted in wants.items():
-            entries.setdefault(wanted.digest, []).append(entry)
+            entries.setdefault(wanted.digest, {})[entry] = wanted
             if wanted.overwrite:
                 overwrite.add(wanted.digest)
     return entries, overwrite
+
+
+def doubtful(asks: Asks) -> list[Doubtful]:
+    """The jobs behind some asks, for a look whether somebody still waits for them."""
+    wants = (one for ours in asks.values() for one in ours.items())
+    return [Doubtful(entry, wanted.digest, wanted.fields) for entry, wanted in wants]
 
 
 @dataclass(slots=True)
@@ -85,7 +95,7 @@ class Holdings:
         is_new = held is None
         if held is None:
             held = self._held[job.digest] = Held(job)
-        held.entries[taken.entry] = Wanted(taken.digest, taken.overwrite, taken.ask)
+        held.entries[taken.entry] = Wanted(taken.digest, taken.overwrite, taken.ask, taken.fields)
         return is_new
 
     def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Wanted]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -31,12 +30,10 @@ from lmpool.prompts import ask_digest, check_encoded, digest_of
 from lmpool.streams import Fields, stream_entries
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.figures import Figures
+from lmpool.workers.unwanted import EVER_MS, STALE_S, Doubtful, Unwanted, milliseconds, queued_ms
 
 _log = logging.getLogger("lmpool.worker")
 
-_STALE_S = 1.0
-_MOST_MS_DIGITS = 15
-_EVER_MS = 10**_MOST_MS_DIGITS
 _MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
 # A server's clock that is set back by less leaves the queue alone.
 _MOST_AHEAD_MS = 3_600_000
@@ -44,6 +41,7 @@ _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
 _MOST_REASONS = 1000
 _MOST_REASON_TEXT = 500
+_NO_FIELDS: Fields = {}
 
 
 class Taken(NamedTuple):
@@ -57,6 +55,7 @@ class Taken(NamedTuple):
         ask: what is wanted instead of the row and made from it.
         failure: why it cannot be served.
         is_dead: it goes to the dead letters.
+        fields: what else its entry says, of one that can be served.
     """
 
     entry: bytes
@@ -66,6 +65,7 @@ class Taken(NamedTuple):
     failure: Failure | None = None
     is_dead: bool = False
     ask: TrieAsk | PickAsk | None = None
+    fields: Fields = _NO_FIELDS
 
 
 class Claimed(NamedTuple):
@@ -91,6 +91,7 @@ class Intake:
         card: the model's card.
         worker_id: the name of this consumer.
         max_deliveries: deliveries after which a job is given up.
+        unwanted: removes what nobody waits for.
         figures: are told since when jobs have waited.
     """
 
@@ -102,7 +103,8 @@ class Intake:
         card: ModelCard,
         worker_id: str,
         max_deliveries: int,
-        figures: Figures | None = None,
+        unwanted: Unwanted,
+        figures: Figures,
     ) -> None:
         self._redis = redis
         self._line = line
@@ -111,7 +113,8 @@ class Intake:
         self._fingerprint = card.fingerprint
         self._worker_id = worker_id
         self._max_deliveries = max_deliveries
-        self._figures = figures or Figures()
+        self._unwanted = unwanted
+        self._figures = figures
         # By how much the server's clock is ahead of this machine's.
         self._ahead_s = 0.0
 
@@ -161,41 +164,23 @@ class Intake:
             return []
         taken = []
         for entry, fields in entries:
-            taken.append(self._read(entry, fields.get(JOB_FIELD, b"")))
-            if SINCE_FIELD in fields and _number(since := fields[SINCE_FIELD]) < _EVER_MS:
+            taken.append(self._read(entry, fields.pop(JOB_FIELD, b""), fields))
+            if SINCE_FIELD in fields and milliseconds(since := fields[SINCE_FIELD]) < EVER_MS:
                 self._figures.queued_ms[entry] = since
-        return await self._wanted(taken, entries)
+        return await self._wanted(taken)
 
     async def _refill(self) -> None:
         """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
-    async def _wanted(self, taken: list[Taken], entries: Sequence[tuple[bytes, Fields]]) -> list[Taken]:
-        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at.
-
-        When the server cannot tell, all are: what has been taken must not be forgotten.
-
-        Args:
-            taken: the jobs.
-            entries: what their entries say.
-        """
-        before = (time.time() + self._ahead_s - _STALE_S) * 1000
-        if not taken or _queued_ms(taken[0].entry) >= before:
+    async def _wanted(self, taken: list[Taken]) -> list[Taken]:
+        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at."""
+        before = (time.time() + self._ahead_s - STALE_S) * 1000
+        if not taken or queued_ms(taken[0].entry) >= before:
             return taken  # Entries come in the order of their ages.
-        stale = [one for one in taken if one.job is not None and _queued_ms(one.entry) < before]
-        removed, untils = set(), {entry: _until_ms(entry, fields) for entry, fields in entries}
-        for at in range(0, len(stale), scripts.MOST_AT_ONCE):
-            part = stale[at : at + scripts.MOST_AT_ONCE]
-            keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
-            try:
-                args = [value for one in part for value in (one.entry, untils.get(one.entry, _EVER_MS))]
-                numbers = await scripts.UNWANTED(self._redis, keys, args)
-            except (RedisError, OSError):
-                break
-            removed |= {part[number - 1].entry for number in numbers}
-        for entry in removed:
-            self._figures.queued_ms.pop(entry, None)
+        stale = [one for one in taken if one.job is not None and queued_ms(one.entry) < before]
+        removed = await self._unwanted.remove([Doubtful(one.entry, one.digest, one.fields) for one in stale])
         return [one for one in taken if one.entry not in removed]
 
     async def claim(self, count: int, *, idle: bool) -> Claimed:
@@ -215,16 +200,16 @@ class Intake:
             ],
         )
         alone, entries = reply
-        taken, told = [], []
+        taken = []
         for entry, data, deliveries, lifetime, since in entries:
-            told.append((entry, {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}))
-            one = self._read(entry, data) if isinstance(data, bytes) else _too_large(entry, data)
+            fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
+            one = self._read(entry, data, fields) if isinstance(data, bytes) else _too_large(entry, data)
             if deliveries >= self._max_deliveries:
                 text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
                 _log.warning("a prompt is %s; see `lmpool dead list`", text)
             taken.append(one)
-        return Claimed(await self._wanted(taken, told), bool(alone))
+        return Claimed(await self._wanted(taken), bool(alone))
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""
@@ -254,7 +239,7 @@ class Intake:
             count += handed
         return count
 
-    def _read(self, entry: bytes, data: bytes) -> Taken:
+    def _read(self, entry: bytes, data: bytes, fields: Fields) -> Taken:
         """Decode and check one job in the one place where this is done for all backends."""
         try:
             job = unpack_job(data)
@@ -270,7 +255,7 @@ class Intake:
         if failure is not None:
             return Taken(entry, digest, failure=failure)
         backend_job, ask = self._backend_job(job, prompt, digest, ask)
-        return Taken(entry, digest, backend_job, job.overwrite, ask=ask)
+        return Taken(entry, digest, backend_job, job.overwrite, ask=ask, fields=fields)
 
     def _backend_job(
         self, job: Job, prompt: bytes, digest: bytes, ask: Ask | None
@@ -317,23 +302,6 @@ class Intake:
                 text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
                 return Failure(ProtocolError.__name__, text)
         return None
-
-
-def _number(value: bytes) -> int:
-    """Milliseconds that an entry tells; for ever when these are none."""
-    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
-
-
-def _queued_ms(entry: bytes) -> int:
-    """When an entry was added to the stream, in ms since 1970, by the server's clock."""
-    return int(entry.partition(b"-")[0])
-
-
-def _until_ms(entry: bytes, fields: Fields) -> int:
-    """Until when somebody waited for a job when it was queued, in ms since 1970; for ever when its entry tells none."""
-    since = _number(fields[SINCE_FIELD]) if SINCE_FIELD in fields else _queued_ms(entry)
-    # Behind it stands the digest, where the job may go back.
-    return since + _number(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
 
 
 def _too_large(entry: bytes, size: int) -> Taken:

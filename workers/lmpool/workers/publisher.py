@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +22,8 @@ from lmpool.rowcache import RowCache
 from lmpool.rows import Block, RowBlock
 from lmpool.server import Server
 from lmpool.workers.figures import Figures
+from lmpool.workers.held import Asks, Wanted, doubtful
+from lmpool.workers.unwanted import Unwanted
 
 T = TypeVar("T")
 
@@ -30,6 +33,8 @@ _REPLY_CAP = 1000
 _REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
 _MARK_MS = 10_000
+_FRUITLESS_TRIES = 6
+_FEWER = 4
 
 
 class Ending(NamedTuple):
@@ -51,6 +56,7 @@ class Publisher:
         row_prefix: prefix of the model's rows.
         fingerprint: the model's fingerprint, told to clients with each digest.
         worker_id: the consumer that holds the jobs.
+        unwanted: removes what nobody waits for.
         figures: counts what is published.
     """
 
@@ -62,7 +68,8 @@ class Publisher:
         row_prefix: bytes,
         fingerprint: str,
         worker_id: str,
-        figures: Figures | None = None,
+        unwanted: Unwanted,
+        figures: Figures,
     ) -> None:
         self._server = server
         self._rows = rows
@@ -70,42 +77,86 @@ class Publisher:
         self._row_prefix = row_prefix
         self._fingerprint = fingerprint
         self._worker_id = worker_id
-        self._figures = figures or Figures()
+        self._unwanted = unwanted
+        self._figures = figures
 
-    async def publish(
-        self, block: Block, entries: Mapping[bytes, Sequence[bytes]], overwrite: Collection[bytes]
-    ) -> None:
+    async def publish(self, block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
         """Store a block and end the jobs that asked for it; tries until the server takes them.
+
+        Jobs fail whose rows the server refuses, or evicts again and again as soon as they are stored.
 
         Args:
             block: the rows, or the answers to asks.
-            entries: digest -> the entries of the queue that asked for it.
+            wants: digest -> the entries of the queue that asked for it.
             overwrite: digests whose stored rows must be replaced.
         """
-        endings = [Ending(entry, digest) for digest in block.digests for entry in entries.get(digest, ())]
-        waits, began = delays(), time.monotonic()
-        while True:
-            attempted = endings
-            refused, endings = await self.insist(partial(self._attempt, block, endings, overwrite))
-            self._count(block, attempted, endings, began)
-            if refused:
-                self._figures.refused += len(refused)
-                reason = next(iter(refused.values()))
-                _log.warning("the server refused %d rows: %s", len(refused), reason)
-                failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
-                await self.end([ending._replace(failure=failure) for ending in endings if ending.digest in refused])
-                endings = [ending for ending in endings if ending.digest not in refused]
-            if not endings:
-                return
-            self._figures.evicted += len(endings)
-            _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(endings))
-            await asyncio.sleep(next(waits))
+        began = time.monotonic()
+        if gone := await self._store(block, wants, overwrite, began):
+            await self._store_again(block, wants, overwrite, gone, began)
 
-    def _count(self, block: Block, attempted: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
+    async def _store(self, block: Block, wants: Asks, overwrite: Collection[bytes], began: float) -> list[bytes]:
+        """Store rows and end their jobs; returns the digests of rows that are gone again, whose jobs are left.
+
+        Args:
+            block: the rows.
+            wants: see `publish`.
+            overwrite: see `publish`.
+            began: monotonic time when the rows were ready.
+        """
+        endings = [Ending(entry, digest) for digest in block.digests for entry in wants.get(digest, ())]
+        refused, left = await self.insist(partial(self._attempt, block, endings, overwrite))
+        self._count(block, endings, left, began)
+        if refused:
+            self._figures.refused += len(refused)
+            reason = next(iter(refused.values()))
+            _log.warning("the server refused %d rows: %s", len(refused), reason)
+            failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
+            await self.end([ending._replace(failure=failure) for ending in left if ending.digest in refused])
+        return list(dict.fromkeys(ending.digest for ending in left if ending.digest not in refused))
+
+    async def _store_again(
+        self, block: Block, wants: Asks, overwrite: Collection[bytes], gone: list[bytes], began: float
+    ) -> None:
+        """Store those rows again that were evicted at once, as long as they are waited for and some of them stay.
+
+        Fewer at a time, so that clients can fetch some before the next ones come.
+        """
+        numbers = {digest: number for number, digest in enumerate(block.digests)}
+        missing, at_once, fruitless, waits = gone, len(gone), 0, delays()
+        while gone:
+            self._figures.evicted += len(gone)
+            _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(gone))
+            if fruitless == _FRUITLESS_TRIES:
+                failure = Failure(ServerError.__name__, _evicted_text(block))
+                await self.end([Ending(entry, digest, failure) for digest in missing for entry in wants[digest]])
+                return
+            await asyncio.sleep(next(waits))
+            wants = await self._wanted({digest: wants[digest] for digest in missing})
+            missing, gone = list(wants), []
+            at_once = max(1, at_once // _FEWER)
+            while missing and not gone:
+                part, missing = missing[:at_once], missing[at_once:]
+                gone = await self._store(block.select([numbers[one] for one in part]), wants, overwrite, began)
+                missing += gone
+                if len(gone) < len(part):
+                    fruitless, waits = 0, delays()
+            fruitless += 1
+
+    async def _wanted(self, wants: Asks) -> Asks:
+        """Those jobs that somebody waits for; the others are removed."""
+        removed = await self._unwanted.remove(doubtful(wants))
+        left: dict[bytes, dict[bytes, Wanted]] = {}
+        for digest, ours in wants.items():
+            if still := {entry: one for entry, one in ours.items() if entry not in removed}:
+                left[digest] = still
+        return left
+
+    def _count(self, block: Block, endings: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
         still = {one.entry for one in left}
-        ended = [one.entry for one in attempted if one.entry not in still]
-        self._figures.published(outcome, ended, time.monotonic() - began)
+        ended = [one.entry for one in endings if one.entry not in still]
+        if ended or not left:
+            self._figures.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
         self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
@@ -161,3 +212,14 @@ class Publisher:
                 self._figures.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
+
+
+def _evicted_text(block: Block) -> str:
+    """Why jobs fail whose rows the server evicts, and what to do."""
+    # One that is stored, and one that is fetched.
+    more = max(1, math.ceil(2 * block.nbytes / 1e6))
+    return (
+        f"the server has evicted the row as soon as it was stored, {_FRUITLESS_TRIES} times: its memory is full. "
+        f"A batch of {len(block.digests)} takes {block.nbytes / 1e6:.1f} MB: give the server at least {more} MB more "
+        "(maxmemory), or run the worker with a smaller --max-batch"
+    )

@@ -41,6 +41,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Opened, Stepper
 from lmpool.workers.tries.backend import warm_up
 from lmpool.workers.tries.larder import Larder
+from lmpool.workers.unwanted import Unwanted
 from lmpool.workers.watchdog import Watchdog
 
 _log = logging.getLogger("lmpool.worker")
@@ -161,10 +162,13 @@ class Worker:
         reader = CommandLine(self._server, self._keys.jobs)
         reader.reply_timeout_s = reply_timeout(card.lease_s)
         rows = rows_on(self._server, keys, card)
-        self._intake = Intake(self._redis, reader, self._keys, card, self._id, settings.max_deliveries, self._figures)
+        unwanted = Unwanted(self._redis, self._keys, self._figures)
+        self._intake = Intake(
+            self._redis, reader, self._keys, card, self._id, settings.max_deliveries, unwanted, self._figures
+        )
         row_prefix = keys.row(card.fingerprint)
         self._publisher = Publisher(
-            self._server, rows, self._keys, row_prefix, card.fingerprint, self._id, self._figures
+            self._server, rows, self._keys, row_prefix, card.fingerprint, self._id, unwanted, self._figures
         )
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
