@@ -285,6 +285,86 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     assert "will try again" not in restricted.text
 
 
+# What can be done to a key, whatever stands there.
+TO_A_KEY = (
+    "GET", "MGET", "GETRANGE 0 1", "STRLEN", "EXISTS", "PTTL", "HGETALL", "HGET f", "HKEYS", "HLEN", "HSTRLEN f",
+    "XLEN", "XRANGE - +", "XPENDING workers", "XINFO CONSUMERS workers", "ZCARD", "ZRANGE 0 -1", "SET x", "HSET f x",
+    "HDEL f", "DEL", "UNLINK", "PEXPIRE 1", "XADD * m x", "XDEL 1-1", "ZADD 1 x", "TYPE", "DUMP",
+)  # fmt: skip
+
+
+def add_tenants(server: SecureServer) -> list[str]:
+    """Add the users of two tenants, made as the page says; returns their names."""
+    (way,) = re.findall(
+        r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
+    )
+    way = way.replace("users.acl", str(SHIPPED / "users.acl"))
+    subprocess.run(["sh", "-c", way], cwd=server.folder, check=True)
+    first, *lines = (server.folder / "tenants.acl").read_text().splitlines()
+    assert first.startswith("user default off ")
+    names = []
+    with server.client("admin") as admin:
+        for line in lines:
+            _, name, *rules = line.split()
+            assert f"#SHA256-OF-THE-PASSWORD-OF-{name}" in rules
+            names.append(name)
+            rules = [rule for rule in rules if not rule.startswith("#")]
+            admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
+    return names
+
+
+async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: SecureServer, workers: Workers) -> None:
+    tenants = add_tenants(server)
+    assert sorted(tenants) == sorted(f"{tenant}-{role}" for tenant in ("red", "blue") for role in ROLES)
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+    for tenant in ("red", "blue"):
+        workers.start(f"{tenant}-worker", "worker", "syn", *SYNTHETIC, "--prefix", tenant)
+    for worker in workers.all:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    async with (
+        Producer("syn", redis=server.url("red-producer"), prefix="red", cache_bytes=0) as red,
+        Producer("syn", redis=server.url("blue-producer"), prefix="blue", cache_bytes=0) as blue,
+    ):
+        for number, producer in enumerate((red, blue, red, blue)):
+            assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
+        with server.client("red-producer") as client:
+            # The rest of its own pool is not safe from a tenant; it is mended, and nobody else notices.
+            client.execute_command("XADD", "red:{syn}:jobs", f"{2**64 - 1}-{2**64 - 1}", "m", "x")
+        for number, producer in enumerate((blue, red), 7):
+            assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
+        assert "the job stream of 'syn' was replaced" in workers.all[0].text
+        assert "was replaced" not in workers.all[1].text
+    assert "syn" in command(server, "blue-operator", "status", "--prefix", "blue")
+    # What redis-py says of itself, for the client of this test.
+    assert not (refused := [one for one in server.refusals() if "client|setinfo" not in one]), "\n".join(refused)
+    with server.client("admin") as admin:
+        admin.set("blue:weights:w", "x")
+        theirs = sorted(admin.scan_iter("blue:*"))
+    for kind in ("models", "worker", "row", "weights", "{syn}:jobs", "{syn}:adapters"):
+        assert any(key.startswith(f"blue:{kind}".encode()) for key in theirs), kind
+    for role in ROLES:
+        with server.client(f"red-{role}") as client:
+            for line in ("SCAN 0", "KEYS *", "RANDOMKEY", "DBSIZE", "ACL LIST", "CLIENT LIST"):
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*line.split())
+            for key in theirs:
+                for name, *arguments in map(str.split, TO_A_KEY):
+                    with pytest.raises(NoPermissionError):
+                        client.execute_command(*_about(key, name, *arguments))
+                with pytest.raises(NoPermissionError):
+                    client.eval("return 1", 1, key)
+                for name in ("HLEN", "STRLEN", "XLEN", "UNLINK"):
+                    with pytest.raises(ResponseError) as caught:
+                        client.eval("return redis.call(ARGV[1], ARGV[2])", 1, "red:{syn}:jobs", name, key)
+                    assert _is_refusal(caught.value), caught.value
+
+
+def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
+    """A command about a key, which has a subcommand before it where there is one."""
+    return (name, arguments[0], key, *arguments[1:]) if name == "XINFO" else (name, key, *arguments)
+
+
 @pytest.mark.parametrize("tls", [True, False])
 def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
     server = SecureServer(tmp_path, tls=tls)
