@@ -26,10 +26,14 @@ ROLES = ("producer", "worker", "trie-worker", "operator")
 PASSWORD = "s3cr3t/@:?#%{role}"
 
 
-def tls_binary() -> str:
-    """A server program that can do TLS: Debian's; it is fetched if it is not there yet."""
-    folder = Path(os.environ.get("LMPOOL_TEST_SERVERS", ".cache")) / "redis-debian"
-    command = [sys.executable, "-m", "tools.install_server", "debian", str(folder)]
+def installed_server(kind: str) -> str:
+    """A server program of `tools.install_server`; it is fetched if it is not there yet.
+
+    Args:
+        kind: "debian", which can do TLS, or "6.2".
+    """
+    folder = Path(os.environ.get("LMPOOL_TEST_SERVERS", ".cache")) / f"redis-{kind}"
+    command = [sys.executable, "-m", "tools.install_server", kind, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SHIPPED.parents[1])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -133,7 +137,7 @@ class SecureServer:
         if not self.tls:
             settings = re.sub(r"^tls-.*$", "", settings, flags=re.MULTILINE) + f"unixsocket {self.folder}/s\n"
         (self.folder / "redis.conf").write_text(f"{settings}\nlogfile {self.folder}/log\n")
-        return [tls_binary() if self.tls else server_binary(), str(self.folder / "redis.conf")]
+        return [installed_server("debian") if self.tls else server_binary(), str(self.folder / "redis.conf")]
 
     @property
     def log(self) -> str:

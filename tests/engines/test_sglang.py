@@ -366,7 +366,7 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
 def test_a_version_that_the_backend_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(requirements, "version", lambda name: version)
     with pytest.raises(
-        SettingsError, match=rf"^backend: sglang {version} is installed; .* >= 0.5.17, < 0.5.24"
+        SettingsError, match=rf"^backend: sglang {version} is installed; .* >= 0.5.21, < 0.5.24"
     ) as seen:
         SglangSettings("m")
     assert "\n" not in str(seen.value)

@@ -14,13 +14,14 @@ from rich.table import Table
 
 from lmpool.errors import SettingsError
 from lmpool.keys import Keys
+from lmpool.patch_level import read_doubt
 from lmpool.producer.adapters_command import adapters_app
 from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, key_names, run
 from lmpool.producer.dead_command import dead_app
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
 from lmpool.producer.producer import Producer
-from lmpool.producer.survey import survey
+from lmpool.producer.survey import Survey, survey
 from lmpool.producer.tables import status_models, status_workers
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.top_command import top
@@ -84,8 +85,14 @@ def logprobs(
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
-    server = Server(redis)
-    found = run(survey(server, key_names(prefix)))
+    server, keys = Server(redis), key_names(prefix)
+
+    async def look() -> tuple[Survey, str | None]:
+        return await survey(server, keys), await read_doubt(server)
+
+    found, doubt = run(look())
+    if doubt:
+        typer.echo(doubt, err=True)
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -19,6 +19,7 @@ from lmpool.clusterrows import rows_on
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine, reply_timeout
+from lmpool.patch_level import read_doubt
 from lmpool.queue import read_queue
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
@@ -139,6 +140,8 @@ class Worker:
             raise self._server.explain(error) from error
         finally:
             await redis.aclose()
+        if doubt := await read_doubt(self._server):
+            _log.warning("%s", doubt)
 
     async def _run(self, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
         """Join the model, serve it until `stop`, and leave it."""

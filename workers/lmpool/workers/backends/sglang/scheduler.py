@@ -84,8 +84,7 @@ def read_facts(folder: Path, trust_remote_code: bool) -> ModelFacts:
 def make_scheduler(options: Mapping[str, Any]) -> Any:
     """Load a model; must be called in the thread that will run the event loop."""
     server_args = ServerArgs(**options)
-    if hasattr(server_args, "resolve_once"):  # since 0.5.19
-        server_args.resolve_once()
+    server_args.resolve_once()
     server_args.check_server_args()
     ports = PortArgs.init_new(server_args)
     place = {**_PLACE, "gpu_id": options.get("base_gpu_id", 0)}
@@ -93,11 +92,8 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
     # In two steps, so that one that cannot be finished can be ended.
     scheduler = Scheduler.__new__(Scheduler)
     try:
-        if hasattr(runtime_context, "SpawnRanks"):  # since 0.5.21
-            ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=place["gpu_id"])
-            runtime_context.publish(server_args, role="scheduler", ranks=ranks)
-        else:
-            runtime_context.publish(server_args, role="scheduler")
+        ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=place["gpu_id"])
+        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
         with _progress_bars_on_terminals_only(), _same_excepthook():
             scheduler.__init__(server_args, ports, **{name: place[name] for name in place if name in takes})
     except BaseException:

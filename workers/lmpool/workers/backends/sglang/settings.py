@@ -12,7 +12,7 @@ from lmpool.workers.backends.engine_settings import EngineSettings
 from lmpool.workers.backends.requirements import require, require_version
 
 DISTRIBUTIONS = ("sglang",)
-LEAST, BELOW = (0, 5, 17), (0, 5, 24)
+LEAST, BELOW = (0, 5, 21), (0, 5, 24)
 
 _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
 
