@@ -1,7 +1,7 @@
 """A backend of your own, 40 lines without the imports: the next token is likely one that the prompt has."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -15,15 +15,10 @@ from lmpool.workers.backend import BackendJob, BackendStats, Finished, WithoutAd
 
 @dataclass(frozen=True)
 class UnigramSettings:
-    """Fields become options of `lmpool worker`.
-
-    Attributes:
-        name: what the model is served as; the MODEL of the command.
-        vocab_size: V.
-    """
+    """Fields become options of `lmpool worker`; `name` (or `model`) is its MODEL."""
 
     name: str
-    vocab_size: int = 50_000
+    vocab_size: int = field(default=50_000, metadata={"help": "V."})
 
     @property
     def served_as(self) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,44 @@ def test_version_and_help() -> None:
     assert ended.returncode == 0
     for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench", "adapters", "dead"):
         assert re.search(rf"\b{command}\b", ended.stdout)
+
+
+def test_options_are_described_where_docstrings_are_not_kept() -> None:
+    command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Prefix of all Redis keys." in ended.stdout
+
+
+OTHERS_BACKENDS = {
+    "plain": "",
+    "raising": "raise RuntimeError('no licence\\nfound')",
+    "unreadable": "def",
+    "listed": "Settings = list",
+    "nested": "Settings.__annotations__['litres'] = 'int | list[str]'",
+    "unknown": "Settings.__annotations__['litres'] = 'Litres'",
+    "colliding": "Settings = make_dataclass('Settings', [('model', str), ('redis', str)])",
+}
+
+
+def test_a_backend_of_others_needs_no_descriptions_and_a_broken_one_breaks_only_itself(tmp_path: Path) -> None:
+    settings = "Settings = make_dataclass('Settings', [('model', str), ('litres', float, 1.5)])\n"
+    for name, end in OTHERS_BACKENDS.items():
+        (tmp_path / f"others_{name}.py").write_text(f"from dataclasses import make_dataclass\n{settings}{end}")
+    info = tmp_path / "kitchen-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
+    lines = [f"{name} = others_{name}:Settings" for name in OTHERS_BACKENDS]
+    (info / "entry_points.txt").write_text("\n".join(["[lmpool.backends]", *lines]))
+    ended = run("worker", "--help", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), COLUMNS="200")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"--litres +<float> +\(default: 1.5\)", ended.stdout), ended.stdout
+    told = {line.split("'")[1]: line for line in ended.stderr.splitlines()}
+    assert told.keys() == OTHERS_BACKENDS.keys() - {"plain"}
+    for name, line in told.items():
+        assert line.startswith(f"the backend '{name}' of others_{name}:Settings (kitchen) is left out: "), line
+    assert "RuntimeError: no licence found" in told["raising"]
+    assert "redis: the command has an option of this name" in told["colliding"]
 
 
 @pytest.mark.parametrize("command", [[], ["trie"], ["adapters"], ["dead"]])

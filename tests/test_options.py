@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 import numpy as np
@@ -34,6 +34,7 @@ from lmpool.workers.backends.vllm.settings import VllmSettings
 from lmpool.workers.commands import _backends, _configure
 from lmpool.workers.options import build, option_parameters
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.tries.backend import TrieSettings
 
 SECRET = "hunter2"
 ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}
@@ -50,23 +51,13 @@ def no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
 
 @dataclass(frozen=True)
 class Kettle:
-    """A kettle.
+    """A kettle, of which not everything is described."""
 
-    Attributes:
-        litres: how much water, up
-            to the brim.
-        name: what it is called.
-        whistles: whether it whistles.
-        colour: any, or None.
-
-    Raises:
-        SettingsError: never.
-    """
-
-    litres: float = 1.5
-    name: str = ""
+    litres: float = field(default=1.5, metadata={"help": "How much water, up to the brim."})
+    name: str = field(default="", metadata={"help": "What it is called."})
     whistles: bool = False
-    colour: str | None = None
+    colour: str | None = field(default=None, metadata={"help": ""})
+    cups: int = 4
 
 
 def option(parameter: inspect.Parameter) -> tuple[Any, typer.models.OptionInfo]:
@@ -76,17 +67,24 @@ def option(parameter: inspect.Parameter) -> tuple[Any, typer.models.OptionInfo]:
 
 def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
     found = {parameter.name: parameter for parameter in option_parameters({"kitchen": Kettle}, set())}
-    assert list(found) == ["litres", "name", "whistles", "colour"]
+    assert list(found) == ["litres", "name", "whistles", "colour", "cups"]
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in found.values())
     assert all(parameter.default is None for parameter in found.values())
     kinds = {name: option(parameter)[0] for name, parameter in found.items()}
-    assert kinds == {"litres": float | None, "name": str | None, "whistles": bool, "colour": str | None}
+    assert kinds == {
+        "litres": float | None,
+        "name": str | None,
+        "whistles": bool,
+        "colour": str | None,
+        "cups": int | None,
+    }
     texts = {name: option(parameter)[1].help for name, parameter in found.items()}
     assert texts == {
         "litres": "How much water, up to the brim. (default: 1.5)",
         "name": "What it is called.",
-        "whistles": "Whether it whistles.",
-        "colour": "Any, or None.",
+        "whistles": "",
+        "colour": "",
+        "cups": "(default: 4)",
     }
     assert {option(parameter)[1].rich_help_panel for parameter in found.values()} == {"Options: kitchen"}
 
@@ -109,10 +107,19 @@ def test_a_class_describes_what_it_inherits_too() -> None:
     assert found["adapters"].endswith("may be given several times.")
 
 
-@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("kind", [WorkerSettings, TrieSettings, *_backends().values()])
 def test_every_setting_is_described(kind: type) -> None:
     for parameter in option_parameters({"x": kind}, set()):
         assert len(str(option(parameter)[1].help)) > 10
+
+
+def test_the_first_that_describes_a_setting_describes_the_option() -> None:
+    @dataclass(frozen=True)
+    class Pot:
+        whistles: bool = field(default=False, metadata={"help": "Whether it sings."})
+
+    found = {p.name: option(p)[1].help for p in option_parameters({"kettle": Kettle, "pot": Pot}, set())}
+    assert found["whistles"] == "Whether it sings."
 
 
 def test_a_numeric_default_of_zero_is_told() -> None:
@@ -201,9 +208,9 @@ def test_a_malformed_argument_is_refused_with_its_name(make: Any, field: str, va
 
 def test_a_name_that_is_no_utf8_is_refused() -> None:
     # What a shell passes for bytes that are not UTF-8; no Redis key can be made of it.
-    for field in ("model", "prefix"):
-        with pytest.raises(SettingsError, match=f"^{field}: "):
-            Producer(**{field: "a\udc80"})  # type: ignore[arg-type]
+    for name in ("model", "prefix"):
+        with pytest.raises(SettingsError, match=f"^{name}: "):
+            Producer(**{name: "a\udc80"})  # type: ignore[arg-type]
 
 
 def test_an_unknown_argument_is_an_error() -> None:

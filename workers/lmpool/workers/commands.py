@@ -18,7 +18,7 @@ from lmpool.checks import check_choice
 from lmpool.errors import SettingsError
 from lmpool.server import URL_VARIABLE, Server
 from lmpool.workers.backend import BackendSettings
-from lmpool.workers.options import build, option_parameters
+from lmpool.workers.options import build, check_options, option_parameters
 from lmpool.workers.serving import exit_without_server, serve
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.shared_server import SharedServer
@@ -27,6 +27,7 @@ from lmpool.workers.tries.backend import TrieSettings
 _log = logging.getLogger("lmpool.worker")
 
 _OURS = ("hf", "vllm", "sglang", "synthetic")
+_COMMON = ("backend", "redis", "memory_mb")
 
 Model = Annotated[str, typer.Argument(help="Hub name or folder of the model; for synthetic just a name.")]
 BackendName = Annotated[
@@ -120,9 +121,15 @@ def _backends() -> dict[str, type]:
     found = {}
     for entry in entry_points(group="lmpool.backends"):
         try:
-            found[entry.name] = entry.load()
-        except (ImportError, AttributeError) as error:
-            typer.echo(f"the backend {entry.name!r} is left out: {error}", err=True)
+            kind = entry.load()
+            if entry.name not in _OURS:
+                check_options(entry.name, kind, _COMMON)
+        except Exception as error:  # noqa: BLE001  others' packages may raise anything; they break their own backend
+            whose = f" ({entry.dist.name})" if entry.dist is not None else ""
+            text = f"the backend {entry.name!r} of {entry.value}{whose} is left out: {type(error).__name__}: {error}"
+            typer.echo(" ".join(text.split()), err=True)
+        else:
+            found[entry.name] = kind
     return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
 
 

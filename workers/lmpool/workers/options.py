@@ -1,10 +1,13 @@
-"""Command-line options made from settings classes, so that each setting is named and described once."""
+"""Command-line options made from settings classes, so that each setting is named and described once.
+
+What a field's metadata has under "help" describes it; a field without is an option without a description.
+"""
 
 from __future__ import annotations
 
 import inspect
-import re
-from dataclasses import MISSING, fields
+from collections.abc import Collection
+from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -19,7 +22,7 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
 
     Args:
         classes: label shown in the help -> settings class. A field that several have becomes one option, which
-            the first of them describes.
+            the first of them describes that has a description.
         leave_out: fields that are no options.
 
     Returns:
@@ -35,10 +38,10 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
 
 def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
     """The option for one field of the classes that have it."""
-    first = next(iter(owners.values()))
-    hint = get_type_hints(first)[name]
+    hint = get_type_hints(next(iter(owners.values())))[name]
+    described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
     option = typer.Option(
-        help=f"{_attribute_texts(first)[name]}{_told_defaults(name, owners)}",
+        help=f"{next(filter(None, described), '')}{_told_defaults(name, owners)}".strip(),
         show_default=False,
         rich_help_panel=f"Options: {', '.join(owners)}",
     )
@@ -50,11 +53,15 @@ def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
     )
 
 
+def _field(kind: type, name: str) -> Field[Any]:
+    return next(field for field in fields(kind) if field.name == name)
+
+
 def _told_defaults(name: str, owners: dict[str, type]) -> str:
     """The defaults that are worth telling, with their owners where these differ."""
     told: dict[Any, list[str]] = {}
     for label, kind in owners.items():
-        default = next(field.default for field in fields(kind) if field.name == name)
+        default = _field(kind, name).default
         # Not `in (None, "", False)`: 0 equals False, and a zero is worth telling.
         if default is not False and default not in (None, "", MISSING):
             told.setdefault(default, []).append(label)
@@ -64,6 +71,33 @@ def _told_defaults(name: str, owners: dict[str, type]) -> str:
         return f" (default: {next(iter(told))})"
     texts = [f"{value} for {', '.join(labels)}" for value, labels in told.items()]
     return f" (default: {'; '.join(texts)})"
+
+
+def check_options(label: str, kind: type, taken: Collection[str]) -> None:
+    """See that a settings class can be options of a command.
+
+    Args:
+        label: shown in the help.
+        kind: the class.
+        taken: options that the command has already.
+
+    Raises:
+        SettingsError: a field has the name of one of these.
+        TypeError, NameError, RuntimeError: it is no dataclass, or a field's type cannot be read or is no type of an
+            option.
+    """
+    options = option_parameters({label: kind}, set())
+    for option in options:
+        if option.name in taken:
+            raise SettingsError(f"{option.name}: the command has an option of this name; call the field otherwise")
+
+    def command(**given: Any) -> None: ...
+
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    app = typer.Typer()
+    app.command()(command)
+    typer.main.get_command(app)
 
 
 def build(kind: type[T], given: dict[str, Any], where: str) -> T:
@@ -77,17 +111,3 @@ def build(kind: type[T], given: dict[str, Any], where: str) -> T:
         if name not in known:
             raise SettingsError(f"{name}: not a setting of {where}")
     return kind(**given)
-
-
-def _attribute_texts(kind: type) -> dict[str, str]:
-    """The descriptions in the "Attributes:" sections of the docstrings of a class and of those it inherits from."""
-    texts: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):
-        section = inspect.cleandoc(owner.__dict__.get("__doc__") or "").partition("Attributes:")[2]
-        name = ""
-        for line in re.split(r"\n\s*(?:Raises|Returns|Args):", section)[0].splitlines():
-            if match := re.match(r" {4}(\w+): (.*)", line):
-                name, texts[match[1]] = match[1], match[2]
-            elif name and line.strip():
-                texts[name] += " " + line.strip()
-    return {name: text[0].upper() + text[1:] for name, text in texts.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmpool.card import LIMITS
 from lmpool.checks import check_choice, check_name, check_number
@@ -12,40 +12,44 @@ from lmpool.checks import check_choice, check_name, check_number
 class WorkerSettings:
     """How a worker serves.
 
-    Attributes:
-        prefix: prefix of all Redis keys.
-        lease_s: seconds without a sign of life after which a worker's jobs are given to another.
-        step_timeout_s: seconds that the backend may take over one step, or over loading one adapter. One that takes
-            longer hangs: its worker hands its jobs to others and ends.
-        max_deliveries: deliveries after which a job is given up.
-        queue_limit: prompts that may wait for the model at once.
-        row_ttl_s: seconds that a row stays in the cache.
-        log_every_s: seconds between two lines of counters in the log.
-        with_trie: answer trie jobs about the model's rows in the step that computes the row.
-        trie_mb: megabytes that tries may take; the least recently used are dropped.
-        trie_values_mb: megabytes that the values of recent rows may take.
-        metrics_port: port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs its
-            own.
-        metrics_host: address that this port is open on; 0.0.0.0 for all of this machine's.
-        log_format: text, or json for one object a line.
-
     Raises:
         SettingsError: a value is malformed.
     """
 
-    prefix: str = "lmpool"
-    lease_s: float = 15.0
-    step_timeout_s: float = 300.0
-    max_deliveries: int = 3
-    queue_limit: int = 100_000
-    row_ttl_s: float = 3600.0
-    log_every_s: float = 60.0
-    with_trie: bool = False
-    trie_mb: int = 2048
-    trie_values_mb: int = 512
-    metrics_port: int = 0
-    metrics_host: str = "127.0.0.1"
-    log_format: str = "text"
+    prefix: str = field(default="lmpool", metadata={"help": "Prefix of all Redis keys."})
+    lease_s: float = field(
+        default=15.0,
+        metadata={"help": "Seconds without a sign of life after which a worker's jobs are given to another."},
+    )
+    step_timeout_s: float = field(
+        default=300.0,
+        metadata={
+            "help": "Seconds that the backend may take over one step, or over loading one adapter. One that takes "
+            "longer hangs: its worker hands its jobs to others and ends."
+        },
+    )
+    max_deliveries: int = field(default=3, metadata={"help": "Deliveries after which a job is given up."})
+    queue_limit: int = field(default=100_000, metadata={"help": "Prompts that may wait for the model at once."})
+    row_ttl_s: float = field(default=3600.0, metadata={"help": "Seconds that a row stays in the cache."})
+    log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two lines of counters in the log."})
+    with_trie: bool = field(
+        default=False, metadata={"help": "Answer trie jobs about the model's rows in the step that computes the row."}
+    )
+    trie_mb: int = field(
+        default=2048, metadata={"help": "Megabytes that tries may take; the least recently used are dropped."}
+    )
+    trie_values_mb: int = field(default=512, metadata={"help": "Megabytes that the values of recent rows may take."})
+    metrics_port: int = field(
+        default=0,
+        metadata={
+            "help": "Port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs "
+            "its own."
+        },
+    )
+    metrics_host: str = field(
+        default="127.0.0.1", metadata={"help": "Address that this port is open on; 0.0.0.0 for all of this machine's."}
+    )
+    log_format: str = field(default="text", metadata={"help": "Text, or json for one object a line."})
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)

@@ -18,39 +18,46 @@ ENCODINGS = ("exact", "f16")
 class EngineSettings:
     """Settings of an engine that runs inside the worker.
 
-    Attributes:
-        model: hub name or folder of the model.
-        name: what it is served as; "" means the last part of `model`.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: run Python code that comes with the model.
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        encoding: "exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.
-        max_batch: prompts that run together.
-        max_batch_tokens: tokens that are computed in one forward; None means what the engine thinks best.
-        kv_cache_bytes: memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU.
-        max_prompt_tokens: longest prompt to take; None means the model's limit, which it cannot exceed.
-        adapters: LoRA adapters, as name=folder; may be given several times.
-        max_adapters: further adapters that there is to be room for, to be loaded while it serves.
-        engine_args: any other options of the engine, as key=value (several divided by spaces) or a TOML file;
-            may be given several times.
-
     Raises:
         SettingsError: a value is malformed.
     """
 
-    model: str
-    name: str = ""
-    revision: str | None = None
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    encoding: str = "exact"
-    max_batch: int = 256
-    max_batch_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    max_prompt_tokens: int | None = None
-    adapters: list[str] = field(default_factory=list)
-    max_adapters: int = 0
-    engine_args: list[str] = field(default_factory=list)
+    model: str = field(metadata={"help": "Hub name or folder of the model."})
+    name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
+    dtype: str = field(
+        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
+    )
+    encoding: str = field(
+        default="exact",
+        metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
+    )
+    max_batch: int = field(default=256, metadata={"help": "Prompts that run together."})
+    max_batch_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that are computed in one forward; None means what the engine thinks best."},
+    )
+    kv_cache_bytes: int | None = field(
+        default=None,
+        metadata={"help": "Memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU."},
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
+    )
+    adapters: list[str] = field(
+        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
+    )
+    max_adapters: int = field(
+        default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
+    )
+    engine_args: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Any other options of the engine, as key=value (several divided by spaces) or a TOML file; may be "
+            "given several times."
+        },
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model.strip():

@@ -36,37 +36,37 @@ _CRASH_EXIT = 70
 class SyntheticSettings:
     """Settings of the synthetic backend.
 
-    Attributes:
-        name: what the model is served as.
-        vocab_size: V.
-        seed: which rows it draws.
-        step_ms: how long a step pretends to take.
-        max_batch: prompts in one step.
-        max_prompt_tokens: longest prompt that is taken.
-        encoding: "f32" or "bf16"; the rows are the same.
-        fail_token: prompts that contain this id fail (to test error handling); -1 for none.
-        crash_token: prompts that contain this id end the process; -1 for none.
-        raise_token: the step of a prompt that contains this id raises, as if memory had run out; -1 for none.
-        hang_token: the step of a prompt that contains this id never ends; -1 for none.
-        adapters: adapters, as name=folder; may be given several times. What the folder (or file) holds decides the
-            rows.
-
     Raises:
         SettingsError: a value is malformed.
     """
 
-    name: str = "synthetic"
-    vocab_size: int = 49_152
-    seed: int = 0
-    step_ms: float = 0.0
-    max_batch: int = 32
-    max_prompt_tokens: int = 131_072
-    encoding: str = "f32"
-    fail_token: int = -1
-    crash_token: int = -1
-    raise_token: int = -1
-    hang_token: int = -1
-    adapters: list[str] = field(default_factory=list)
+    name: str = field(default="synthetic", metadata={"help": "What the model is served as."})
+    vocab_size: int = field(default=49_152, metadata={"help": "V."})
+    seed: int = field(default=0, metadata={"help": "Which rows it draws."})
+    step_ms: float = field(default=0.0, metadata={"help": "How long a step pretends to take."})
+    max_batch: int = field(default=32, metadata={"help": "Prompts in one step."})
+    max_prompt_tokens: int = field(default=131_072, metadata={"help": "Longest prompt that is taken."})
+    encoding: str = field(default="f32", metadata={"help": '"f32" or "bf16"; the rows are the same.'})
+    fail_token: int = field(
+        default=-1, metadata={"help": "Prompts that contain this id fail (to test error handling); -1 for none."}
+    )
+    crash_token: int = field(
+        default=-1, metadata={"help": "Prompts that contain this id end the process; -1 for none."}
+    )
+    raise_token: int = field(
+        default=-1,
+        metadata={"help": "The step of a prompt that contains this id raises, as if memory had run out; -1 for none."},
+    )
+    hang_token: int = field(
+        default=-1, metadata={"help": "The step of a prompt that contains this id never ends; -1 for none."}
+    )
+    adapters: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Adapters, as name=folder; may be given several times. What the folder (or file) holds decides "
+            "the rows."
+        },
+    )
 
     def __post_init__(self) -> None:
         check_name("name", self.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -35,16 +35,12 @@ def warm_up(device: str) -> None:
 class TrieSettings:
     """Settings of a trie worker.
 
-    Attributes:
-        device: where it computes: "cpu", "cuda" or "cuda:N".
-        max_batch: jobs in one step.
-
     Raises:
         SettingsError: a value is malformed.
     """
 
-    device: str = "cpu"
-    max_batch: int = 128
+    device: str = field(default="cpu", metadata={"help": 'Where it computes: "cpu", "cuda" or "cuda:N".'})
+    max_batch: int = field(default=128, metadata={"help": "Jobs in one step."})
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":

@@ -17,39 +17,45 @@ from lmpool.workers.backends.requirements import require
 class HfSettings:
     """Settings of one hf backend.
 
-    Attributes:
-        model: hub name or folder of the model.
-        name: what it is served as; "" means the last part of `model`.
-        gguf_file: a GGUF file in the model's folder or repository, dequantised when loaded.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: run Python code that comes with the model.
-        device: "auto", or a torch device such as "cpu" or "cuda:1".
-        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
-        encoding: "exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.
-        max_batch: prompts that run together.
-        max_batch_tokens: tokens that are computed in one forward, padding included.
-        kv_cache_bytes: memory for the keys and values of recent prompts, 0 for none. A step gathers at
-            most as much again.
-        max_prompt_tokens: longest prompt to take; None means the model's limit, which it cannot exceed.
-        adapters: LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves.
-
     Raises:
         SettingsError: a value is malformed, or a package that it needs is not installed.
     """
 
-    model: str
-    name: str = ""
-    gguf_file: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    device: str = "auto"
-    dtype: str = "auto"
-    encoding: str = "exact"
-    max_batch: int = 64
-    max_batch_tokens: int = 8192
-    kv_cache_bytes: int = 1 << 30
-    max_prompt_tokens: int | None = None
-    adapters: list[str] = field(default_factory=list)
+    model: str = field(metadata={"help": "Hub name or folder of the model."})
+    name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
+    gguf_file: str | None = field(
+        default=None, metadata={"help": "A GGUF file in the model's folder or repository, dequantised when loaded."}
+    )
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
+    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
+    dtype: str = field(
+        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
+    )
+    encoding: str = field(
+        default="exact",
+        metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
+    )
+    max_batch: int = field(default=64, metadata={"help": "Prompts that run together."})
+    max_batch_tokens: int = field(
+        default=8192, metadata={"help": "Tokens that are computed in one forward, padding included."}
+    )
+    kv_cache_bytes: int = field(
+        default=1 << 30,
+        metadata={
+            "help": "Memory for the keys and values of recent prompts, 0 for none. A step gathers at most as much "
+            "again."
+        },
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
+    )
+    adapters: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves."
+        },
+    )
 
     def __post_init__(self) -> None:
         for name in ("model", "gguf_file", "revision", "device"):

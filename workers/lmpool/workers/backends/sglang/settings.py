@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
@@ -19,16 +19,13 @@ _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings(EngineSettings):
-    """Settings of one sglang backend; those of `EngineSettings`, and:
-
-    Attributes:
-        device: "auto", or a torch device such as "cpu" or "cuda:1".
+    """Settings of one sglang backend; those of `EngineSettings`, and its own.
 
     Raises:
         SettingsError: a value is malformed, or SGLang is not installed in a version that this backend is made for.
     """
 
-    device: str = "auto"
+    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)

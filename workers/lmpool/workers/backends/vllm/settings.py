@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmpool.checks import check_number
 from lmpool.workers.backend import Backend
@@ -27,16 +27,16 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EngineSettings):
-    """Settings of one vllm backend; those of `EngineSettings`, and:
-
-    Attributes:
-        sessions: growing prompts whose keys and values are held ready for their next token, 0 for none.
+    """Settings of one vllm backend; those of `EngineSettings`, and its own.
 
     Raises:
         SettingsError: a value is malformed, or vLLM is not installed in a version that this backend is made for.
     """
 
-    sessions: int = 128
+    sessions: int = field(
+        default=128,
+        metadata={"help": "Growing prompts whose keys and values are held ready for their next token, 0 for none."},
+    )
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
