@@ -139,3 +139,8 @@ class ModelKeys:
     def reply(self, client_id: str) -> bytes:
         """Stream of finished digests for one client; capped, expires."""
         return self.base + b":reply:" + client_id.encode()
+
+    @property
+    def queue(self) -> list[bytes]:
+        """The keys that have no expiry while workers serve the model, the stream of jobs first."""
+        return [self.jobs, self.dead, self.backlog, self.backlog_jobs, self.turns]

@@ -82,7 +82,8 @@ REMOVE = Script("remove")
 RESTORE = Script("restore")
 FIELDS = Script("fields")
 SURVEY = Script("survey")
-REPLACE = Script("replace")
+KEEP = Script("keep")
+RETIRE = Script("retire")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

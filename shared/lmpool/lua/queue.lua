@@ -46,6 +46,13 @@ local function clock()
   return number_at(turns, '')
 end
 
+-- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
+local function place(waiting, job, lifetime)
+  if redis.pcall('HSET', waiting, 'job', job) == 1 then
+    redis.call('PEXPIRE', waiting, lifetime)
+  end
+end
+
 -- Put jobs into the backlog: turns and digests, and digests and what is stored of their jobs, one after the other.
 local function to_backlog(order, stored)
   count_at('HLEN', backlog_jobs)
@@ -69,7 +76,7 @@ local function back(count, client)
       local since = string.match(entry, '^%d+')
       stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. lifetime .. ' ' .. fields[2]
       redis.call('XDEL', jobs, entry)
-      redis.pcall('HSET', base .. ':waiting:' .. digest, 'job', LATER)
+      place(base .. ':waiting:' .. digest, LATER, lifetime)
     end
   end
   if #order > 0 then
@@ -133,7 +140,7 @@ local function move_up()
       if at and (now < till or is_wanted(waiting, till, now)) then
         local job = string.sub(stored[i], at)
         local entry = redis.call('XADD', jobs, '*', 'm', job, 'u', lifetime, 't', since)
-        redis.pcall('HSET', waiting, 'job', entry)
+        place(waiting, entry, lifetime)
         free = free - 1
       else
         redis.call('DEL', waiting)

@@ -127,11 +127,11 @@ class Intake:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
-        await self.mend_queue()
+        await self.keep_queue()
 
-    async def mend_queue(self) -> None:
-        """Replace the stream when its ids have run ahead of the clock: see `replace.lua`."""
-        dropped = await scripts.REPLACE(self._redis, [self._keys.jobs], [GROUP, _MOST_AHEAD_MS])
+    async def keep_queue(self) -> None:
+        """Have the queue not expire, and replace its stream when ids have run ahead of the clock: see `keep.lua`."""
+        dropped = await scripts.KEEP(self._redis, self._keys.queue, [GROUP, _MOST_AHEAD_MS])
         if dropped >= 0:
             _log.warning(
                 "the job stream of %r was replaced: somebody has added an entry with an id of their own; "

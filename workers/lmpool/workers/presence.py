@@ -27,6 +27,8 @@ _log = logging.getLogger("lmpool.worker")
 
 # Longer than any lease: workers of one model may have different ones.
 _ROOMS_TTL_MS = 2 * 3_600_000
+# How long the queue and the dead letters of a model that nobody serves are kept: longer than any request waits.
+_QUEUE_TTL_MS = 7 * 24 * 3_600_000
 
 
 def new_worker_id() -> str:
@@ -171,6 +173,8 @@ class Presence:
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
         """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
 
+        What waits in its queue, and its dead letters, stay for a week.
+
         Args:
             model: its name.
             seen: its card.
@@ -179,6 +183,9 @@ class Presence:
         if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
+            # Trie workers have no part in the queues of models.
+            if model == self._card.name or not self._card.is_trie:
+                await scripts.RETIRE(self._redis, keys.queue, [_QUEUE_TTL_MS])
 
     async def _keep_vocabulary(self) -> None:
         """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""

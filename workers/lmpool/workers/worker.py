@@ -300,7 +300,7 @@ class Worker:
     async def _beat(self) -> None:
         try:
             await self._presence.beat(self._counters())
-            await self._intake.mend_queue()
+            await self._intake.keep_queue()
             asked_at = time.time()
             self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
         except (RedisError, OSError, LMPoolError) as error:

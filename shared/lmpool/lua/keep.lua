@@ -1,15 +1,19 @@
--- Replace a stream of jobs whose ids have run far ahead of the clock.
+-- Keep a model's queue as long as workers serve it: its keys do not expire, and its stream takes jobs.
 --
 -- Whoever may queue jobs may choose their ids. After the largest there is, nothing can be added any more; after any other
 -- that lies far ahead, all entries have its time, so that none is ever old. Ids only grow, so nothing but a new stream
 -- helps. What is in the old one is dropped, not moved: that takes as long however much it is, clients ask again after
 -- a lease, and rows of jobs that workers hold reach who waits for them all the same.
 --
--- KEYS  jobs
+-- KEYS  jobs, then the other keys of the queue
 -- ARGV  consumer group, how far ids may be ahead of the server's clock in ms
 --
 -- Returns how many jobs were dropped, -1 when the stream stays.
 local jobs, group = KEYS[1], ARGV[1]
+for _, key in ipairs(KEYS) do
+  -- Since nobody served the model: see retire.lua.
+  redis.call('PERSIST', key)
+end
 -- It brings the first and the last entry along, which stay here.
 local stream = redis.pcall('XINFO', 'STREAM', jobs)
 if stream.err then

@@ -1,0 +1,11 @@
+-- Have what is left of the queue of a model that nobody serves expire: a worker that comes back keeps it, see keep.lua.
+--
+-- KEYS  the keys of the queue
+-- ARGV  lifetime in ms
+--
+-- Returns how many keys will expire.
+local count = 0
+for _, key in ipairs(KEYS) do
+  count = count + redis.call('PEXPIRE', key, ARGV[1])
+end
+return count
