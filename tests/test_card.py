@@ -44,14 +44,17 @@ def test_the_examples_cover_every_field() -> None:
     assert all(getattr(CARD, name) != value for name, value in OTHER.items())
 
 
+NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=30)
+
+
 @given(
     st.builds(
         ModelCard,
-        name=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        name=NAMES,
         backend=st.sampled_from(["hf", "synthetic"]),
         vocab_size=st.integers(1, 2**31),
         max_prompt_tokens=st.integers(1, 2**31),
-        revision=st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
+        revision=NAMES,
         dtype=st.sampled_from(["float32", "bfloat16"]),
         encoding=st.sampled_from(["f32", "bf16", "f16"]),
         lossy=st.booleans(),
@@ -65,6 +68,14 @@ def test_cards_survive_the_wire(card: ModelCard) -> None:
     read = ModelCard.unpack(card.pack())
     assert read == card
     assert read.fingerprint == card.fingerprint
+
+
+@pytest.mark.parametrize("field", ["name", "backend", "revision", "dtype"])
+@pytest.mark.parametrize("control", ["\x00", "\x1b", "\n", "\x7f", "\x9b", "\u2028", "\u2029"])
+def test_a_name_with_control_characters_is_refused(field: str, control: str) -> None:
+    bad: dict[str, Any] = {field: f"a{control}b"}
+    with pytest.raises(ProtocolError, match=f"has {field} = .*: expected no control characters"):
+        ModelCard.unpack(replace(CARD, **bad).pack())
 
 
 @pytest.mark.parametrize("name", OTHER)

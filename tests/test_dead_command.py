@@ -19,7 +19,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.messages import Failure, Job
 from lmpool.producer.dead_command import dead_app
-from lmpool.producer.dead_letters import DeadLetters, printable, read_letter
+from lmpool.producer.dead_letters import DeadLetters, read_letter, shortened
 from lmpool.prompts import digest_of
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
@@ -224,7 +224,7 @@ def test_any_bytes_can_be_read(data: bytes, failure: bytes, has: str) -> None:
 
 @given(st.text(max_size=600))
 def test_what_is_printed_is_short_and_obeyed_by_no_terminal(text: str) -> None:
-    shown = printable(text, 50)
+    shown = shortened(text, 50)
     assert shown.isprintable()
     assert len(shown) <= 50
     if text.isprintable() and len(text) <= 50:

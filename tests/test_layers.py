@@ -167,6 +167,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
     small = {"numpy", "redis", "hiredis", "msgpack"}
     extra = {
         "shared/lmpool/cli.py": {"typer"},
+        "shared/lmpool/terminal.py": {"typer", "rich"},
         "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
         "producer/lmpool/producer/commands.py": {"typer", "rich"},
         "producer/lmpool/producer/adapters_command.py": {"typer", "rich"},
@@ -247,6 +248,18 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
             elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "os.system"}:
                 found.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
     assert found == []
+
+
+def test_commands_print_by_the_terminal_alone() -> None:
+    """Elsewhere a name that somebody hostile has chosen would be obeyed. The one exception talks to its parent."""
+    printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
+    found = {
+        name_of(path)
+        for path in FILES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
+    }
+    assert found == {"shared/lmpool/terminal.py", "workers/lmpool/workers/shared_server.py"}
 
 
 def test_at_most_the_named_places_catch_every_exception() -> None:

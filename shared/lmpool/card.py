@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import msgpack
 
-from lmpool.checks import shown
+from lmpool.checks import CONTROLS, shown
 from lmpool.errors import ProtocolError
 from lmpool.rows import WIRE_VERSION, Encoding
 
@@ -26,6 +27,10 @@ TRIE_SERVICE = "trie"
 
 MAX_CARD_BYTES = 64 * 1024
 """Most bytes of an encoded card."""
+
+# What programs and people know a model by; the other texts may be paths and sentences.
+_NAMES = ("name", "backend", "revision", "dtype")
+_CONTROL = re.compile(f"[{CONTROLS}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,8 @@ class ModelCard:
         for name, value in values.items():
             if type(value).__name__ != known[name] and not (known[name] == "float" and type(value) is int):
                 raise ProtocolError(f"a model card has {name} = {shown(value)}: expected {known[name]}")
+            if name in _NAMES and _CONTROL.search(value):
+                raise ProtocolError(f"a model card has {name} = {shown(value)}: expected no control characters")
         for name, (least, most) in LIMITS.items():
             if not least <= values[name] <= most:  # In this form it refuses NaN too.
                 raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")

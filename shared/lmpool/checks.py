@@ -8,8 +8,11 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 
+CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+"""Control characters and line breaks, for a set of characters in a regular expression."""
+
 # Redis keys carry names as UTF-8, which lone surrogates have none of, and braces would decide their cluster slot.
-_NAME = re.compile(r"[^{}\n\r\0\ud800-\udfff]{1,200}")
+_NAME = re.compile(rf"[^{{}}{CONTROLS}\ud800-\udfff]{{1,200}}")
 
 
 def shown(value: object, most: int = 300) -> str:
@@ -58,12 +61,12 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_name(name: str, value: Any) -> None:
-    """Refuse a name that is empty, too long, no UTF-8 or that Redis keys cannot carry.
+    """Refuse a name that is empty, too long, no UTF-8, with control characters, or that Redis keys cannot carry.
 
     Raises:
         SettingsError: with the field's name.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise SettingsError(
-            f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces or line breaks"
+            f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
         )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import traceback
 from importlib.metadata import entry_points, version
 from typing import Annotated, cast
 
 import typer
 
 from lmpool.errors import LMPoolError
+from lmpool.printable import LogFormatter
+from lmpool.terminal import say
 
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
@@ -30,7 +34,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lmpool {version('lmpool')}")
+        say(f"lmpool {version('lmpool')}")
         raise typer.Exit
 
 
@@ -45,6 +49,8 @@ def _root(
 
 def main() -> None:
     """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
+    if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
+        logging.lastResort.setFormatter(LogFormatter())
     try:
         for part in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
             part.load()(app)
@@ -59,9 +65,10 @@ def main() -> None:
         # The reader of our output has gone, as with `| head`; nothing is left to say, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception as error:  # The one place where a bug becomes a line for the user.
+    except Exception as error:  # noqa: BLE001 The one place where a bug becomes a line for the user.
         if os.environ.get(_TRACEBACK_VARIABLE):
-            raise
+            for line in traceback.format_exc().splitlines():
+                say(line, err=True)
         code = _fail(f"unexpected {type(error).__name__}: {error} (set {_TRACEBACK_VARIABLE}=1 for the traceback)")
     sys.exit(code)
 
@@ -72,11 +79,12 @@ def _usage(error: typer.BadParameter) -> int:
     if not message.strip():
         return 2  # The help has been printed already.
     if len(message.splitlines()) > 1:
-        typer.echo(message)
+        for line in message.splitlines():
+            say(line)
         return 2
     return _fail(f"{message} (see `{error.ctx.command_path if error.ctx else 'lmpool'} --help`)")
 
 
 def _fail(message: str) -> int:
-    typer.echo(f"lmpool: {' '.join(message.split())}", err=True)
+    say(f"lmpool: {' '.join(message.split())}", err=True)
     return 2

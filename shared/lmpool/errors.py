@@ -35,9 +35,15 @@
 Messages name the offending value, the limit and what to do.
 """
 
+from lmpool.printable import printable
+
 
 class LMPoolError(Exception):
     """Base of all exceptions of this package."""
+
+    def __str__(self) -> str:
+        # Names and reasons in it may be somebody else's, and tracebacks end in terminals.
+        return printable(super().__str__(), keep="\n")
 
 
 class InvalidPrompt(LMPoolError, ValueError):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, Timeout, run
 from lmpool.producer.producer import Producer
+from lmpool.terminal import Terminal, say, say_json
 
 adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
 
@@ -33,15 +32,15 @@ def list_adapters(
 
     found = run(ask())
     if as_json:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
     if not found:
-        typer.echo("the model has no adapters")
+        say("the model has no adapters")
         return
     table = Table("adapter", "revision")
     for name, revision in sorted(found.items()):
         table.add_row(name, revision)
-    Console().print(table)
+    Terminal().print(table)
 
 
 @adapters_app.command()
@@ -59,7 +58,7 @@ def add(
         async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
             return await producer.add_adapter(name, source)
 
-    typer.echo(f"{name} is in service, revision {run(change())}")
+    say(f"{name} is in service, revision {run(change())}")
 
 
 @adapters_app.command()
@@ -77,4 +76,4 @@ def remove(
             await producer.remove_adapter(name)
 
     run(change())
-    typer.echo(f"{name} is not in service any more")
+    say(f"{name} is not in service any more")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from redis.exceptions import RedisError
-from rich.console import Console
 from rich.table import Table
 
 from lmpool.errors import SettingsError
@@ -27,6 +25,7 @@ from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.top_command import top
 from lmpool.producer.trie_command import trie_app
 from lmpool.server import Server
+from lmpool.terminal import Terminal, say, say_json
 
 _GLOB = re.compile(rb"[\\*?\[\]]")
 
@@ -73,14 +72,14 @@ def logprobs(
         for token in best
     ]
     if as_json:
-        typer.echo(json.dumps({"ids": tokens, "top": found}))
+        say_json({"ids": tokens, "top": found})
         return
     table = Table("id", "token", "log-probability", "probability")
     for item in found:
         token = "" if item["token"] is None else repr(item["token"])
         logprob = row[item["id"]]
         table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
-    Console().print(table)
+    Terminal().print(table)
 
 
 def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
@@ -92,21 +91,21 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
 
     found, doubt = run(look())
     if doubt:
-        typer.echo(doubt, err=True)
+        say(doubt, err=True)
     if as_json:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
     if not found:
-        typer.echo(f"no model is served under the prefix {prefix!r} at {server}")
+        say(f"no model is served under the prefix {prefix!r} at {server}")
         return
-    console = Console()
+    console = Terminal()
     console.print(status_models(found, console.width))
     console.print(status_workers(found, console.width))
 
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
     """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
-    typer.echo(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
+    say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
 
 
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
@@ -145,15 +144,15 @@ def bench(
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
-            typer.echo(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
+            say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
             return await measure(producer, prompts, length, concurrency, seed)
 
     found = run(ask())
     if as_json:
-        typer.echo(json.dumps(found._asdict()))
+        say_json(found._asdict())
         return
     table = Table("", "rows/s", "p50 ms", "p99 ms")
     table.add_row("new", f"{found.new_per_s:.1f}", f"{found.new_p50_ms:.2f}", f"{found.new_p99_ms:.2f}")
     table.add_row("cached", f"{found.cached_per_s:.1f}", f"{found.cached_p50_ms:.2f}", f"{found.cached_p99_ms:.2f}")
     table.add_row("one new alone", "", f"{found.alone_p50_ms:.2f}", f"{found.alone_p99_ms:.2f}")
-    Console().print(table)
+    Terminal().print(table)

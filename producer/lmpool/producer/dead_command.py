@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -10,19 +9,18 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from redis.exceptions import RedisError
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from lmpool.asks import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk
 from lmpool.checks import check_name
 from lmpool.errors import LMPoolError, SettingsError, UnknownModel
 from lmpool.keys import Keys
 from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, run
-from lmpool.producer.dead_letters import DeadLetter, DeadLetters, printable
+from lmpool.producer.dead_letters import DeadLetter, DeadLetters, shortened
 from lmpool.producer.lobby import Lobby
 from lmpool.prompts import decode_ids
 from lmpool.server import Server
+from lmpool.terminal import Terminal, say, say_json
 
 T = TypeVar("T")
 
@@ -53,21 +51,20 @@ def list_letters(
 
     found, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
-        typer.echo(json.dumps([_summary(letter) for letter in found]))
+        say_json([_summary(letter) for letter in found])
         _tell(doubt)
         return
     if not found:
-        typer.echo(_joined("nothing was given up", doubt))
+        say(_joined("nothing was given up", doubt))
         return
     table = Table("id", "given up", "error", "reason", "tokens", "adapter", "asked for", "digest")
     for letter in found:
         summary = _summary(letter)
         names = ("id", "given_up", "error", "reason", "tokens", "adapter", "asked", "digest")
-        # As plain text: in brackets rich sees commands of its own.
-        table.add_row(*(Text("" if summary[name] is None else str(summary[name])) for name in names))
-    Console().print(table)
+        table.add_row(*("" if summary[name] is None else str(summary[name]) for name in names))
+    Terminal().print(table)
     if count > len(found):
-        typer.echo(f"and {count - len(found)} older ones: see --limit")
+        say(f"and {count - len(found)} older ones: see --limit")
 
 
 @dead_app.command()
@@ -81,13 +78,13 @@ def show(
 
     letter = run(_with_letters(model, redis, prefix, look))
     if as_json:
-        typer.echo(json.dumps({**_summary(letter), **_contents(letter, most_ids=None)}))
+        say_json({**_summary(letter), **_contents(letter, most_ids=None)})
         return
     for name, value in {**_summary(letter), **_contents(letter, most_ids=_MOST_IDS)}.items():
         if value not in (None, ""):
-            typer.echo(f"{name:<12} {', '.join(map(str, value)) if isinstance(value, list) else value}")
+            say(f"{name:<12} {', '.join(map(str, value)) if isinstance(value, list) else value}")
     if letter.job is not None and len(letter.job.ids) > 4 * _MOST_IDS:
-        typer.echo(f"these are the first {_MOST_IDS} ids: see --json for all of them")
+        say(f"these are the first {_MOST_IDS} ids: see --json for all of them")
 
 
 @dead_app.command()
@@ -119,9 +116,9 @@ def retry(
     outcome = run(_with_letters(model, redis, prefix, change))
     queued, under_way, refused = (outcome[name] for name in ("queued", "under_way", "refused"))
     if as_json:
-        typer.echo(json.dumps(outcome))
+        say_json(outcome)
     elif queued or under_way or not refused:
-        typer.echo(f"queued {len(queued)} prompts again; {len(under_way)} more were under way already")
+        say(f"queued {len(queued)} prompts again; {len(under_way)} more were under way already")
     if refused:
         reasons = [*list(refused.values())[:_MOST_REASONS], *(["…"] if len(refused) > _MOST_REASONS else [])]
         raise LMPoolError(f"{len(refused)} prompts were not queued again: {'; '.join(reasons)}")
@@ -149,10 +146,10 @@ def drop(
 
     dropped, doubt = run(_with_letters(model, redis, prefix, change))
     if as_json:
-        typer.echo(json.dumps({"dropped": dropped}))
+        say_json({"dropped": dropped})
         _tell(doubt)
     else:
-        typer.echo(_joined(f"dropped {dropped} prompts", doubt))
+        say(_joined(f"dropped {dropped} prompts", doubt))
 
 
 async def _doubt(lobby: Lobby, name: str) -> str:
@@ -171,7 +168,7 @@ def _joined(text: str, doubt: str) -> str:
 def _tell(doubt: str) -> None:
     """Beside JSON, where a script's user sees it."""
     if doubt:
-        typer.echo(doubt, err=True)
+        say(doubt, err=True)
 
 
 def _check_choice(entries: list[str] | None, every: bool) -> None:
@@ -222,9 +219,9 @@ def _summary(letter: DeadLetter) -> dict[str, Any]:
         "fault": letter.fault,
         "digest": letter.digest.hex(),
         "tokens": None if job is None else len(job.ids) // 4,
-        "adapter": "" if job is None else printable(job.adapter, 170),
+        "adapter": "" if job is None else shortened(job.adapter, 170),
         "asked": "" if job is None or letter.fault else _asked(letter.ask),
-        "fingerprint": "" if job is None else printable(job.fingerprint, 60),
+        "fingerprint": "" if job is None else shortened(job.fingerprint, 60),
     }
 
 

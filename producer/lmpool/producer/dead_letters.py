@@ -18,6 +18,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError
 from lmpool.keys import JOB_FIELD, ModelKeys
 from lmpool.messages import Failure, Job, unpack_failure, unpack_job
+from lmpool.printable import printable
 from lmpool.prompts import ask_digest, check_encoded, digest_of
 
 MOST_TEXT = 500
@@ -68,7 +69,7 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
         letter = letter._replace(job=job, digest=ask_digest(prompt, job.ask) if job.ask else prompt)
         return letter._replace(ask=unpack_ask(job.ask) if job.ask else None)
     except ProtocolError as error:
-        return letter._replace(fault=printable(str(error)))
+        return letter._replace(fault=shortened(str(error)))
 
 
 def _read_failure(data: bytes) -> Failure:
@@ -76,14 +77,12 @@ def _read_failure(data: bytes) -> Failure:
         kind, text = unpack_failure(data)
     except ProtocolError as error:
         kind, text = "", f"the reason cannot be read: {error}"
-    return Failure(printable(kind, 60), printable(text))
+    return Failure(shortened(kind, 60), shortened(text))
 
 
-def printable(text: str, most: int = MOST_TEXT) -> str:
-    """A text without anything that a terminal would obey, cut to `most` characters."""
-    shown = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text[: most + 1]
-    )
+def shortened(text: str, most: int = MOST_TEXT) -> str:
+    """A text as it is printed, cut to `most` characters."""
+    shown = printable(text[: most + 1])
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
@@ -134,7 +133,7 @@ class DeadLetters:
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
         found = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
         if not found:
-            raise SettingsError(f"id: {printable(entry, 60)!r} is none of the dead letters: see `lmpool dead list`")
+            raise SettingsError(f"id: {shortened(entry, 60)!r} is none of the dead letters: see `lmpool dead list`")
         return found[0]
 
     async def drop(self, entries: Sequence[str]) -> int:
@@ -190,7 +189,7 @@ def _refusal(letter: DeadLetter, card: ModelCard, adapters: Collection[str]) -> 
         return f"it cannot be read, so nobody can compute it: {letter.fault}"
     job = letter.job
     if job.fingerprint != card.fingerprint:
-        theirs = printable(job.fingerprint, 60)
+        theirs = shortened(job.fingerprint, 60)
         return f"it is for another model of this name: its fingerprint is {theirs}, not {card.fingerprint}"
     if card.is_trie:
         return ""
@@ -199,6 +198,6 @@ def _refusal(letter: DeadLetter, card: ModelCard, adapters: Collection[str]) -> 
     except InvalidPrompt as error:
         return str(error)
     if job.adapter and job.adapter not in adapters:
-        name, revision = printable(name_of(job.adapter), 60), printable(revision_of(job.adapter), 60)
+        name, revision = shortened(name_of(job.adapter), 60), shortened(revision_of(job.adapter), 60)
         return f"the adapter {name!r} of revision {revision!r} is not in service any more"
     return ""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from rich.cells import cell_len
 from rich.table import Table
 
+from lmpool.printable import printable
 from lmpool.producer.survey import Survey, number
 
 _FRAME, _PADDING = 1, 3
@@ -30,11 +31,11 @@ class Column(NamedTuple):
     @property
     def width(self) -> int:
         """Characters that its widest text takes."""
-        return max(map(cell_len, (self.title, *self.cells)))
+        return max(map(cell_len, map(printable, (self.title, *self.cells))))
 
 
 def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
-    """A table of those columns that there is room for; it names the others.
+    """A table for a `Terminal`, of those columns that there is room for; it names the others.
 
     Args:
         title: stands above it.
@@ -52,7 +53,7 @@ def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
         else:
             table.add_column(column.title, overflow="fold")
     for cells in zip(*(column.cells for column in kept), strict=True):
-        table.add_row(*map(_literal, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -60,11 +61,6 @@ def _needed(columns: Sequence[Column]) -> int:
     """Characters of a line, when names are folded as far as they may be."""
     least = [column.width if column.rank else min(column.width, _LEAST_NAME) for column in columns]
     return _FRAME + sum(least) + _PADDING * len(columns)
-
-
-def _literal(text: str) -> str:
-    """A text in which rich is to see no markup."""
-    return text.replace("[", r"\[")
 
 
 def status_models(found: Survey, width: int) -> Table:

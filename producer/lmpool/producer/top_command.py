@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Annotated
 
 import typer
 from redis.exceptions import RedisError
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
+from lmpool.printable import printable
 from lmpool.producer.commandline import AsJson, Prefix, RedisUrl, key_names, run
 from lmpool.producer.survey import Survey, look, survey
 from lmpool.producer.tables import top_models, top_workers
 from lmpool.server import Server
+from lmpool.terminal import Terminal, say_json
 
 _PATIENCE_S = 5.0
 
@@ -45,15 +46,15 @@ def top(
         return
     found = run(survey(server, keys))
     if as_json:
-        typer.echo(json.dumps(found))
+        say_json(found)
         return
-    console = Console()
+    console = Terminal()
     console.print(_view(found, console.width, ""))
 
 
 async def _watch(server: Server, keys: Keys, interval: float) -> None:
     """Look until cancelled. A server that is away is waited for, and said to be."""
-    console, found, seen_at = Console(), None, time.monotonic()
+    console, found, seen_at = Terminal(), None, time.monotonic()
     # A server that hangs must not leave an old view standing for long.
     redis = server.client(reply_timeout_s=max(_PATIENCE_S, interval))
     try:
@@ -77,7 +78,7 @@ async def _watch(server: Server, keys: Keys, interval: float) -> None:
 
 
 def _view(found: Survey, width: int, trouble: str) -> Group:
-    head = [Text(trouble, style="bold red")] if trouble else []
+    head = [Text(printable(trouble), style="bold red")] if trouble else []
     if not found:
         return Group(*head) if trouble else Group(Text("no model is served"))
     return Group(*head, top_models(found, width), top_workers(found, width))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.trie import PooledTrie
 from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow
 from lmpool.producer.trie_picture import TriePicture, percent, quoted
+from lmpool.terminal import say, say_json
 
 _MOST_DEPTH = 64
 _MOST_CHILDREN = 256
@@ -97,7 +97,7 @@ def show(
         _write(svg, picture.svg())
     if as_json:
         tree = found.root.as_dict()
-        typer.echo(json.dumps({"model": found.model, "prompt": found.prompt, "n_tokens": found.tokens, "tree": tree}))
+        say_json({"model": found.model, "prompt": found.prompt, "n_tokens": found.tokens, "tree": tree})
     else:
         picture.show()
 
@@ -154,4 +154,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, "utf-8")
     except OSError as error:
         raise SettingsError(f"svg: {str(path)!r} cannot be written: {error.strerror or error}") from error
-    typer.echo(f"the picture is in {path}", err=True)
+    say(f"the picture is in {path}", err=True)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
+from lmpool.printable import printable
 from lmpool.producer.byte_text import to_text
 from lmpool.producer.trie_branches import Branch
+from lmpool.terminal import Terminal
 
 _GUIDE_CELLS = 4
 _MOST_LABEL_CELLS = 40
@@ -83,6 +85,7 @@ class TriePicture:
 
     def __init__(self, root: Branch, title: str, measure: str) -> None:
         self._root = root
+        title = printable(title)
         head = Line(0, "branch", measure, "of parent", "", "tokens")
         lines = [head, *_lines(root, root.mass, 0)]
         self._label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in lines)
@@ -96,14 +99,14 @@ class TriePicture:
 
     def show(self) -> None:
         """Print it: to a terminal cut to its width, elsewhere as wide as it is."""
-        console = Console()
+        console = Terminal()
         if not console.is_terminal:
-            console = Console(width=self._width)
+            console = Terminal(width=self._width)
         console.print(self._body)
 
     def svg(self) -> str:
         """It as an SVG document that needs no other file."""
-        console = Console(
+        console = Terminal(
             record=True, file=io.StringIO(), width=self._width, force_terminal=True, color_system="truecolor"
         )
         console.print(self._body)

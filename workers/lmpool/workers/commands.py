@@ -17,6 +17,7 @@ from lmpool.card import TRIE_SERVICE
 from lmpool.checks import check_choice
 from lmpool.errors import SettingsError
 from lmpool.server import URL_VARIABLE, Server
+from lmpool.terminal import say
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.options import build, check_options, option_parameters
 from lmpool.workers.serving import exit_without_server, serve
@@ -91,7 +92,7 @@ def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **
 def _tell(settings: WorkerSettings, text: str) -> None:
     """Tell people. Whoever has JSON logged reads the log alone, which has the server's address too."""
     if settings.log_format == "text":
-        typer.echo(text, err=True)
+        say(text, err=True)
 
 
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
@@ -127,7 +128,7 @@ def _backends() -> dict[str, type]:
         except Exception as error:  # noqa: BLE001  others' packages may raise anything; they break their own backend
             whose = f" ({entry.dist.name})" if entry.dist is not None else ""
             text = f"the backend {entry.name!r} of {entry.value}{whose} is left out: {type(error).__name__}: {error}"
-            typer.echo(" ".join(text.split()), err=True)
+            say(" ".join(text.split()), err=True)
         else:
             found[entry.name] = kind
     return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))

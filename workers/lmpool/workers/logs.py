@@ -9,6 +9,7 @@ import time
 from typing import Protocol
 
 from lmpool.errors import SettingsError
+from lmpool.printable import LogFormatter, to_json
 
 _PAUSE_S = 5.0
 _MOST_KINDS = 1000
@@ -37,8 +38,10 @@ def start_log(log_format: str, model: str) -> LogFormat | None:
         SettingsError: JSON is wanted, and python-json-logger is not installed.
     """
     logging.getLogger("lmpool.worker").addFilter(Repeats())
+    handler = logging.StreamHandler(sys.stderr)
     if log_format == "text":
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
         return None
     try:
         from pythonjsonlogger.json import JsonFormatter
@@ -51,8 +54,8 @@ def start_log(log_format: str, model: str) -> LogFormat | None:
         rename_fields={"levelname": "level", "name": "logger", "exc_info": "exception"},
         static_fields={"model": model},
         timestamp="time",
+        json_serializer=to_json,
     )
-    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     # What libraries warn of would otherwise be lines that are no JSON.

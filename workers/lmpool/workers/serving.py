@@ -15,6 +15,7 @@ from typing import NoReturn
 from lmpool.card import ModelCard
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError
 from lmpool.server import Server
+from lmpool.terminal import say
 from lmpool.workers.backend import BackendSettings
 from lmpool.workers.logs import LogFormat, start_log
 from lmpool.workers.monitor import monitoring
@@ -140,8 +141,7 @@ def _exit_now(before_exit: Callable[[], object]) -> NoReturn:
 def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:
     """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
     if error is not None:
-        sys.stderr.write(f"lmpool: {error}\n")
-        sys.stderr.flush()
+        say(f"lmpool: {error}", err=True)
     before_exit()
     logging.shutdown()
     os._exit(_HUNG)
