@@ -111,6 +111,33 @@ def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:
     assert f"{row[best[0]]:.4f}" in table.stdout
 
 
+def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_path: Path) -> None:
+    where = ("--redis", pool.url, "--prefix", pool.prefix)
+    command = [*lmpool_command(), "logprobs", "1", "--ids", "--json", *where]
+    waiting = [WorkerProcess(command, tmp_path / f"{at}.log") for at in range(2)]
+    try:
+        for one in waiting:
+            one.until_says("waiting for a worker to serve a model: no model is served: start a worker with")
+        waiting[0].signal(signal.SIGINT)
+        assert waiting[0].wait() == 130
+        assert "Traceback" not in waiting[0].text
+        pool.start()
+        assert waiting[1].wait() == 0
+        said, answer = waiting[1].text.splitlines()
+        assert said.startswith("waiting for a worker")
+        assert json.loads(answer)["ids"] == [1]
+    finally:
+        for one in waiting:
+            one.end()
+    late = on(pool, "bench", "--model", "nope", "--timeout", "3")
+    assert late.returncode == 2
+    assert late.stderr.splitlines() == [
+        "waiting for a worker to serve 'nope': the model 'nope' is not served; served are: syn",
+        "lmpool: no answer within 3 s: the model 'nope' is not served; served are: syn",
+    ]
+    assert "'nope' is not served" in one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait"))
+
+
 def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
     pool.start("--max-prompt-tokens", 4)
     cases = [
@@ -119,7 +146,7 @@ def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
         (["", "--ids"], "at least 1 token id"),
         (["99999", "--ids"], f"99999 is out of range: this model's ids go from 0 to {V - 1}"),
         (["1 2 3 4 5", "--ids"], "5 tokens: this model takes at most 4"),
-        (["1", "--ids", "--model", "nope"], "'nope' is not served; served are: syn"),
+        (["1", "--ids", "--model", "nope", "--no-wait"], "'nope' is not served; served are: syn"),
         (["1", "--ids", "--timeout", "-1"], "timeout: -1.0"),
         (["1", "--ids", "--top", "0"], "--top"),
     ]
@@ -171,8 +198,8 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, smollm2_folder: 
     worker = pool.start("--backend", "hf", "--name", "slow", model=str(smollm2_folder), wait=False)
     until(lambda: states() == [("slow", "loading")], "the worker is seen to load")
     assert "slow" in on(pool, "status").stdout
-    assert "a worker is loading 'slow', try again in a moment" in on(pool, "logprobs", "1", "--ids").stderr
-    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "slwo").stderr
+    assert "a worker is loading 'slow', try again in a moment" in on(pool, "logprobs", "1", "--ids", "--no-wait").stderr
+    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "slwo", "--no-wait").stderr
     assert "try again" not in mistyped
     assert "being loaded: 'slow')" in mistyped
     worker.until_says("serving ")

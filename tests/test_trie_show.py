@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 from lmpool.card import ModelCard
-from lmpool.errors import EmptyPrompt, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
+from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer import trie_command
 from lmpool.producer.byte_text import from_text, to_text
 from lmpool.producer.commandline import run as run_async
@@ -145,10 +145,11 @@ def test_without_a_prompt_branches_show_their_part_of_the_tokens(served: Pool) -
 def test_a_trie_worker_and_this_process_say_the_same_as_the_model_worker(served: Pool, pool: Pool) -> None:
     pool.start("--vocab-size", V)
     options = ("--text", " ", "--depth", "2", "--top", "3")
-    no_worker = one_line(on(pool, "trie", "show", "1,2,3", "--ids"))
-    assert "`lmpool trie-worker`" in no_worker
-    assert "--with-trie" in no_worker
-    assert "--local" in no_worker
+    for kind, how in ((UnknownModel, ["--no-wait"]), (NoWorker, ["--timeout", "3"])):
+        error = in_process(pool, "1,2,3", "--ids", *how).exception
+        assert type(error) is kind
+        for advice in ("`lmpool trie-worker`", "--with-trie", "--local"):
+            assert advice in str(error)
     masses = [branch["mass"] for branch in walk(tree(served, *options))]
     assert [branch["mass"] for branch in walk(tree(pool, "--local", *options))] == pytest.approx(masses, rel=1e-5)
     pool.start_trie_worker()
@@ -178,7 +179,7 @@ def test_every_mistake_says_what_is_wrong(served: Pool, tmp_path: Path) -> None:
         (["--ids"], SettingsError, "ids: there is no prompt"),
         (["", "--ids"], EmptyPrompt, "at least 1 token id"),
         ([str(V), "--ids"], TokenOutOfRange, f"{V} is out of range"),
-        (["1", "--ids", "--model", "nope"], UnknownModel, "'nope' is not served"),
+        (["1", "--ids", "--model", "nope", "--no-wait"], UnknownModel, "'nope' is not served"),
     ]
     for arguments, kind, message in cases:
         error = in_process(served, *arguments).exception

@@ -9,9 +9,9 @@ _FIRST_S = 0.05
 _LONGEST_S = 2.0
 
 
-def delays() -> Iterator[float]:
-    """Seconds before each further try: doubling, capped, and jittered so that clients do not come at once."""
+def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
+    """Seconds before each further try: doubling up to `longest_s`, and jittered so that clients do not come at once."""
     ceiling = _FIRST_S
     while True:
         yield random.uniform(ceiling / 2, ceiling)
-        ceiling = min(_LONGEST_S, ceiling * 2)
+        ceiling = min(longest_s, ceiling * 2)

@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from genlm.backend.llm import AsyncLM, AsyncTransformer
 from genlm.backend.tokenization import decode_vocab as their_decode_vocab
 from llamppl import CachedCausalLM
 
-from lmpool.errors import EmptyPrompt, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
-from lmpool.producer.genlm import PooledLM
+from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
+from lmpool.producer.genlm import PooledLM, language_model, load_model_by_name
+from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
 from tests.pool import Pool, until, until_async
 
@@ -237,6 +239,19 @@ def test_a_wrong_name_fails_at_once(small_pool: Pool, tokenizer: Any, threads_of
     assert not threads_of_ours()
 
 
+def test_loading_by_name_waits_for_a_worker(pool: Pool, tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"redis": pool.url, "prefix": pool.prefix, "tokenizer": tokenizer}
+    with pytest.raises(UnknownModel, match="is not served"):
+        load_model_by_name("syn", llm_opts={**options, "when_absent": "raise"})
+    with ThreadPoolExecutor(1) as other:
+        loading = other.submit(load_model_by_name, "syn", llm_opts=options)
+        until(lambda: "waiting for a worker to serve 'syn'" in caplog.text, "it waits")
+        pool.start("--vocab-size", SIZE)
+        with loading.result(ENDS_WITHIN_S) as model:
+            assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
+            assert pickle.loads(pickle.dumps(model))._address.when_absent == "wait"  # noqa: S301
+
+
 def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool, threads_of_ours: ThreadList) -> None:
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; pass tokenizer="):
         PooledLM.from_name(redis=small_pool.url, prefix=small_pool.prefix)
@@ -377,6 +392,33 @@ async def test_a_closed_model_says_so(small_pool: Pool, tokenizer: Any, threads_
     assert not threads_of_ours()
 
 
+@pytest.mark.parametrize("way", ["sync", "coroutine"])
+def test_closing_ends_what_connects_in_other_threads(
+    small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """As an unpickled model does with its first request, here for as long as nobody serves it."""
+    address = Address("never", small_pool.url, prefix=small_pool.prefix, when_absent="wait")
+    model = language_model._reconnected(PooledLM, address, tokenizer)
+    ended: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            if way == "sync":
+                model.next_token_logprobs_sync(IDS)
+            else:
+                asyncio.run(model.next_token_logprobs(IDS))
+        except LMPoolError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: "waiting for a worker to serve 'never'" in caplog.text, "it connects")
+    model.close()
+    thread.join(ENDS_WITHIN_S)
+    assert [type(error) for error in ended] == [ProducerClosed]
+    until(lambda: not threads_of_ours(), "its thread ends")
+
+
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
 async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
     own_server: Any, tokenizer: Any, is_closed: bool
@@ -398,7 +440,7 @@ async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
 
             async def are_gone() -> bool:
                 gc.collect()
-                return len(client.client_list()) == before
+                return len(client.client_list()) <= before  # Some may have been about to close then.
 
             await until_async(are_gone, "the model's connections end")
         finally:

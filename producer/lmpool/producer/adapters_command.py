@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, Timeout, run
+from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, Timeout, Waits, run, when_absent
 from lmpool.producer.producer import Producer
 from lmpool.terminal import Terminal, say, say_json
 
@@ -22,12 +22,15 @@ def list_adapters(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
     """Show the adapters that requests may name."""
 
     async def ask() -> dict[str, str]:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
             return await producer.adapters()
 
     found = run(ask())
@@ -51,11 +54,14 @@ def add(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
 ) -> None:
     """Have all workers serve an adapter, or another one instead of that of this name."""
 
     async def change() -> str:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
             return await producer.add_adapter(name, source)
 
     say(f"{name} is in service, revision {run(change())}")
@@ -68,11 +74,14 @@ def remove(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
 ) -> None:
     """Have no worker serve an adapter any more."""
 
     async def change() -> None:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
             await producer.remove_adapter(name)
 
     run(change())

@@ -10,6 +10,7 @@ import typer
 
 from lmpool.checks import check_name
 from lmpool.keys import Keys
+from lmpool.producer.session import WhenAbsent
 
 T = TypeVar("T")
 
@@ -20,6 +21,12 @@ RedisUrl = Annotated[
 Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+Waits = Annotated[
+    bool,
+    typer.Option(
+        "--wait/--no-wait", help="Wait for a server and a worker that are not there yet, until the timeout, or fail."
+    ),
+]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
 
@@ -31,6 +38,11 @@ def key_names(prefix: str) -> Keys:
     """
     check_name("prefix", prefix)
     return Keys(prefix)
+
+
+def when_absent(waits: bool) -> WhenAbsent:
+    """What the option `--wait` means to a producer."""
+    return "wait" if waits else "raise"
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

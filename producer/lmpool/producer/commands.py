@@ -14,7 +14,18 @@ from lmpool.errors import SettingsError
 from lmpool.keys import Keys
 from lmpool.patch_level import read_doubt
 from lmpool.producer.adapters_command import adapters_app
-from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, key_names, run
+from lmpool.producer.commandline import (
+    AreIds,
+    AsJson,
+    ModelName,
+    Prefix,
+    RedisUrl,
+    Timeout,
+    Waits,
+    key_names,
+    run,
+    when_absent,
+)
 from lmpool.producer.dead_command import dead_app
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
@@ -50,12 +61,15 @@ def logprobs(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next tokens of a prompt."""
 
     async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
             tokenizer = None if ids else load_tokenizer(producer.model)
             tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
             return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
@@ -135,12 +149,15 @@ def bench(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
     """Measure a served model: new rows, the same rows from the cache, and one request alone."""
 
     async def ask() -> Measurement:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout, cache_bytes=0) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
+        ) as producer:
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")

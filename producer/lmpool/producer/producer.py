@@ -30,7 +30,7 @@ from lmpool.producer.row_asker import (
     read_batch_targets,
     read_targets,
 )
-from lmpool.producer.session import Session, WhenFull
+from lmpool.producer.session import Session, WhenAbsent, WhenFull
 from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -58,6 +58,9 @@ class Producer(Picking):
         prefix: prefix of the pool's Redis keys.
         when_full: what a request does while the model's queue is at its limit: "wait" for room until its deadline, or
             "raise" QueueFull at once.
+        when_absent: what opening and asking do while no worker serves the model, or none has ever served it, and
+            while no server answers: "wait" until their deadline, or "raise" UnknownModel and ServerUnreachable at
+            once, and NoWorker when a worker has been missing for a lease (5 s at least).
 
     Raises:
         SettingsError: a value is malformed.
@@ -72,6 +75,7 @@ class Producer(Picking):
         cache_bytes: int = 256 * 1024 * 1024,
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
+        when_absent: WhenAbsent = "raise",
     ) -> None:
         if model is not None:
             check_name("model", model)
@@ -82,6 +86,7 @@ class Producer(Picking):
             )
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
+        check_choice("when_absent", when_absent, get_args(WhenAbsent))
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
@@ -94,14 +99,18 @@ class Producer(Picking):
         self._figures = Figures(self._stats, self._cache)
         self._rows = SessionSlot(
             lambda: Server(redis),
-            lambda server: Session(server, self._keys, self._cache, self._stats, self._figures, when_full),
+            lambda server: Session(server, self._keys, self._cache, self._stats, self._figures, when_full, when_absent),
             model,
+            when_absent,
         )
         # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
         self._tries = SessionSlot(
             lambda: Server(redis),
-            lambda server: Session(server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full),
+            lambda server: Session(
+                server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full, when_absent=when_absent
+            ),
             TRIE_SERVICE,
+            when_absent,
         )
 
     @by_revision
@@ -292,14 +301,19 @@ class Producer(Picking):
         """Forget the rows in this producer's own memory; the pool's cache is everyone's and stays."""
         self._cache.clear()
 
-    async def open(self) -> None:
+    async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
+
+        Args:
+            timeout: seconds; None for the producer's.
 
         Raises:
             ServerError: the server cannot be used, or does not answer in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+            NoWorker: nobody has served it in time (with `when_absent="wait"`).
+            ProducerClosed: the producer was closed meanwhile.
         """
-        await self._rows.open(Within(self._timeout))
+        await self._rows.open(begin(timeout, self._timeout))
 
     def close_soon(self) -> None:
         """As `close`, from any thread and without waiting: what is open ends in its own event loop."""

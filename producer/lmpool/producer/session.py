@@ -38,6 +38,8 @@ from lmpool.weights import SentWeights
 
 WhenFull = Literal["wait", "raise"]
 """What requests do while the queue is at its limit."""
+WhenAbsent = Literal["wait", "raise"]
+"""What opening and asking do while no worker serves the model: wait until their deadlines, or end."""
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -57,6 +59,7 @@ class Session:
         stats: the producer's counters.
         figures: count how requests end.
         when_full: what requests do while the queue is at its limit.
+        when_absent: what requests do while no worker serves the model.
 
     Attributes:
         loop: the event loop.
@@ -72,7 +75,11 @@ class Session:
         stats: ProducerStats,
         figures: Figures | None = None,
         when_full: WhenFull = "wait",
+        when_absent: WhenAbsent = "raise",
     ) -> None:
+        self._supervisor: asyncio.Task[None] | None = None
+        self._waits_when_absent = when_absent == "wait"
+        self._has_told_of_absence = False
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self._cache = cache
@@ -89,7 +96,7 @@ class Session:
         self._crew = Crew(self._channel)
 
     async def open(self, model: str | None) -> None:
-        """Connect and read the model's card.
+        """Connect and read the model's card; may be tried again after a failure, until it is closed.
 
         Args:
             model: name of the model, or None for the only one.
@@ -102,11 +109,8 @@ class Session:
         try:
             card = await channel.lobby.card(model)
             await self._crew.meet(card.name)
-        except BaseException as error:
-            await channel.close()
-            if isinstance(error, TROUBLE):
-                raise channel.explain(error) from error
-            raise
+        except TROUBLE as error:
+            raise channel.explain(error) from error
         channel.adopt(card)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
 
@@ -237,13 +241,17 @@ class Session:
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""
-        if not self.closed:
+        if self._supervisor is None:
+            self._channel.closed = True
+            await self._channel.close()
+        elif not self.closed:
             self.close_soon()
             await asyncio.wait([self._supervisor])
 
     def close_soon(self) -> None:
-        """As `close`, without waiting for it."""
-        self._supervisor.cancel()
+        """As `close`, without waiting for it; of a session that is open."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""
@@ -283,8 +291,7 @@ class Session:
                     await self._reload_card()
                     await self.adapters.renew()
                     if self._flights:
-                        if (end := await self._crew.look(self.loop.time())) is not None:
-                            self._give_up(end)
+                        self._on_look(await self._crew.look(self.loop.time()))
                     else:
                         self._crew.rest()
                 if self._flights:
@@ -307,6 +314,16 @@ class Session:
         silent = [f for f in late if self._flights.is_open(f) and (f.is_touch or now - f.since > lease)]
         if silent:
             await self._outbox.submit(silent, again=True)
+
+    def _on_look(self, absence: LMPoolError | None) -> None:
+        """Nobody has served the model for long, or somebody does: requests end, or wait as they were told."""
+        if absence is None:
+            self._has_told_of_absence = False
+        elif not self._waits_when_absent:
+            self._give_up(absence)
+        elif not self._has_told_of_absence:
+            self._has_told_of_absence = True
+            _log.warning("%s; requests wait until their deadlines", absence)
 
     def _give_up(self, error: LMPoolError) -> None:
         for flight in self._flights:

@@ -4,22 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
-from lmpool.errors import DeadlineExceeded
-from lmpool.producer.session import Session
+from lmpool.backoff import delays
+from lmpool.errors import (
+    DeadlineExceeded,
+    LMPoolError,
+    NoWorker,
+    ProducerClosed,
+    ServerError,
+    ServerUnreachable,
+    UnknownModel,
+)
+from lmpool.producer.channel import CLOSED
+from lmpool.producer.session import Session, WhenAbsent
+from lmpool.producer.together import ended, outcome, own
 from lmpool.producer.within import Within
 from lmpool.server import Server
+from lmpool.tasks import end_tasks
+
+T = TypeVar("T")
+
+_log = logging.getLogger("lmpool.producer")
+
+_LOOK_S = 1.0
 
 
-@dataclass(slots=True)
 class _Attempt:
-    """An attempt to open a session, and how many wait for it."""
+    """An attempt to open a session.
 
-    server: Server
+    Attributes:
+        task: what opens it.
+        waiting: how many wait for it.
+        server: where; None until that is known.
+        lacks: what it waits for, as seen last: a server or a model; None for neither.
+        is_over: it was closed, or all who waited for it have gone.
+    """
+
+    __slots__ = ("is_over", "lacks", "server", "task", "waiting")
+
     task: asyncio.Task[Session]
-    waiting: int = 0
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.server: Server | None = None
+        self.lacks: LMPoolError | None = None
+        self.is_over = False
+
+    def note(self, lacks: LMPoolError, model: str | None) -> None:
+        """What it waits for; told once, so that nobody takes it for a program that hangs."""
+        if type(self.lacks) is not type(lacks):
+            served = "serve a model" if model is None else f"serve {model!r}"
+            what = f"a worker to {served}" if isinstance(lacks, UnknownModel) else "the server"
+            _log.warning("waiting for %s: %s", what, lacks)
+        self.lacks = lacks
+
+    def late(self, error: TimeoutError) -> LMPoolError:
+        """The end of a request whose deadline has passed meanwhile."""
+        if isinstance(self.lacks, UnknownModel):
+            return NoWorker(f"{error}: {self.lacks}")
+        if self.lacks is not None:
+            return type(self.lacks)(f"{error}: {self.lacks}")
+        return DeadlineExceeded(str(error)) if self.server is None else self.server.explain(error)
 
 
 class SessionSlot:
@@ -29,12 +79,22 @@ class SessionSlot:
         server: gives the server to connect to.
         make: makes a session with a server.
         model: what the session is to ask for; None for the only model that is served.
+        when_absent: what opening does while there is no server or no such model.
     """
 
-    def __init__(self, server: Callable[[], Server], make: Callable[[Server], Session], model: str | None) -> None:
+    def __init__(
+        self,
+        server: Callable[[], Server],
+        make: Callable[[Server], Session],
+        model: str | None,
+        when_absent: WhenAbsent = "raise",
+    ) -> None:
         self._server = server
         self._make = make
         self._model = model
+        self._waits = when_absent == "wait"
+        # Against `close_soon` of another thread: what it does not see must see it.
+        self._changing = threading.Lock()
         self._opening: dict[asyncio.AbstractEventLoop, _Attempt] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, Session] = {}
         self.session: Session | None = None
@@ -57,6 +117,8 @@ class SessionSlot:
         Raises:
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
+            NoWorker: nobody has served that model in time, and this waits for somebody who does.
+            ProducerClosed: it was closed meanwhile.
         """
         if (session := self.current(within.loop)) is not None:
             return session
@@ -64,51 +126,106 @@ class SessionSlot:
         attempt.waiting += 1
         try:
             async with within.limit():
-                # Shielded: one caller's deadline or cancellation must not take the connection from the others.
-                return await asyncio.shield(attempt.task)
+                await ended(attempt.task)
         except DeadlineExceeded:
             raise
         except TimeoutError as error:
-            raise attempt.server.explain(error) from error
+            raise attempt.late(error) from own(attempt.lacks or error)
         finally:
             attempt.waiting -= 1
-            if not attempt.waiting:
+            if not attempt.waiting and not attempt.task.done():
                 # Whoever comes next had better connect anew than wait for a server that does not answer.
+                attempt.is_over = True
                 attempt.task.cancel()
+        if attempt.is_over:
+            raise ProducerClosed(CLOSED)
+        return outcome(attempt.task)
 
     def _attempt(self) -> _Attempt:
         """The attempt that is under way in the running event loop, or a new one."""
         loop = asyncio.get_running_loop()
         attempt = self._opening.get(loop)
-        if attempt is None or attempt.task.done() or not attempt.waiting:
-            server = self._server()
-            attempt = self._opening[loop] = _Attempt(server, loop.create_task(self._connect(server)))
+        if attempt is None or attempt.task.done() or attempt.is_over:
+            attempt = _Attempt()
+            attempt.task = loop.create_task(self._connect(attempt), name="lmpool-connect")
+            with self._changing:
+                self._opening[loop] = attempt
         return attempt
 
-    async def _connect(self, server: Server) -> Session:
-        session = self._make(server)
-        await session.open(self._model)
-        for loop, old in list(self._sessions.items()):
-            if old.closed or loop.is_closed():
-                self._sessions.pop(loop, None)
-                self._opening.pop(loop, None)
-        self._sessions[session.loop] = self.session = session
+    async def _connect(self, attempt: _Attempt) -> Session:
+        attempt.server = await self._until_there(attempt, self._find)
+        session = self._make(attempt.server)
+        try:
+            await self._until_there(attempt, partial(session.open, self._model))
+            self._hold(attempt, session)
+        except BaseException:
+            await session.close()
+            raise
         return session
+
+    async def _find(self) -> Server:
+        return self._server()
+
+    async def _until_there(self, attempt: _Attempt, look: Callable[[], Awaitable[T]]) -> T:
+        """What `look` finds; while it finds no server or no model, look again, if that is what was asked for."""
+        for wait in delays(_LOOK_S):
+            try:
+                return await look()
+            except (UnknownModel, ServerError) as error:
+                if not self._waits or not _may_come(error, attempt.server):
+                    raise
+                attempt.note(error, self._model)
+            await asyncio.sleep(wait)
+        raise AssertionError("the waits never end")
+
+    def _hold(self, attempt: _Attempt, session: Session) -> None:
+        """Keep an open session for all who ask.
+
+        Raises:
+            ProducerClosed: nobody is to ask any more.
+        """
+        with self._changing:
+            if attempt.is_over:
+                raise ProducerClosed(CLOSED)
+            for loop, old in list(self._sessions.items()):
+                if old.closed or loop.is_closed():
+                    self._sessions.pop(loop, None)
+                    self._opening.pop(loop, None)
+            self._sessions[session.loop] = self.session = session
 
     def close_soon(self) -> None:
         """End all sessions, each in its own event loop and without waiting; from any thread."""
-        sessions, self._sessions, self.session = self._sessions, {}, None
-        for loop, session in sessions.items():
-            if not session.closed:
-                with contextlib.suppress(RuntimeError):  # The loop is closed, and everything in it has ended.
-                    loop.call_soon_threadsafe(session.close_soon)
+        with self._changing:
+            sessions, self._sessions, self.session = self._sessions, {}, None
+            attempts, self._opening = self._opening, {}
+            for attempt in attempts.values():
+                attempt.is_over = True
+        ends: list[tuple[asyncio.AbstractEventLoop, Callable[[], object]]]
+        ends = [(loop, attempt.task.cancel) for loop, attempt in attempts.items()]
+        ends += [(loop, session.close_soon) for loop, session in sessions.items() if not session.closed]
+        for loop, end in ends:
+            with contextlib.suppress(RuntimeError):  # The loop is closed, and everything in it has ended.
+                loop.call_soon_threadsafe(end)
 
     async def close(self) -> None:
-        """End the session of the running loop."""
+        """End the session of the running loop, or the attempt to open it."""
         loop = asyncio.get_running_loop()
-        session = self._sessions.pop(loop, None)
-        self._opening.pop(loop, None)
-        if self.session is session:
-            self.session = None
-        if session is not None:
-            await session.close()
+        with self._changing:
+            session, attempt = self._sessions.pop(loop, None), self._opening.pop(loop, None)
+            if self.session is session:
+                self.session = None
+            if attempt is not None:
+                attempt.is_over = True
+        try:
+            if attempt is not None:
+                await end_tasks([attempt.task])
+        finally:
+            if session is not None:
+                await session.close()
+
+
+def _may_come(error: LMPoolError, server: Server | None) -> bool:
+    """Whether what is not there now may be later: nobody serves the model yet, the server starts or restarts."""
+    if isinstance(error, (UnknownModel, ServerUnreachable)):
+        return True
+    return server is not None and error.__cause__ is not None and server.is_not_now(error.__cause__)

@@ -105,10 +105,14 @@ class SyncProducer:
         self._abandoned = weakref.finalize(self, _abandon, self._producer, self._loop)
         self._abandoned.atexit = False
         try:
-            self._wait_for(self._producer.open())
+            self._connect()
         except BaseException:
             self.close()
             raise
+
+    def _connect(self) -> None:
+        """Connect, when it has been made."""
+        self._wait_for(self._producer.open())
 
     def logprobs(
         self,

@@ -22,11 +22,21 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def shared(task: asyncio.Task[T]) -> T:
     """Await a task that others await too: who gives up leaves it to them, and its failure is each one's own."""
+    await ended(task)
+    return outcome(task)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task that others await too has ended, however it does."""
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
         task.add_done_callback(_seen)
         raise
+
+
+def outcome(task: asyncio.Task[T]) -> T:
+    """The result of a task that has ended; an exception is one of the caller's own."""
     if not task.cancelled() and (error := task.exception()) is not None:
         raise own(error)
     return task.result()

@@ -9,9 +9,9 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError, UnknownModel, UnknownVocabulary
+from lmpool.errors import NoWorker, SettingsError, UnknownModel, UnknownVocabulary
 from lmpool.producer.byte_text import from_text
-from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, run
+from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, Waits, run, when_absent
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.trie import PooledTrie
@@ -75,6 +75,7 @@ def show(
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
+    waits: Waits = True,
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
@@ -83,7 +84,9 @@ def show(
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
 
     async def ask() -> Found:
-        async with Producer(model, redis=redis, prefix=prefix, timeout=timeout) as producer:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
             tokens = None if prompt is None else _tokens(producer, prompt, ids)
             trie = await _trie(producer)
             below = TokensBelow(trie.structure)
@@ -114,8 +117,10 @@ class _Asked:
         """See `lmpool.producer.trie_branches.Masses`."""
         try:
             return await self._trie.weight_sum(prompt=self._prompt, nodes=nodes, local=self._local)
-        except UnknownModel as error:
-            raise UnknownModel(
+        except (UnknownModel, NoWorker) as error:
+            if isinstance(error, NoWorker) and not isinstance(error.__cause__, UnknownModel):
+                raise  # There was one, or it is the model that is not served.
+            raise type(error)(
                 "no trie worker serves: start one with `lmpool trie-worker`, or the model's workers with "
                 "--with-trie, or compute here with --local"
             ) from error

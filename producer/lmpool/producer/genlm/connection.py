@@ -7,11 +7,13 @@ import atexit
 import os
 import threading
 import weakref
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
+from lmpool.card import ModelCard
 from lmpool.errors import ProducerClosed
 from lmpool.producer.producer import Producer
+from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer
 from lmpool.server import RedisLike
@@ -27,6 +29,7 @@ class Address:
         timeout: seconds that a request may take.
         cache_bytes: bytes of rows that a producer keeps.
         prefix: prefix of the pool's Redis keys.
+        when_absent: what connecting and asking do while no worker serves the model.
     """
 
     model: str | None = None
@@ -34,11 +37,29 @@ class Address:
     timeout: float = 60.0
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
+    when_absent: WhenAbsent = "raise"
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `Producer` and `SyncProducer`."""
-        return {"redis": self.redis, "timeout": self.timeout, "cache_bytes": self.cache_bytes, "prefix": self.prefix}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+
+
+class LazyProducer(SyncProducer):
+    """Connects with its first call and not when it is made, so that it can be closed while it connects."""
+
+    def _connect(self) -> None:
+        pass
+
+    @property
+    def model(self) -> ModelCard:
+        """The card of the model; connects.
+
+        Raises:
+            As `Producer.open`.
+        """
+        self._wait_for(self._producer.open())
+        return super().model
 
 
 class Owned(Protocol):
@@ -71,7 +92,7 @@ class Connection:
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._sync: SyncProducer | None = None
+        self._sync: LazyProducer | None = None
         self._closed = False
 
     def after_fork(self) -> None:
@@ -98,19 +119,18 @@ class Connection:
         return producer
 
     @property
-    def sync(self) -> SyncProducer:
+    def sync(self) -> LazyProducer:
         """The producer of synchronous callers; connects at the first use.
 
         Raises:
             ProducerClosed: the connection is closed.
-            As `SyncProducer`.
         """
         if (sync := self._sync) is not None:
             return sync
         with self._lock:
             self._check_open()
             if self._sync is None:
-                self._sync = SyncProducer(self._address.model, **self._address.options)
+                self._sync = LazyProducer(self._address.model, **self._address.options)
             return self._sync
 
     def forget_rows(self) -> None:

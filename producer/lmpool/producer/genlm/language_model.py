@@ -15,6 +15,7 @@ from lmpool.card import ModelCard
 from lmpool.errors import NotTokenIds, SettingsError, UnknownAdapter
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned
+from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer
 from lmpool.server import RedisLike
@@ -65,7 +66,7 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         device: where the rows are, the CPU.
 
     Raises:
-        ServerError, UnknownModel, AmbiguousModel: as `Producer.open`.
+        ServerError, UnknownModel, AmbiguousModel, NoWorker: as `Producer.open`.
         SettingsError: a value is malformed, or the tokenizer cannot be loaded.
         InvalidVocabulary: the tokenizer's tokens cannot be read.
     """
@@ -102,6 +103,7 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         cache_bytes: int = 256 * 1024 * 1024,
         prefix: str = "lmpool",
         tokenizer: Any = None,
+        when_absent: WhenAbsent = "raise",
     ) -> Self:
         """Connect to a pool.
 
@@ -114,11 +116,13 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
                 calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
             tokenizer: the model's; None for the one that the model's card names.
+            when_absent: what connecting and asking do while no worker serves the model: "wait" until `timeout` has
+                passed, or "raise" (see `Producer`).
 
         Raises:
             As the class.
         """
-        return cls(Address(name, redis, timeout, cache_bytes, prefix), tokenizer=tokenizer)
+        return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent), tokenizer=tokenizer)
 
     @property
     def card(self) -> ModelCard:

@@ -13,7 +13,7 @@ from lmpool.errors import SettingsError
 
 # A private pool has a server and a prefix of its own.
 OF_THE_MODEL = ("timeout", "cache_bytes", "tokenizer")
-OF_THE_POOL = (*OF_THE_MODEL, "redis", "prefix")
+OF_THE_POOL = (*OF_THE_MODEL, "redis", "prefix", "when_absent")
 
 _LEAST_TIMEOUT_S = 1.0
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
@@ -22,6 +22,7 @@ _REFUSED = {
     "bitsandbytes_opts": "the hf backend does not quantise: give a quantised checkpoint, or gguf_file=",
     "cache_size": "rows are bounded by bytes: use cache_bytes=",
     "cache_opts": "rows are bounded by bytes: use cache_bytes=",
+    "when_absent": "the private worker serves before the model is returned",
     "redis": "the model has a private server: connect to another with backend='pool'",
     "prefix": "the model has a private server: connect to another with backend='pool'",
 }

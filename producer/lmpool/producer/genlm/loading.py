@@ -38,7 +38,8 @@ def load_model_by_name(
             server and a worker with that backend, which end with `close`, with the model or with this program,
             however it ends. "synthetic" (or "mock") does so with random rows, for the vocabulary of the tokenizer
             `name`: other rows than genlm-backend's mock has, but as there the same ones for the same prompt.
-        llm_opts: options of `PooledLM.from_name`; for a private worker those but `redis` and `prefix`, `load_timeout`
+        llm_opts: options of `PooledLM.from_name`; without `when_absent` it is "wait", so that programs and workers may
+            start in any order. For a private worker those but `redis`, `prefix` and `when_absent`, `load_timeout`
             (seconds until it must serve, 1800 by default), the settings of `lmpool worker --backend …`, such as
             `dtype`, `max_batch` or `kv_cache_bytes`, and genlm-backend's `batch_size`, `hf_opts` and `engine_opts`.
 
@@ -55,7 +56,7 @@ def load_model_by_name(
     given = dict(llm_opts or {})
     if backend is None or backend == "pool":
         check_known(given)
-        return PooledLM.from_name(name, **given)
+        return PooledLM.from_name(name, **{"when_absent": "wait"} | given)
     if not isinstance(backend, str) or backend not in _BACKENDS:
         raise SettingsError(f"backend: {shown(backend)} is not one of pool, {', '.join(_BACKENDS)}")
     if not isinstance(name, (str, PurePath)) or "\0" in str(name):

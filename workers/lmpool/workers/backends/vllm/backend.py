@@ -76,8 +76,7 @@ class VllmBackend:
             dtype=engine.dtype,
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
-            # Logits processors never see them.
-            scores=not engine.places and not settings.logits_processors,
+            scores=not engine.places,
         )
         try:
             self._card = completed_card(self)
