@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.plugins import named_plugins, other_plugins
 from lmpool.workers.backends.requirements import first_line, require, require_version
 
 LEAST, BELOW = (0, 32), (0, 34)
@@ -23,11 +24,12 @@ class Installed:
         """A module."""
         (self._folder / f"{name}.py").write_text(text)
 
-    def distribution(self, name: str, version: str) -> None:
+    def distribution(self, name: str, version: str, entry_points: str = "") -> None:
         """What pip leaves of a distribution."""
         info = self._folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture
@@ -159,3 +161,34 @@ def test_a_package_that_is_really_installed_is_found() -> None:
 )
 def test_of_an_exception_its_first_line_is_told(error: Exception, line: str) -> None:
     assert first_line(error) == line
+
+
+# Plugins
+
+_PROCESSORS, _GENERAL = "lmpool_test.processors", "lmpool_test.plugins"
+
+
+def test_a_plugin_that_changes_rows_is_refused_by_name_until_it_is_named(installed: Installed) -> None:
+    assert named_plugins("logits_processors", _PROCESSORS, []) == []
+    # Nothing is imported: there is no such module.
+    installed.distribution("tinkered", "1.2", f"[{_PROCESSORS}]\nshift = tinkered.rows:Shift\n")
+    told = "'shift' (tinkered.rows:Shift of tinkered 1.2)"
+    with pytest.raises(SettingsError) as caught:
+        named_plugins("logits_processors", _PROCESSORS, ["other"])
+    assert str(caught.value).startswith(f"logits_processors: {told} is installed")
+    assert "name it with --logits-processors shift, which" in str(caught.value)
+    assert named_plugins("logits_processors", _PROCESSORS, ["shift"]) == [told]
+    with pytest.raises(SettingsError, match=f"no entry point 'lift' of {_PROCESSORS} is installed"):
+        named_plugins("logits_processors", _PROCESSORS, ["shift", "lift"])
+
+
+def test_other_plugins_are_told_in_the_log_but_for_the_engines_own(
+    installed: Installed, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed.distribution("engine", "3.0", f"[{_GENERAL}]\nown = engine.resolvers:register\n")
+    assert other_plugins(_GENERAL, ("engine",), None) == []
+    assert not caplog.records
+    installed.distribution("tinkered", "1.2", f"[{_GENERAL}]\npatch = tinkered:patch\nleft_out = tinkered:more\n")
+    assert other_plugins(_GENERAL, ("engine",), ["own", "patch"]) == ["'patch' (tinkered:patch of tinkered 1.2)"]
+    assert "'patch' (tinkered:patch of tinkered 1.2)" in caplog.text
+    assert len(other_plugins(_GENERAL, ("engine",), None)) == 2

@@ -279,6 +279,56 @@ def test_an_environment_without_vllm_is_told_what_to_install(
         settings(model_folder)
 
 
+# What others have installed
+
+
+@pytest.fixture
+def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package whose logits processor changes every row."""
+    (tmp_path / "tinkered.py").write_text(
+        "from lmpool.workers.backends.vllm.capture import CaptureProcessor\n"
+        "class Shift(CaptureProcessor):\n"
+        "    def apply(self, logits, ctx=None):\n"
+        "        logits[:, 3] += 9\n"
+        "        return logits\n"
+    )
+    info = tmp_path / "tinkered-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkered\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[vllm.logits_processors]\nshift = tinkered:Shift\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_logits_processor_of_others_is_refused_by_name(model_folder: Path, shift: None) -> None:
+    # The second without scores, which would be seen to differ from the row's entries.
+    for more in ({}, {"max_adapters": 1}):
+        told = refused(model_folder, **more)
+        assert told.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), told
+        assert "--logits-processors shift" in told
+    told = refused(model_folder, logits_processors=["shift", "lift"])
+    assert told == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
+
+
+def test_a_logits_processor_that_is_named_is_part_of_the_fingerprint(
+    model_folder: Path, backend: VllmBackend, shift: None
+) -> None:
+    made = settings(model_folder, logits_processors=["shift"]).open()
+    assert isinstance(made, VllmBackend)
+    try:
+        ids = draw(70, 30)
+        made.submit([job(ids)])
+        while not (blocks := made.step().blocks):
+            pass
+        shifted = reference_row(ids).astype(np.float64)
+        shifted[3] += 9
+        shifted -= np.logaddexp.reduce(shifted)
+        np.testing.assert_allclose(blocks[0].numbers[0], shifted, atol=3e-4)
+        assert made.card.fingerprint != backend.card.fingerprint
+        assert not made.card.scores, "vLLM scores without them"
+    finally:
+        made.close()
+
+
 def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

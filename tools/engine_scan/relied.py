@@ -68,6 +68,13 @@ VLLM = (
         takes="usage_context",
         positional=1,
     ),
+    Relied(
+        "vllm.plugins",
+        "load_plugins_by_group",
+        "runs what others have installed, as far as the environment allows",
+        takes="group",
+        positional=1,
+    ),
     Relied("vllm.usage.usage_lib", "UsageContext", "says that it is used as a library", has="LLM_CLASS"),
     Relied(
         "vllm.config",

@@ -39,7 +39,7 @@ _REFUSED = {
     "model": "it is the MODEL of the command",
     "tokenizer": "prompts are token ids",
     "skip_tokenizer_init": "prompts are token ids",
-    "logits_processors": "rows are captured by one",
+    "logits_processors": "rows are captured by one; name installed ones with --logits-processors",
     "enable_lora": "name adapters with --adapters name=folder",
     "lora_modules": "name adapters with --adapters name=folder",
     "speculative_config": "every prompt asks for one row, so there is nothing to speculate on",

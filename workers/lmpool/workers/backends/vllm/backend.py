@@ -76,7 +76,8 @@ class VllmBackend:
             dtype=engine.dtype,
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
-            scores=not engine.places,
+            # Logits processors never see them.
+            scores=not engine.places and not settings.logits_processors,
         )
         try:
             self._card = completed_card(self)

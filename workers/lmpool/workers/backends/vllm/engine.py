@@ -12,15 +12,19 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from vllm import __version__ as vllm_version
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.plugins import DEFAULT_PLUGINS_GROUP
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from lmpool.adapters import revision_of
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.plugins import named_plugins, other_plugins
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.vllm.arguments import (
@@ -34,7 +38,7 @@ from lmpool.workers.backends.vllm.arguments import (
     user_arguments,
 )
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
-from lmpool.workers.backends.vllm.settings import VllmSettings
+from lmpool.workers.backends.vllm.settings import DISTRIBUTIONS, VllmSettings
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -59,7 +63,7 @@ class Engine:
         sessions: sessions that have a place beside them.
         kv_tokens: tokens whose keys and values fit.
         block: tokens of a block of them.
-        revision: digest of the weights and of the options that change rows.
+        revision: digest of the weights, and of the options and plugins that change rows.
         source: folder or hub name.
         adapters: "name@revision" -> what a request names it by, and its folder or hub name.
         folder: of the checkpoint.
@@ -115,6 +119,7 @@ def open_engine(settings: VllmSettings) -> Engine:
     Raises:
         SettingsError: no such model, adapter or option, no device, or too little memory.
     """
+    processors = named_plugins("logits_processors", LOGITSPROCS_GROUP, settings.logits_processors)
     given = user_arguments(settings)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     adapters = find_adapters(settings, folder)
@@ -129,6 +134,10 @@ def open_engine(settings: VllmSettings) -> Engine:
     encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
     processor.captured = captured = Captured(model.get_vocab_size(), encoder)
     also = row_deciding(given)
+    if processors:
+        also["logits_processors"] = processors
+    if plugins := other_plugins(DEFAULT_PLUGINS_GROUP, DISTRIBUTIONS, envs.VLLM_PLUGINS):
+        also["plugins"] = plugins
     if config.load_config.load_format == "dummy":
         also["seed"] = model.seed
     revision = checkpoint_revision(folder, also)

@@ -7,7 +7,7 @@ import os
 import warnings
 from dataclasses import dataclass, field
 
-from lmpool.checks import check_number
+from lmpool.checks import check_number, check_texts
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.engine_settings import EngineSettings
 from lmpool.workers.backends.requirements import require, require_version
@@ -38,8 +38,17 @@ class VllmSettings(EngineSettings):
         metadata={"help": "Growing prompts whose keys and values are held ready for their next token, 0 for none."},
     )
 
+    logits_processors: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "An installed entry point of vllm.logits_processors that may change rows, by name; it becomes part "
+            "of the fingerprint. May be given several times."
+        },
+    )
+
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
+        check_texts("logits_processors", self.logits_processors)
         check_number(self, "sessions", least=0, most=65_536)
         require("backend", "lmpool[vllm]", "vllm")
         require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
