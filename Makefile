@@ -81,7 +81,8 @@ test-cluster: $(INSTALLED)
 # Other servers, RESP3, and the oldest redis-py: Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
 # docker/redis need 7.0.
 test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)
-	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS)
+	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
+		$(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) tests/test_tls.py
 	LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS)
 	LMPOOL_SERVER_BINARY=$(REDIS_6_2) LMPOOL_TEST_PROTOCOL=3 \
 		$(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out tests/test_access.py,$(POOL_TESTS))

@@ -51,13 +51,16 @@ class SecureServer:
         folder: where its files go.
         tls: with TLS on a port, as shipped; else with the same users on a socket, for programs that have no TLS.
         extra: more lines of users.
+        is_cluster: as the one master of a cluster.
     """
 
-    def __init__(self, folder: Path, *, tls: bool = True, extra: str = "") -> None:
+    def __init__(self, folder: Path, *, tls: bool = True, extra: str = "", is_cluster: bool = False) -> None:
         self.folder = folder
         self.tls = tls
+        self.is_cluster = is_cluster
         self.authority = trustme.CA()
-        self.certify("server", self.authority, "localhost")
+        # redis-py has the address for localhost where it connects to a cluster.
+        self.certify("server", self.authority, "localhost", *(["127.0.0.1"] if is_cluster else []))
         self.certify("client", self.authority, "client")
         users = (SHIPPED / "users.acl").read_text()
         for role in ROLES:
@@ -65,9 +68,11 @@ class SecureServer:
             users = users.replace(f"#SHA256-OF-THE-PASSWORD-OF-{role} ", f"#{digest} ")
         admin = f"user admin on >{password_of('admin')} ~* &* +@all\n"
         (folder / "users.acl").write_text(users + admin + extra)
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("localhost", 0))
+            bus.bind(("localhost", 0))
             self.port: int = probe.getsockname()[1]
+            self._bus_port: int = bus.getsockname()[1]
 
     def certify(self, name: str, authority: trustme.CA, *hosts: str, **options: Any) -> None:
         """Write an authority's certificate (NAME.ca.crt), and one that it issues (NAME.crt) with its key (NAME.key)."""
@@ -119,10 +124,17 @@ class SecureServer:
 
         try:
             until(answers, "the server answers")
+            if self.is_cluster:
+                self._take_all_slots()
             yield self
         finally:
             process.kill()
             process.wait()
+
+    def _take_all_slots(self) -> None:
+        with self.client("admin") as admin:
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+            until(lambda: admin.cluster("info")["cluster_state"] == "ok", "the cluster is whole")
 
     def command(self) -> list[str]:
         """What starts the server: the shipped settings, with the places of this machine."""
@@ -136,6 +148,8 @@ class SecureServer:
             assert count == 1, f"redis.conf has {count} lines with {name}"
         if not self.tls:
             settings = re.sub(r"^tls-.*$", "", settings, flags=re.MULTILINE) + f"unixsocket {self.folder}/s\n"
+        if self.is_cluster:
+            settings += f"cluster-enabled yes\ntls-cluster yes\ncluster-port {self._bus_port}\n"
         (self.folder / "redis.conf").write_text(f"{settings}\nlogfile {self.folder}/log\n")
         return [installed_server("debian") if self.tls else server_binary(), str(self.folder / "redis.conf")]
 

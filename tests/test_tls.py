@@ -6,25 +6,30 @@ import contextlib
 import datetime
 import os
 import re
+import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import redis
 import redis.asyncio as redis_async
 import trustme
+from redis.asyncio import RedisCluster
 
+from lmpool import tls
 from lmpool.embedded import server_binary
-from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer import Producer, SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.pool import WorkerProcess, lmpool_command, until
 from tests.scrape import free_port
-from tests.secure_server import SecureServer, password_of
+from tests.secure_server import SHIPPED, SecureServer, password_of
 
 V = 152_064
 SECRET = "s3cr3t"
@@ -72,6 +77,110 @@ async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path:
         assert f"rediss://localhost:{server.port}" in worker.text
     finally:
         worker.end()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+    """The one master of a cluster with TLS."""
+    with SecureServer(tmp_path_factory.mktemp("c"), is_cluster=True).running() as running:
+        yield running
+
+
+async def test_clients_of_a_cluster_with_tls_are_taken_over(cluster: SecureServer, tmp_path: Path) -> None:
+    def place(role: str) -> str:
+        return cluster.url(role).replace("rediss://", "rediss+cluster://")
+
+    environment = {"LMPOOL_REDIS_URL": place("worker")}
+    worker = WorkerProcess([*lmpool_command(), *WORKER], tmp_path / "log", environment)
+    try:
+        worker.until_says("serving ")
+        url, options = cluster.url("producer"), options_of(cluster)
+        for one in (
+            place("producer"),
+            RedisCluster.from_url(url),
+            RedisCluster(**options),
+            redis.RedisCluster.from_url(url),
+            redis.RedisCluster(**options),
+        ):
+            async with Producer("syn", redis=one, cache_bytes=0) as producer:
+                assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=64))
+    finally:
+        worker.end()
+
+
+def options_of(server: SecureServer, host: str = "localhost") -> dict[str, Any]:
+    """What a client of redis-py is to be told."""
+    files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
+    user = {"username": "producer", "password": password_of("producer"), "ssl": True}
+    return {"host": host, "port": server.port, **user, **{name: str(server.folder / files[name]) for name in files}}
+
+
+# Redis of redis-py 5 compares no host unless it is told to, and then says of itself that it does not.
+@pytest.mark.parametrize("says", [None, True, False], ids=["of this redis-py", "told to", "of redis-py 5"])
+@pytest.mark.parametrize("kind", [redis.Redis, redis_async.Redis, RedisCluster])
+async def test_a_client_for_another_host_than_the_certificates_is_refused(
+    server: SecureServer, cluster: SecureServer, kind: type, says: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if says is False:
+        monkeypatch.setattr(tls, "_CHECKS_HOST", False)
+    chosen = {} if says is None else {"ssl_check_hostname": says}
+    client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **chosen)
+    with pytest.raises(ServerUnreachable, match="not valid for '127.0.0.2'"):
+        await Producer("syn", redis=client, timeout=60).logprobs([1])
+
+
+@pytest.mark.parametrize("trust", [{"ssl_check_hostname": False}, {"ssl_cert_reqs": "none"}], ids=str)
+@pytest.mark.parametrize("kind", [redis.Redis, redis_async.Redis, RedisCluster])
+async def test_a_client_that_is_told_to_trust_any_host_does(
+    server: SecureServer, cluster: SecureServer, kind: type, trust: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_CHECKS_HOST", True)
+    options = {"ssl_check_hostname": False, **trust}
+    client = kind(**options_of(cluster if kind is RedisCluster else server, "127.0.0.2"), **options)
+    with pytest.raises(UnknownModel):
+        await Producer("missing", redis=client, timeout=60).open()
+
+
+@pytest.fixture(scope="module")
+def as_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+    """A server with the certificates that the page of docker/redis has one make, for this machine's name of itself."""
+    made = SecureServer(tmp_path_factory.mktemp("d"))
+    page = (SHIPPED / "README.md").read_text("utf-8")
+    (way,) = re.findall(r"^ *```sh\n( *openssl .*?)```", page, re.MULTILINE | re.DOTALL)
+    commands = way.replace("redis.example.org", "localhost")
+    subprocess.run(["sh", "-ec", commands], cwd=made.folder, check=True, capture_output=True)
+    (made.folder / "ca.crt").rename(made.folder / "server.ca.crt")
+    with made.running():
+        yield made
+
+
+def handshake(server: SecureServer, certificate: str) -> bytes:
+    """Shake hands as strictly as Python 3.13 does, with a certificate; returns what the server says to a PING."""
+    context = ssl.create_default_context(cafile=server.folder / "server.ca.crt")
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_cert_chain(server.folder / f"{certificate}.crt", server.folder / f"{certificate}.key")
+    plain = socket.create_connection(("localhost", server.port))
+    with plain, context.wrap_socket(plain, server_hostname="localhost") as secure:
+        secure.sendall(b"PING\r\n")
+        return secure.recv(100)
+
+
+async def test_the_certificates_of_the_page_hold_where_verification_is_strict(as_described: SecureServer) -> None:
+    assert handshake(as_described, "client").startswith(b"-NOAUTH")
+    with pytest.raises(UnknownModel):
+        await Producer("missing", redis=as_described.url("producer"), timeout=60).open()
+
+
+def test_the_certificates_of_the_page_serve_one_purpose_each(as_described: SecureServer) -> None:
+    with pytest.raises((ssl.SSLError, ConnectionError)):  # The alert may be lost as the server closes at once.
+        handshake(as_described, "server")
+    until(lambda: "certificate verify failed" in as_described.log, "the server says why it has refused it")
+    verify = ["openssl", "verify", "-x509_strict", "-CAfile", "server.ca.crt", "-purpose"]
+    for name in ("server", "client"):
+        for purpose in ("sslserver", "sslclient"):
+            command = [*verify, purpose, f"{name}.crt"]
+            done = subprocess.run(command, cwd=as_described.folder, capture_output=True, check=False)
+            assert (done.returncode == 0) == (purpose == f"ssl{name}"), done.stderr
 
 
 def bad_urls(server: SecureServer) -> dict[str, tuple[str, type[LMPoolError], str]]:

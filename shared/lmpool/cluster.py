@@ -10,8 +10,10 @@ from typing import Any
 import redis.cluster as redis_sync
 from redis import exceptions
 from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.connection import SSLConnection
 from redis.crc import key_slot
 from redis.exceptions import RedisClusterException
 
@@ -23,7 +25,8 @@ Place = tuple[str, int]
 # What a client's own options may hold that connections to any node take.
 _OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
             "socket_keepalive", "socket_keepalive_options")  # fmt: skip
-
+_TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
+_WITH_TLS = (AsyncSSLConnection, SSLConnection)
 
 _MOST_NODES = 100
 
@@ -35,12 +38,19 @@ _UNNAMED: dict[str, Any] = (
 )
 
 
-def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any]]:
-    """The nodes that a cluster client was told of, and the options of its connections."""
+def client_settings(client: RedisCluster | redis_sync.RedisCluster) -> tuple[list[Place], dict[str, Any], bool]:
+    """The nodes that a cluster client was told of, the options of its connections, and whether they speak TLS."""
     nodes = [(str(node.host), int(node.port)) for node in client.nodes_manager.startup_nodes.values()]
     given = client.connection_kwargs if isinstance(client, RedisCluster) else client.nodes_manager.connection_kwargs
-    options = {name: value for name, value in given.items() if (name in _OPTIONS or name.startswith("ssl")) and value}
-    return nodes, options
+    # The options about trust say something by being off, too.
+    options = {
+        name: value
+        for name, value in given.items()
+        if (value and (name in _OPTIONS or name.startswith("ssl_"))) or name in _TRUST
+    }
+    kind = given.get("connection_class")
+    is_tls = bool(given.get("ssl")) or (isinstance(kind, type) and issubclass(kind, _WITH_TLS))
+    return nodes, options, is_tls
 
 
 class _Client(RedisCluster):

@@ -81,8 +81,8 @@ class Server:
         nodes: list[Place] = []
         self._class: type[connections.AbstractConnection]
         if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
-            nodes, kwargs = client_settings(redis)
-            self._class = connections.SSLConnection if kwargs.pop("ssl", False) else connections.Connection
+            nodes, kwargs, is_tls = client_settings(redis)
+            self._class = connections.SSLConnection if is_tls else connections.Connection
         elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
             taken = redis.connection_pool.connection_kwargs
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
@@ -92,8 +92,8 @@ class Server:
             nodes, url = cluster_nodes(url)
             kwargs = parse_url(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
-            if self._is_tls:
-                tls.check_host(kwargs)
+        if self._is_tls:
+            tls.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
         for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
         if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import ssl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from redis import Redis
 
 from lmpool.errors import SettingsError
 
@@ -14,6 +17,8 @@ _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 # What a server says of our certificate, by the names that OpenSSL has for its alerts.
 _OURS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
          "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
+# What a client does that was told nothing of it: redis-py 5 takes any host's certificate.
+_CHECKS_HOST: bool = inspect.signature(Redis).parameters["ssl_check_hostname"].default
 
 
 def check_files(settings: Mapping[str, Any]) -> None:
@@ -34,10 +39,18 @@ def check_files(settings: Mapping[str, Any]) -> None:
             raise SettingsError(f"redis: {name} cannot be read: {path} ({error.strerror})") from None
 
 
-def check_host(settings: dict[str, Any]) -> None:
-    """Compare the host with the certificate, unless the URL says otherwise: redis-py 5 does not do so by itself."""
-    if settings.get("ssl_cert_reqs") != "none":
-        settings.setdefault("ssl_check_hostname", True)
+def check_host(settings: dict[str, Any], *, of_client: bool) -> None:
+    """Compare the host with the certificate, unless URL or client say otherwise: redis-py 5 does not do so by itself.
+
+    Args:
+        settings: of connections with TLS.
+        of_client: they are those of a client, in which the default of redis-py stands for what it was not told.
+    """
+    if settings.get("ssl_cert_reqs", "required") in ("none", None, ssl.CERT_NONE):
+        return
+    chosen = settings.get("ssl_check_hostname")
+    if chosen is None or (of_client and chosen is _CHECKS_HOST is False):
+        settings["ssl_check_hostname"] = True
 
 
 def refusal(chain: Iterable[BaseException]) -> str:
