@@ -14,21 +14,27 @@ for _, key in ipairs(KEYS) do
   -- Since nobody served the model: see retire.lua.
   redis.call('PERSIST', key)
 end
--- It brings the first and the last entry along, which stay here.
-local stream = redis.pcall('XINFO', 'STREAM', jobs)
-if stream.err then
-  -- The server has lost the queue: whoever reads next makes one. What else it says is for the caller.
-  return string.find(stream.err, 'no such key', 1, true) and -1 or stream
-end
-local length, last
-for at = 1, #stream, 2 do
-  if stream[at] == 'length' then
-    length = stream[at + 1]
-  elseif stream[at] == 'last-generated-id' then
-    last = tonumber(string.match(stream[at + 1], '^%d+'))
+local latest = redis.call('TIME')[1] * 1000 + ARGV[2]
+-- Whether an id among what XINFO tells, names and values one after the other, is ahead.
+local function is_ahead(told, name)
+  for at = 1, #told, 2 do
+    if told[at] == name then
+      return tonumber(string.match(told[at + 1], '^%d+')) > latest
+    end
   end
 end
-if last <= redis.call('TIME')[1] * 1000 + ARGV[2] then
+local groups, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)
+if groups.err then
+  -- The server has lost the queue: whoever reads next makes one. What else it says is for the caller.
+  return string.find(groups.err, 'no such key', 1, true) and -1 or groups
+end
+local is_spoilt = false
+for _, told in ipairs(groups) do
+  is_spoilt = is_spoilt or is_ahead(told, 'last-delivered-id')
+end
+-- Of an entry that was removed before it was delivered only the stream tells, which brings its first and its last entry
+-- along: they may be large. Where nothing can be added the stream is empty soon.
+if not is_spoilt and not (length == 0 and is_ahead(redis.call('XINFO', 'STREAM', jobs), 'last-generated-id')) then
   return -1
 end
 redis.call('UNLINK', jobs)
