@@ -77,9 +77,9 @@ async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
 
 
 @asynccontextmanager
-async def serving(pool: Pool, backend: Backend) -> AsyncIterator[Worker]:
+async def serving(pool: Pool, backend: Backend, **settings: Any) -> AsyncIterator[Worker]:
     """A worker in this process."""
-    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, **settings))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), 10)

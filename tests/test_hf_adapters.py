@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lmpool.adapters import qualify
@@ -229,7 +230,7 @@ def no_numbers(folder: Path) -> None:
         (no_numbers, "the model's logits are no numbers"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "does not fit"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"holds no adapter_model\.safetensors"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
@@ -264,6 +265,26 @@ def test_adapters_that_are_more_than_a_lora_are_refused(
     with pytest.raises(SettingsError, match=message):
         backend.load_adapter("a", str(write_lora(tmp_path / "lora", 6, **config)))
     assert backend.adapters == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 1_000_000}, "the rank 1000000 .* from 1 to 1024"),
+        ({"r": 512}, "has rank 4, and adapter_config.json says 512"),
+        ({"target_modules": r"((\w|\w|\.)+)*!"}, "target_modules is .*, a pattern: .* list them"),
+        ({"modules_to_save": [r"((\w|\w|\.)+)*!"]}, "modules_to_save names .* patterns are not taken"),
+    ],
+)
+def test_what_would_cost_memory_or_freeze_the_worker_is_refused_before_peft_reads_it(
+    backend: HfBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
+) -> None:
+    spoiled = write_lora(tmp_path / "lora", 6)
+    file = spoiled / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    monkeypatch.setattr(PeftConfig, "from_pretrained", lambda *_: pytest.fail("peft reads it"))
+    with pytest.raises(SettingsError, match=message):
+        backend.load_adapter("bad", str(spoiled))
 
 
 # Serving

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.lora import MAX_RANK, check_adapter
 
 MODULE = "layers.1.self_attn.q_proj"
 
@@ -25,9 +29,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def adapter(folder: Path, *names: str) -> Path:
+def adapter(folder: Path, *names: str, **config: object) -> Path:
     folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2} | config))
     if names:
         save_file({name: torch.zeros(2) for name in names}, folder / "adapter_model.safetensors")
     return folder
@@ -54,9 +58,77 @@ def test_a_folder_without_lora_weights_is_refused(model: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_looked_into_is_left_to_the_engine(model: Path, tmp_path: Path) -> None:
-    check_adapter(adapter(tmp_path / "bin"), model)
     (tmp_path / "pickled").mkdir()
     check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight"), tmp_path / "pickled")
     for nonsense in (b"", b"x", b"\xff" * 16, (5).to_bytes(8, "little") + b"12{3x"):
         (tmp_path / "pickled" / "model.safetensors").write_bytes(nonsense)
         check_adapter(tmp_path / "good", tmp_path / "pickled")
+
+
+def test_weights_that_may_be_pickles_are_refused(model: Path, tmp_path: Path) -> None:
+    pickled = adapter(tmp_path / "bin")
+    (pickled / "adapter_model.bin").write_bytes(b"x")
+    with pytest.raises(
+        SettingsError, match=r"holds no adapter_model\.safetensors, and weights in other formats are not"
+    ):
+        check_adapter(pickled, model)
+
+
+PATTERN = r"((\w|\w|\.)+)*!"
+Config = Mapping[str, object]
+PATTERNS: list[tuple[Config, str]] = [
+    ({"target_modules": PATTERN}, r"target_modules is '.*', a pattern: .* list them"),
+    ({"target_modules": "q_proj"}, "target_modules is 'q_proj', a pattern"),
+    *(
+        ({field: ["q_proj", PATTERN]}, rf"{field} names '.*': a module's name has")
+        for field in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "layers_pattern")
+    ),
+    ({"exclude_modules": PATTERN}, "exclude_modules is '.*', a pattern"),
+    ({"layers_pattern": PATTERN}, "layers_pattern names '.*': a module's name has"),
+    ({"rank_pattern": {PATTERN: 2}}, "rank_pattern names '.*': a module's name has"),
+    ({"alpha_pattern": {PATTERN: 2}}, "alpha_pattern names '.*': a module's name has"),
+    ({"trainable_token_indices": {PATTERN: [1]}}, "trainable_token_indices names '.*': a module's name has"),
+    ({"rank_pattern": [PATTERN]}, "rank_pattern is .*: expected an object"),
+    ({"modules_to_save": [f"m{number}" for number in range(65)]}, "modules_to_save has 65 names: 64 are taken"),
+    ({"target_modules": [5]}, "target_modules names 5: a module's name has"),
+    ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication is set, and workers serve no adapters that use it"),
+    ({"megatron_config": {"a": 1}}, "megatron_config is set"),
+]
+RANKS: list[tuple[Config, str]] = [
+    *(
+        ({"r": rank}, rf"the rank {rank} \('r'\) is no whole number from 1 to {MAX_RANK}: train it with a smaller rank")
+        for rank in (0, -1, MAX_RANK + 1, 10**6, 2.0, True, None)
+    ),
+    ({"r": "9" * 5000}, r"the rank '9+\.\.\. \('r'\) is no whole number"),
+    ({"rank_pattern": {"q_proj": 10**6}}, r"the rank 1000000 \('q_proj'\) is no whole number"),
+    ({"r": 8}, r"does not fit itself: .*lora_A\.weight in adapter_model\.safetensors has rank 2, and .* says 8: "),
+    ({"r": 8, "rank_pattern": {"v_proj": 16}}, "says 8, 16: write both anew"),
+    ({"lora_alpha": math.inf}, r"the alpha inf \('lora_alpha'\) is no finite number"),
+    ({"lora_alpha": 10**400}, "is no finite number"),
+    ({"lora_alpha": "8"}, "is no finite number"),
+    ({"alpha_pattern": {"q_proj": math.nan}}, r"the alpha nan \('q_proj'\) is no finite number"),
+    ({"peft_type": "LOHA"}, "it is of the kind 'LOHA': workers serve LORA"),
+    ({"base_model_name_or_path": "x" * 2**20}, r"adapter_config\.json has more than 1048576 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), [*PATTERNS, *RANKS])
+def test_a_config_that_asks_for_too_much_is_refused(model: Path, tmp_path: Path, config: Config, message: str) -> None:
+    bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight", **config)
+    with pytest.raises(SettingsError, match=rf"^adapters: {re.escape(str(bad))}.*{message}"):
+        check_adapter(bad, model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "model.layers.0.self_attn.v_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": "all-linear", "exclude_modules": [], "layers_pattern": "", "rank_pattern": {}},
+        {"layers_pattern": "layers", "layers_to_transform": [0, 1], "trainable_token_indices": [1, 2]},
+        {"r": 8, "rank_pattern": {"self_attn.q_proj": 2}, "alpha_pattern": {"q_proj": 0.5}, "lora_alpha": 16},
+        {"r": 1, "target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"peft_type": "LORA", "target_modules": None, "megatron_config": None, "megatron_core": "megatron.core"},
+    ],
+)
+def test_what_adapters_ask_for_is_taken(model: Path, tmp_path: Path, config: Config) -> None:
+    check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight", **config), model)

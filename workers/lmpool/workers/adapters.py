@@ -14,8 +14,10 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify, revision_of
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
+from lmpool.workers.adapter_sources import AdapterSources
 from lmpool.workers.backend import BackendJob
-from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub
+from lmpool.workers.backends.checkpoint import is_on_hub
+from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.stepper import Stepper
 
 _log = logging.getLogger("lmpool.worker")
@@ -46,6 +48,7 @@ class AdapterKeeper:
         registry: what the server names.
         stepper: the backend.
         loaded: what the backend has loaded by itself: "name@revision" -> source.
+        sources: where others may come from.
         on_change: called when what `shown` tells has changed.
         others: what the other live workers tell by a field of theirs: worker id -> value, "" when it has none.
     """
@@ -55,11 +58,13 @@ class AdapterKeeper:
         registry: AdapterRegistry,
         stepper: Stepper,
         loaded: Mapping[str, str],
+        sources: AdapterSources,
         on_change: Callable[[], Awaitable[object]],
         others: Callable[[str], Awaitable[Mapping[str, str]]],
     ) -> None:
         self._registry = registry
         self._stepper = stepper
+        self._sources = sources
         self._on_change = on_change
         self._others = others
         self._loaded = dict(loaded)
@@ -229,11 +234,13 @@ class AdapterKeeper:
         Raises:
             SettingsError: it cannot be loaded, or has another revision than the other workers have found.
         """
+        place = await asyncio.to_thread(self._sources.place, source)
         # A download in the backend's thread would keep prompts waiting; it finds there what was fetched here. Backends
         # that take names on the hub have imported its package.
         if "huggingface_hub" in sys.modules and is_on_hub(source):
-            await asyncio.to_thread(checkpoint_folder, "adapters", source)
-        revision = await self._stepper.load_adapter(name, source)
+            folder = await asyncio.to_thread(adapter_folder, source)
+            await asyncio.to_thread(self._sources.check_size, folder, source)
+        revision = await self._stepper.load_adapter(name, place)
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:
             raise SettingsError(

@@ -47,7 +47,11 @@ def register(app: typer.Typer) -> None:
     app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
     app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
     tries = {"every worker": WorkerSettings, "tries": TrieSettings}
-    app.command("trie-worker")(_with_settings(trie_worker, tries, leave_out={"with_trie", "row_ttl_s"}))
+    app.command("trie-worker")(
+        _with_settings(
+            trie_worker, tries, leave_out={"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
+        )
+    )
 
 
 def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:

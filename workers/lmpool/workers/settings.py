@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lmpool.card import LIMITS
-from lmpool.checks import check_choice, check_name, check_number
+from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
+from lmpool.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,21 @@ class WorkerSettings:
         default="127.0.0.1", metadata={"help": "Address that this port is open on; 0.0.0.0 for all of this machine's."}
     )
     log_format: str = field(default="text", metadata={"help": "Text, or json for one object a line."})
+    adapter_root: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Folder in which adapters must lie, all links followed; may be given several times. Without it an "
+            "adapter may lie wherever this worker can read."
+        },
+    )
+    adapter_hub: bool = field(
+        default=False,
+        metadata={
+            "help": "Load adapters that are offered by their names on the hub. Those of --adapters may have such names "
+            "in any case."
+        },
+    )
+    adapter_mb: int = field(default=8192, metadata={"help": "Megabytes that the files of one adapter may take."})
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
@@ -63,6 +80,11 @@ class WorkerSettings:
         check_number(self, "trie_values_mb", least=0, most=10**9)
         check_number(self, "metrics_port", least=0, most=65535)
         check_choice("log_format", self.log_format, ("text", "json"))
+        check_texts("adapter_root", self.adapter_root)
+        for root in self.adapter_root:
+            if not Path(root).is_dir():
+                raise SettingsError(f"adapter_root: {shown(root)} is no folder")
+        check_number(self, "adapter_mb", least=1, most=10**9)
 
     @property
     def heartbeat_s(self) -> float:

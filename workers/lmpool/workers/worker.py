@@ -23,6 +23,7 @@ from lmpool.patch_level import read_doubt
 from lmpool.queue import read_queue
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
+from lmpool.workers.adapter_sources import AdapterSources
 from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendSettings, BackendStats, Finished
@@ -69,6 +70,7 @@ class Worker:
         self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
+        self._sources = AdapterSources.of(self._settings)
         self._duty = Duty()
         self._held = Holdings()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
@@ -110,11 +112,14 @@ class Worker:
         Raises:
             ModelMismatch: the model, or an adapter of it, is served with other weights, or is so by now because this
                 worker was silent long.
-            SettingsError: an adapter that is in service cannot be loaded, or other workers lack one of this worker's.
+            SettingsError: an adapter lies where none may, one that is in service cannot be loaded, or other workers
+                lack one of this worker's.
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke, or hangs: see `is_hung`.
         """
         await self._check_server()
+        for source in getattr(self._backend, "adapter_folders", {}).values():
+            self._sources.place(source, is_own=True)
         self.health.start()
         self._stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
         guarded = ExitStack()
@@ -175,7 +180,9 @@ class Worker:
         )
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
-        self._adapters = AdapterKeeper(registry, self._stepper, opened.adapters, self._beat, self._presence.others)
+        self._adapters = AdapterKeeper(
+            registry, self._stepper, opened.adapters, self._sources, self._beat, self._presence.others
+        )
         self._larder = Larder(self._server, keys, opened.device, settings, self._figures)
         asked = Asked(self._larder, self._publisher, card)
         self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,21 @@ _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant
 # Copies of the weights for other programs.
 _UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"]
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
+_MOST_CONFIG_BYTES = 1 << 26
 _ROW = 512
 _TABLE = _ROW * _ROW
 
 
-def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Path:
+def checkpoint_folder(
+    field: str, model: str, revision: str | None = None, *, only: Sequence[str] | None = None
+) -> Path:
     """The folder of a checkpoint: `model` itself, or where the hub's copy of it lies.
 
     Args:
         field: the setting that names it.
         model: folder or hub name.
         revision: branch, tag or commit on the hub.
+        only: the files that are fetched from the hub; None for all that engines may read.
 
     Raises:
         SettingsError: there is no such folder, nor such a copy, nor can one be had.
@@ -50,7 +54,11 @@ def checkpoint_folder(field: str, model: str, revision: str | None = None) -> Pa
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, ignore_patterns=_UNWANTED))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=None if only is None else [*only], ignore_patterns=_UNWANTED
+            )
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = first_line(error)
         raise SettingsError(
@@ -93,7 +101,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     state = blake2b(digest_size=16)
     for name in _CONFIGS:
         if (folder / name).is_file():
-            state.update(json.dumps(_stable(_read_config(folder / name)), sort_keys=True).encode())
+            state.update(json.dumps(_stable(read_config(folder / name)), sort_keys=True).encode())
     for path in _weights(folder):
         state.update(f"\n{path.name} {path.stat().st_size} ".encode())
         _add_words(state, path)
@@ -108,13 +116,27 @@ def _weights(folder: Path) -> list[Path]:
     return next((kind for kind in kinds if kind), [])
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, field: str = "model", most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: the file.
+        field: the setting that names its folder.
+        most_bytes: how large it may be.
+
+    Raises:
+        SettingsError: it is larger, cannot be read, or holds something else.
+    """
     try:
-        config = json.loads(path.read_text("utf-8"))
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        config = json.loads(data) if len(data) <= most_bytes else None
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"model: {path} cannot be read: {first_line(error)}") from error
+        raise SettingsError(f"{field}: {path} cannot be read: {first_line(error)}") from error
+    if len(data) > most_bytes:
+        raise SettingsError(f"{field}: {path} has more than {most_bytes} bytes: no config is that large; mend it")
     if not isinstance(config, dict):
-        raise SettingsError(f"model: {path} holds {shown(config, 60)}: expected an object")
+        raise SettingsError(f"{field}: {path} holds {shown(config, 60)}: expected an object")
     return config
 
 
@@ -142,7 +164,7 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
     """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
     if wanted != "auto" or not (folder / "config.json").is_file():
         return wanted
-    config = _read_config(folder / "config.json")
+    config = read_config(folder / "config.json")
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         stated = part.get("dtype") or part.get("torch_dtype")

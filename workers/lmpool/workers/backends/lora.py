@@ -1,31 +1,74 @@
-"""LoRA adapters on disk, and whether one fits a model: engines leave out what does not fit without a word."""
+"""LoRA adapters on disk: what one may ask for, and whether it fits a model.
+
+Whoever may offer an adapter decides what its files say, and engines believe them: peft reserves memory for whatever
+rank the config names, takes names of modules for regular expressions, and leaves out what does not fit without a word.
+So both files are looked at before an engine reads them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
+MAX_RANK = 1024
+"""The largest rank of an adapter."""
+
+_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+FILES = (_CONFIG, _WEIGHTS)
+"""The files of an adapter that are read; weights in other formats may be pickles."""
+
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
+# Their first dimension is the rank.
+_FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 # Such as layers.0.self_attn.q_proj; what comes before differs between a checkpoint and the model made from it.
 _TELLING_PARTS = 4
+_MOST_CONFIG_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 28
+_MOST_ADAPTER_HEADER_BYTES = 1 << 25
+
+# Anything else could be a pattern. A dot in one stands for any character, which costs nothing.
+_MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
+_ALL_LINEAR = "all-linear"
+# Fields of lists of modules, and how many each may have: peft compares each with each module of the model.
+_MODULE_LISTS = {
+    "target_modules": 4096, "exclude_modules": 4096, "target_parameters": 4096, "modules_to_save": 64,
+    "layers_pattern": 16,
+}  # fmt: skip
+_MOST_PATTERNS = 1024
+# What has peft copy layers of the model, import modules of any name, or load other adapters.
+_REFUSED = ("layer_replication", "megatron_config", "arrow_config")
+_DEFAULT_RANK = 8
+
+
+def adapter_folder(source: str) -> Path:
+    """The folder of an adapter: `source` itself, or where the hub's copy of its files lies.
+
+    Raises:
+        SettingsError: there is none, nor can one be had.
+    """
+    return checkpoint_folder("adapters", source, only=FILES)
 
 
 def check_adapter(folder: Path, model: Path) -> None:
-    """Refuse an adapter whose weights have no place in a model: its rows would be the model's own.
+    """Refuse an adapter that no engine should read, or whose weights have no place in a model.
 
     Args:
         folder: with `adapter_config.json`, as peft writes it.
-        model: folder of the model. Checkpoints that are not safetensors cannot be looked into and pass.
+        model: folder of the model. One without safetensors cannot be looked into, and has a place for all.
 
     Raises:
-        SettingsError: no adapter, or one of another model.
+        SettingsError: no adapter, one of another model, or one whose config asks for too much or for patterns.
     """
-    names = (name for path in model.glob("*.safetensors") for name in _tensor_names(path))
+    names = (name for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES))
     check_places(folder, places_of(names), str(model))
 
 
@@ -36,15 +79,118 @@ def places_of(tensors: Iterable[str]) -> set[str]:
 
 def check_places(folder: Path, places: Collection[str], model: str) -> None:
     """As `check_adapter`, for the places (`places_of`) of a model; none where they are not known."""
-    if not (folder / "adapter_config.json").is_file():
-        raise SettingsError(f"adapters: {folder} holds no adapter_config.json: is it a LoRA adapter of peft?")
-    if not places or not (folder / _WEIGHTS).is_file():
-        return
-    names = [name.removesuffix(end) for name in _tensor_names(folder / _WEIGHTS) for end in _FACTORS if end in name]
-    strangers = [name for name in names if _place(f"{name}.weight") not in places]
+    if not (folder / _CONFIG).is_file():
+        raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
+    config = read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
+    try:
+        ranks = _ranks(config)
+        _check_names(config)
+        _check_numbers(config)
+    except SettingsError as error:
+        raise SettingsError(f"adapters: {folder / _CONFIG}: {error}") from None
+    if not (folder / _WEIGHTS).is_file():
+        raise SettingsError(
+            f"adapters: {folder} holds no {_WEIGHTS}, and weights in other formats are not read (they may be pickles): "
+            "write it anew with peft's save_pretrained"
+        )
+    tensors = _header(folder / _WEIGHTS, _MOST_ADAPTER_HEADER_BYTES)
+    names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
+    strangers = [name for name in names if places and _place(f"{name}.weight") not in places]
     if strangers or not names:
         missing = strangers[0] if strangers else "any LoRA weights"
         raise SettingsError(f"adapters: {folder} does not fit {model}, which has no place for {missing}")
+    _check_ranks(folder, tensors, ranks, is_stacked=bool(config.get("target_parameters")))
+
+
+def _ranks(config: Mapping[str, Any]) -> set[int]:
+    """The ranks that an adapter's config names."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise SettingsError(f"it is of the kind {shown(kind, 40)}: workers serve LORA")
+    ranks = {"r": config.get("r", _DEFAULT_RANK), **_pattern(config, "rank_pattern")}
+    for name, rank in ranks.items():
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+            raise SettingsError(
+                f"the rank {shown(rank, 40)} ({shown(name, 60)}) is no whole number from 1 to {MAX_RANK}: "
+                "train it with a smaller rank, or merge it into the model"
+            )
+    return set(ranks.values())
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Refuse patterns where modules are named: one can keep the interpreter for years."""
+    for field in _REFUSED:
+        if config.get(field):
+            raise SettingsError(f"{field} is set, and workers serve no adapters that use it: train it without")
+    for field, most in _MODULE_LISTS.items():
+        if not (value := config.get(field)):
+            continue
+        if field == "target_modules" and isinstance(value, str) and value.lower() == _ALL_LINEAR:
+            continue
+        # peft takes one layers_pattern for a list of one; a text is a pattern elsewhere.
+        names = [value] if field == "layers_pattern" and isinstance(value, str) else value
+        _check_modules(field, names, most)
+    tokens = config.get("trainable_token_indices")
+    if isinstance(tokens, dict):
+        _check_modules("trainable_token_indices", list(tokens), _MODULE_LISTS["modules_to_save"])
+
+
+def _check_modules(field: str, names: object, most: int) -> None:
+    if not isinstance(names, list):
+        raise SettingsError(
+            f"{field} is {shown(names, 60)}, a pattern: workers take lists of modules' names alone; list them"
+        )
+    if len(names) > most:
+        raise SettingsError(f"{field} has {len(names)} names: {most} are taken; name modules by their last parts")
+    for name in names:
+        if not isinstance(name, str) or not _MODULE.fullmatch(name):
+            raise SettingsError(
+                f"{field} names {shown(name, 60)}: a module's name has 1 to 300 letters, digits, _, - and dots, and "
+                "patterns are not taken; list the modules by name"
+            )
+
+
+def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """`rank_pattern` or `alpha_pattern`: module -> value."""
+    found = config.get(field) or {}
+    if not isinstance(found, dict):
+        raise SettingsError(f"{field} is {shown(found, 60)}: expected an object of modules' names")
+    _check_modules(field, list(found), _MOST_PATTERNS)
+    return found
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    for name, alpha in {"lora_alpha": config.get("lora_alpha", 1), **_pattern(config, "alpha_pattern")}.items():
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not _is_finite(alpha):
+            raise SettingsError(f"the alpha {shown(alpha, 40)} ({shown(name, 60)}) is no finite number: write it anew")
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # A whole number that is too large for a float.
+        return False
+
+
+def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int], *, is_stacked: bool) -> None:
+    """Refuse weights of other ranks than the config names: the engine would reserve memory for the latter.
+
+    Args:
+        folder: of the adapter.
+        tensors: the header of its weights.
+        ranks: those that its config names.
+        is_stacked: the factors of several experts may be one tensor.
+    """
+    for name, tensor in tensors.items():
+        if not any(part in name for part in _FIRST_FACTORS):
+            continue
+        shape = tensor.get("shape") if isinstance(tensor, dict) else None
+        held = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
+        if held not in ranks and not (is_stacked and held and any(held % rank == 0 for rank in ranks)):
+            told = ", ".join(map(str, sorted(ranks)[:5]))
+            raise SettingsError(
+                f"adapters: {folder} does not fit itself: {name} in {_WEIGHTS} has rank {held}, and {_CONFIG} says "
+                f"{told}: write both anew with peft's save_pretrained"
+            )
 
 
 def _place(tensor: str) -> str:
@@ -52,14 +198,14 @@ def _place(tensor: str) -> str:
     return ".".join(tensor.split(".")[:-1][-_TELLING_PARTS:])
 
 
-def _tensor_names(path: Path) -> list[str]:
-    """The names in the header of a safetensors file; none when it has no header."""
+def _header(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Name -> what the header of a safetensors file says of a tensor; nothing when it has no header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= _MOST_HEADER_BYTES:
-            return []
+        if not 0 < size <= most_bytes:
+            return {}
         try:
             header = json.loads(file.read(size))
-        except ValueError:
-            return []  # The engine says what is wrong with it.
-    return [name for name in header if name != "__metadata__"]
+        except (ValueError, RecursionError):
+            return {}  # The engine says what is wrong with it.
+    return {name: told for name, told in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}

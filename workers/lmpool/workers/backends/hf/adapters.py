@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import check_places, places_of
+from lmpool.workers.backends.lora import adapter_folder, check_places, places_of
 from lmpool.workers.backends.requirements import first_line, require
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class HfAdapters:
             SettingsError: peft is missing, or the adapter cannot be had, does not fit the model or is no plain LoRA.
         """
         require("adapters", "lmpool[lora]", "peft")
-        folder = checkpoint_folder("adapters", source)
+        folder = adapter_folder(source)
         check_places(folder, self._places, self._name)
         revision = checkpoint_revision(folder)
         adapter = qualify(name, revision)

@@ -14,7 +14,8 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
 from lmpool.workers.backends.sglang.settings import SglangSettings
@@ -164,7 +165,7 @@ class SglangBackend:
         Raises:
             SettingsError: it is another one.
         """
-        revision = checkpoint_revision(checkpoint_folder("adapters", source))
+        revision = checkpoint_revision(adapter_folder(source))
         if qualify(name, revision) in self._adapters:
             return revision
         raise SettingsError(

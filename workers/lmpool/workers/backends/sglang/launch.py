@@ -16,7 +16,7 @@ from lmpool.errors import LMPoolError, SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.engine_args import parse_engine_args
-from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.lora import adapter_folder, check_adapter
 from lmpool.workers.backends.requirements import first_line, require_version
 from lmpool.workers.backends.sglang.options import (
     context_length,
@@ -120,7 +120,7 @@ def _place(options: Mapping[str, Any]) -> str:
 
 
 def _adapter_folder(place: str, model: Path) -> Path:
-    folder = checkpoint_folder("adapters", place)
+    folder = adapter_folder(place)
     check_adapter(folder, model)
     return folder
 

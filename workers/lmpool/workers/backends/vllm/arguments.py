@@ -17,12 +17,11 @@ from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
-    checkpoint_folder,
     checkpoint_revision,
     checkpoint_source,
 )
 from lmpool.workers.backends.engine_args import check_engine_args, check_one_process, parse_engine_args
-from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.lora import adapter_folder, check_adapter
 from lmpool.workers.backends.vllm.settings import VllmSettings
 
 Adapters = dict[str, tuple[LoRARequest, str]]
@@ -92,7 +91,7 @@ def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, 
     Raises:
         SettingsError: there is no such folder, or no adapter for this model in it.
     """
-    folder = checkpoint_folder("adapters", place)
+    folder = adapter_folder(place)
     check_adapter(folder, model)
     adapter = qualify(name, checkpoint_revision(folder))
     # By the qualified name: vLLM's prefix cache tells adapters apart by it.
