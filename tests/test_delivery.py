@@ -17,7 +17,9 @@ from lmpool.workers.held import Holdings
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending
 
-NO_ADAPTERS = AdapterKeeper(cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None))
+NO_ADAPTERS = AdapterKeeper(
+    cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
+)
 PROMPT, ASKED = b"p" * 16, b"a" * 16
 CARD = ModelCard("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 

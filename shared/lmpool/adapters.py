@@ -202,6 +202,11 @@ class AdapterRegistry:
         left: int = await self._redis.pttl(self._model.replaced(name))
         return max(0, left) / 1000
 
+    async def loading(self, nonce: str) -> set[str]:
+        """The workers that have begun to load an offer and have not told how that ended."""
+        (found,) = await read_hashes(self._redis, [self._model.trying(nonce)], most_bytes=_MOST_BYTES)
+        return {worker.decode("utf-8", "replace") for worker in found}
+
     async def withdraw(self, name: str, nonce: str) -> None:
         """Take an offer back, if it is still this one."""
         while (offer := (await self.read()).offers.get(name)) is not None and offer.nonce == nonce:

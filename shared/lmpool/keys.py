@@ -144,3 +144,11 @@ class ModelKeys:
     def queue(self) -> list[bytes]:
         """The keys that have no expiry while workers serve the model, the stream of jobs first."""
         return [self.jobs, self.dead, self.backlog, self.backlog_jobs, self.turns]
+
+    def trying(self, load: str) -> bytes:
+        """Hash: id of a worker that loads an adapter now -> since when, in ms since 1970; expires.
+
+        Args:
+            load: the nonce of an offer, or an adapter in service as "name@revision".
+        """
+        return self.base + b":trying:" + load.encode()

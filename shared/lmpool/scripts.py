@@ -84,6 +84,7 @@ FIELDS = Script("fields")
 SURVEY = Script("survey")
 KEEP = Script("keep")
 RETIRE = Script("retire")
+TRIAL = Script("trial")
 
 MOST_AT_ONCE = 500
 """Prompts in one call of a script: Lua's stack and other clients' patience are limited."""

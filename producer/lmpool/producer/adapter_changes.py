@@ -85,6 +85,7 @@ class AdapterChange:
         self._name = check_adapter_name("name", name)
         self._within = within
         self._waits_for = "the server has not answered"
+        self._live: set[str] = set()
 
     async def add(self, source: str | Path) -> str:
         """Have all workers serve it; see `Producer.add_adapter`."""
@@ -149,7 +150,9 @@ class AdapterChange:
                 continue
             if found.source != offer.source:
                 raise self._interrupted()
+            loading = await self._insist(partial(self._registry.loading, found.nonce))
             told = await self._told()
+            await self._check_survivors(loading, found)
             tried = [worker for worker in told if worker.nonce == found.nonce]
             for worker in tried:
                 if worker.refusal:
@@ -159,11 +162,29 @@ class AdapterChange:
                         f"the workers have found different weights in {offer.source}: {worker.worker_id} has revision "
                         f"{worker.revision}, others {found.revision}; was it written just now?"
                     )
-            if found.revision and told and len(tried) == len(told):
+            # One that drains meanwhile may yet end over it.
+            if found.revision and told and len(tried) == len(told) and not loading:
                 return found
-            slow = ", ".join(worker.worker_id for worker in told if worker not in tried)
+            slow = ", ".join(sorted({worker.worker_id for worker in told if worker not in tried} | loading))
             self._waits_for = f"still loading or silent: {slow}" if slow else ""
             await self._pause(_LOOK_S)
+
+    async def _check_survivors(self, loading: set[str], offer: Offer) -> None:
+        """Refuse what a worker has not survived: it would end the others, or those that start later.
+
+        Args:
+            loading: who loaded it before we looked who lives.
+            offer: the adapter.
+        """
+        if not loading - self._live:
+            return
+        # One that leaves in good order takes its note back.
+        loading &= await self._insist(partial(self._registry.loading, offer.nonce))
+        for worker in sorted(loading - self._live):
+            raise AdapterRefused(
+                f"the worker {worker} ended or fell silent while it loaded it, so it was not put in service: look at "
+                "that worker's log, mend the adapter, and add it again"
+            )
 
     async def _is_lost(self, known: Registered, before: str | None) -> bool:
         """Whether an offer that is gone was lost, by a server short of memory, say; else somebody has made a change."""
@@ -211,7 +232,9 @@ class AdapterChange:
 
     async def _told(self) -> list[_Told]:
         """What the live workers have told."""
-        workers = [one for one in await self._insist(self._session.workers) if one.fields.get("state") != "draining"]
+        found = await self._insist(self._session.workers)
+        self._live = {one.worker_id for one in found}
+        workers = [one for one in found if one.fields.get("state") != "draining"]
         if not workers:
             self._waits_for = ""
         return [self._read(worker) for worker in workers]

@@ -15,6 +15,7 @@ from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Regis
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.adapter_sources import AdapterSources
+from lmpool.workers.adapter_trials import AdapterTrials, TriedElsewhere
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
@@ -49,6 +50,7 @@ class AdapterKeeper:
         stepper: the backend.
         loaded: what the backend has loaded by itself: "name@revision" -> source.
         sources: where others may come from.
+        trials: tells other workers what is being loaded.
         on_change: called when what `shown` tells has changed.
         others: what the other live workers tell by a field of theirs: worker id -> value, "" when it has none.
     """
@@ -59,12 +61,14 @@ class AdapterKeeper:
         stepper: Stepper,
         loaded: Mapping[str, str],
         sources: AdapterSources,
+        trials: AdapterTrials,
         on_change: Callable[[], Awaitable[object]],
         others: Callable[[str], Awaitable[Mapping[str, str]]],
     ) -> None:
         self._registry = registry
         self._stepper = stepper
         self._sources = sources
+        self._trials = trials
         self._on_change = on_change
         self._others = others
         self._loaded = dict(loaded)
@@ -108,7 +112,8 @@ class AdapterKeeper:
                 )
         for name, adapter in known.adapters.items():
             if qualify(name, adapter.revision) not in self._loaded:
-                await self._load(name, adapter.source, adapter.revision)
+                async with self._trials.in_service(qualify(name, adapter.revision)):
+                    await self._load(name, adapter.source, adapter.revision)
                 await self._on_change()
         self._in_service = known.adapters
         await self._on_change()
@@ -130,6 +135,10 @@ class AdapterKeeper:
                         f"start without it and have all workers load it (`lmpool adapters add {name} {source}`), or "
                         "stop the others first and start them with it too"
                     )
+
+    async def leave(self, *, is_broken: bool) -> None:
+        """The worker ends, over what it loads at present if its backend is broken."""
+        await self._trials.leave(is_broken=is_broken)
 
     async def run(self) -> None:
         """Follow the server; never returns."""
@@ -193,7 +202,7 @@ class AdapterKeeper:
         for name, offer in known.offers.items():
             await self._try(name, offer)
         self._in_service = known.adapters
-        self._offered = {name: self._offered[name] for name in known.offers}
+        self._offered = {name: self._offered[name] for name in known.offers if name in self._offered}
         self._drop_others(known)
         if self.shown() != before:
             await self._on_change()
@@ -205,7 +214,8 @@ class AdapterKeeper:
         if qualified in self._loaded or (refused is not None and loop.time() < refused.again):
             return
         try:
-            await self._load(name, adapter.source, adapter.revision)
+            async with self._trials.in_service(qualified):
+                await self._load(name, adapter.source, adapter.revision)
         except SettingsError as error:
             _log.warning("the adapter %r is in service and cannot be loaded: %s", name, error)
             # From now on: loading may take longer than the pause, and prompts are computed in between only.
@@ -219,7 +229,10 @@ class AdapterKeeper:
         if (seen := self._offered.get(name)) is not None and seen[0] == offer.nonce:
             return
         try:
-            revision = await self._load(name, offer.source, offer.revision)
+            async with self._trials.offered(offer.nonce, is_first=not offer.revision):
+                revision = await self._load(name, offer.source, offer.revision)
+        except TriedElsewhere:
+            return
         except SettingsError as error:
             _log.warning("cannot load the adapter %r: %s", name, error)
             self._offered[name] = (offer.nonce, "", str(error))

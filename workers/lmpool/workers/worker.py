@@ -24,6 +24,7 @@ from lmpool.queue import read_queue
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 from lmpool.workers.adapter_sources import AdapterSources
+from lmpool.workers.adapter_trials import AdapterTrials
 from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendSettings, BackendStats, Finished
@@ -180,8 +181,9 @@ class Worker:
         )
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
+        trials = AdapterTrials(self._redis, keys, card.name, self._id, settings)
         self._adapters = AdapterKeeper(
-            registry, self._stepper, opened.adapters, self._sources, self._beat, self._presence.others
+            registry, self._stepper, opened.adapters, self._sources, trials, self._beat, self._presence.others
         )
         self._larder = Larder(self._server, keys, opened.device, settings, self._figures)
         asked = Asked(self._larder, self._publisher, card)
@@ -229,6 +231,7 @@ class Worker:
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
                 if handed := await self._intake.hand_back(reason):
                     _log.info("handed %d prompts back: other workers take them over", handed)
+                await self._adapters.leave(is_broken=self._duty.broken is not None)
                 await self._presence.leave(for_good=self._duty.broken is None)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: what stays there expires or is swept.

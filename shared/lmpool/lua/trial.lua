@@ -1,0 +1,30 @@
+-- Note that a worker is about to load an adapter, so that others see when that has ended it.
+--
+-- KEYS  who loads this very adapter now: a hash of worker ids, each with the time when it began in ms since 1970, or 0
+--       when it said that it ends over it
+-- ARGV  worker id; "alone" if it loads only when nobody else does, "any" if only those matter who should have ended
+--       by now, "anyway"; after how many ms somebody should have; lifetime of the note in ms; most that there can be
+--
+-- Returns 1 when noted, else 0, and behind it who should have ended by now.
+local mine, how, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[5]) then
+  redis.call('DEL', KEYS[1])
+end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local found, others = {0}, 0
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+  if all[i] ~= mine then
+    others = others + 1
+    if now - (tonumber(all[i + 1]) or 0) >= most_ms then
+      found[#found + 1] = all[i]
+    end
+  end
+end
+if how == 'anyway' or others == 0 or (how == 'any' and #found == 1) then
+  redis.call('HSET', KEYS[1], mine, now)
+  redis.call('PEXPIRE', KEYS[1], ARGV[4])
+  found[1] = 1
+end
+return found
