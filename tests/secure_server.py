@@ -21,7 +21,7 @@ from lmpool.embedded import server_binary
 from tests.pool import spoken, until
 
 SHIPPED = Path(__file__).parent.parent / "docker" / "redis"
-ROLES = ("producer", "worker", "trie-worker", "operator")
+ROLES = ("producer", "adapters", "worker", "trie-worker", "operator")
 # What a URL must encode is in it, and it is found wherever it appears.
 PASSWORD = "s3cr3t/@:?#%{role}"
 

@@ -40,6 +40,14 @@ FORBIDDEN = (
     "SET other x", "GET other", "EVAL redis.call('FLUSHALL') 0", "EVAL redis.call('SET','other','x') 0",
 )  # fmt: skip
 
+# What is for those alone who may change adapters.
+CHANGING_ADAPTERS = (
+    "HSET lmpool:{m}:adapters a b", "HDEL lmpool:{m}:adapters a", "PEXPIRE lmpool:{m}:adapters 1",
+    "HSET lmpool:{m}:offers a b", "HDEL lmpool:{m}:offers a", "DEL lmpool:{m}:offers", "SET lmpool:{m}:replaced:a x",
+    "EVAL redis.call('HSET',KEYS[1],'a','b') 1 lmpool:{m}:offers", "HGETALL lmpool:{m}:trying:n",
+    "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs",
+)  # fmt: skip
+
 # What belongs to somebody else: by role.
 NOT_THEIRS = {
     "producer": (
@@ -54,7 +62,13 @@ NOT_THEIRS = {
         "XREAD STREAMS lmpool:{m}:jobs 0",
         "XGROUP CREATE lmpool:{m}:jobs g 0", "XADD lmpool:{m}:reply:c * d x", "XRANGE lmpool:{m}:dead - +",
         "XADD lmpool:{m}:dead * e x", "XDEL lmpool:{m}:dead 1-1", "DEL lmpool:{m}:adapters",
-        "SET lmpool:{m}:adapters x",
+        "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
+    ),
+    "adapters": (
+        "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
+        "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
+        "HSET lmpool:{m}:trying:n w 0", "DEL lmpool:{m}:trying:n",
     ),
     "worker": (
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
@@ -70,7 +84,7 @@ NOT_THEIRS = {
         "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
-        "HSET lmpool:worker:w state ready",
+        "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS,
     ),
 }  # fmt: skip
 
@@ -163,10 +177,12 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
         scores = await producer.score(prompts[0], [4])
         assert np.array_equal(scores, rows[0][[4]])
         (tmp_path / "weights").write_text("1")
-        revision = await producer.add_adapter("poet", tmp_path)
-        row = synthetic_row([1], vocab_size=V, adapter_revision=revision)
-        assert np.array_equal(await producer.logprobs([1], adapter="poet"), row)
-        await producer.remove_adapter("poet")
+        async with Producer("syn", redis=server.url("adapters")) as changing:
+            revision = await changing.add_adapter("poet", tmp_path)
+            row = synthetic_row([1], vocab_size=V, adapter_revision=revision)
+            for asking in (producer, changing):
+                assert np.array_equal(await asking.logprobs([1], adapter="poet"), row)
+            await changing.remove_adapter("poet")
         abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
         await asyncio.sleep(0)
         abandoned.cancel()
@@ -224,6 +240,31 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
         assert "nothing was left unfinished" in worker.text
         assert "s3cr3t" not in worker.text
     assert not (refused := server.refusals()), "\n".join(refused)
+
+
+async def test_only_those_may_change_adapters_who_have_that_right(
+    server: SecureServer, workers: Workers, tmp_path: Path
+) -> None:
+    worker = workers.start("worker", "worker", "syn", *SYNTHETIC)
+    await asyncio.to_thread(worker.until_says, "serving ")
+    (tmp_path / "weights").write_text("1")
+    added = command(server, "adapters", "adapters", "add", "poet", str(tmp_path), "--model", "syn")
+    assert "poet" in added
+    for role in ("producer", "operator"):
+        async with Producer("syn", redis=server.url(role), timeout=60) as producer:
+            before = await producer.adapters()
+            for change in (producer.add_adapter("poet", tmp_path), producer.add_adapter("judge", tmp_path),
+                           producer.remove_adapter("poet")):  # fmt: skip
+                with pytest.raises(AuthenticationFailed, match="a right of its own: name the server as the user `adap"):
+                    await change
+            assert list(before) == ["poet"]
+            assert await producer.adapters() == before
+    environment = {**os.environ, "LMPOOL_REDIS_URL": server.url("producer")}
+    remove = [*lmpool_command(), "adapters", "remove", "poet", "--model", "syn"]
+    done = subprocess.run(remove, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode != 0
+    assert "name the server as the user `adapters`" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -43,8 +43,8 @@ _IN_SCRIPT = re.compile(r"Error running script .*@user_script: ?\d+: -?([A-Z]+) 
 # The same from redis-py, which takes the first word off.
 _NOT_NOW_ERRORS = (exceptions.MovedError, exceptions.AskError, exceptions.ReadOnlyError, exceptions.BusyLoadingError,
                    exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)  # fmt: skip
-# The last is how Redis 7.0 tells of what a script was refused.
-_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't")
+# The last two are how Redis 7.0 and later servers tell of what a script was refused.
+_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't", "ACL failure in script")
 _REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",

@@ -30,6 +30,7 @@ from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import (
     AdapterRefused,
+    AuthenticationFailed,
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
@@ -257,7 +258,13 @@ class AdapterChange:
             except (SettingsError, AdapterRefused, ProducerClosed):
                 raise
             except TROUBLE as error:
-                self._waits_for = str(self._session.explain(error))
+                why = self._session.explain(error)
+                if isinstance(why, AuthenticationFailed):
+                    raise AuthenticationFailed(
+                        f"{why}; changing adapters is a right of its own: name the server as the user `adapters` "
+                        "(docker/redis/users.acl) or another one that has it"
+                    ) from error
+                self._waits_for = str(why)
             await self._pause(wait)
         raise AssertionError("the waits never end")
 

@@ -19,10 +19,6 @@ _MOST_WORKERS = 4096
 _ENOUGH = 2
 
 
-class TriedElsewhere(Exception):
-    """Another worker loads the adapter at present, and nobody knows yet what comes of it."""
-
-
 class AdapterTrials:
     """The loads of one worker, as others see them.
 
@@ -45,8 +41,8 @@ class AdapterTrials:
         self._noted = b""
 
     @asynccontextmanager
-    async def offered(self, nonce: str, *, is_first: bool) -> AsyncIterator[None]:
-        """Around the load of an adapter that is offered.
+    async def offered(self, nonce: str, *, is_first: bool) -> AsyncIterator[bool]:
+        """Around the load of an adapter that is offered; False when another worker tries it first: then it must wait.
 
         Args:
             nonce: names the offer.
@@ -54,7 +50,6 @@ class AdapterTrials:
 
         Raises:
             SettingsError: a worker has not survived it.
-            TriedElsewhere: another worker tries it first.
         """
         key = self._model.trying(nonce)
         if (old := await self._begin(key, "alone" if is_first else "any")) is not None:
@@ -64,10 +59,11 @@ class AdapterTrials:
                     "at that worker's log, mend the adapter, and add it again"
                 )
             if is_first:
-                raise TriedElsewhere
+                yield False
+                return
             await self._begin(key, "anyway")
         async with self._noted_until_told():
-            yield
+            yield True
 
     @asynccontextmanager
     async def in_service(self, qualified: str) -> AsyncIterator[None]:

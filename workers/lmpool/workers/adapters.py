@@ -15,7 +15,7 @@ from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Regis
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.workers.adapter_sources import AdapterSources
-from lmpool.workers.adapter_trials import AdapterTrials, TriedElsewhere
+from lmpool.workers.adapter_trials import AdapterTrials
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
@@ -229,10 +229,10 @@ class AdapterKeeper:
         if (seen := self._offered.get(name)) is not None and seen[0] == offer.nonce:
             return
         try:
-            async with self._trials.offered(offer.nonce, is_first=not offer.revision):
+            async with self._trials.offered(offer.nonce, is_first=not offer.revision) as is_our_turn:
+                if not is_our_turn:
+                    return
                 revision = await self._load(name, offer.source, offer.revision)
-        except TriedElsewhere:
-            return
         except SettingsError as error:
             _log.warning("cannot load the adapter %r: %s", name, error)
             self._offered[name] = (offer.nonce, "", str(error))
