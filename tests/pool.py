@@ -60,6 +60,11 @@ async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadli
     return found
 
 
+def deadline_ms(seconds: float = 60.0) -> int:
+    """A worker's deadline so many seconds from now, as its model's sorted set of workers has it."""
+    return int((time.time() + seconds) * 1000)
+
+
 def entry_ids(reply: Any) -> list[bytes]:
     """The ids of the entries that redis-py has read of one stream, by either protocol."""
     if isinstance(reply, dict):

@@ -50,6 +50,12 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
     return int(await scripts.CANCEL(redis, [JOBS, reply, *map(waiting, numbers)], [GROUP]))
 
 
+async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, lease_ms: int = LEASE_MS) -> None:
+    """Give a worker's sign of life: it computes `size` prompts at once."""
+    keys = [MODEL.workers, MODEL.jobs, MODEL.rooms]
+    await scripts.REGISTER(redis, keys, [worker, lease_ms, LIFETIME_MS, GROUP, size])
+
+
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
     """Read new entries as a worker does; returns their ids."""
     reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
@@ -78,7 +84,8 @@ async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bo
 async def claim(
     redis: redis_async.Redis, *, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
 ) -> tuple[int, list[tuple[bytes, bytes, int]]]:
-    alone, taken = await scripts.CLAIM(redis, [JOBS], [GROUP, consumer, LEASE_MS, most, want, int(idle)])
+    args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS]
+    alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
     return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 
 

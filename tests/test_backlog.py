@@ -24,6 +24,7 @@ from tests.script_calls import (
     finish,
     finish_args,
     hash_of,
+    register,
     submit,
     take,
     told,
@@ -40,7 +41,7 @@ SCRIPTS = (scripts.SUBMIT, scripts.CANCEL, scripts.FINISH, scripts.REFILL)
 
 @pytest.fixture(autouse=True)
 async def _one_worker(redis: redis_async.Redis) -> None:
-    await redis.hset(MODEL.rooms, "w1", "1")
+    await register(redis)
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ async def test_the_limit_counts_the_backlog_too(redis: redis_async.Redis) -> Non
 
 @pytest.mark.usefixtures("nobody_asks_alone")
 async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -> None:
-    await redis.hset(MODEL.rooms, "w2", "4")
+    await register(redis, "w2", 4)
     await submit(redis, *range(50))
     assert await redis.xlen(JOBS) == 5 * IN_STREAM
     # What workers hold does not count.
@@ -332,6 +333,6 @@ async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis:
 
 async def test_what_comes_back_leaves_the_clients_later_turns_as_they_are(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40))
-    await redis.hset(MODEL.turns, A, "100")
+    await redis.zadd(MODEL.turns, {A: 100})
     await submit(redis, 60, reply=B)
-    assert await redis.hget(MODEL.turns, A) == b"100"
+    assert await redis.zscore(MODEL.turns, A) == 100

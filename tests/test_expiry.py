@@ -29,6 +29,7 @@ from tests.script_calls import (
     digest,
     entries_of,
     finish,
+    register,
     submit,
     take,
     waiting,
@@ -41,7 +42,7 @@ HOUR_MS = 3_600_000
 @pytest.fixture
 async def queue(redis: redis_async.Redis) -> redis_async.Redis:
     """A client of a server with an empty queue, which one worker reads that computes a prompt at a time."""
-    await scripts.BEAT(redis, [MODEL.rooms], [HOUR_MS, "w1", "1"])
+    await register(redis)
     return redis
 
 

@@ -33,6 +33,7 @@ from tests.script_calls import (
     finish_args,
     hash_of,
     pending,
+    register,
     submit,
     take,
     told,
@@ -334,7 +335,7 @@ async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None
 async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:
     numbers = list(range(scripts.MOST_AT_ONCE))
     digests = [number.to_bytes(16, "big") for number in numbers]
-    await redis.hset(MODEL.rooms, "w1", str(len(numbers)))
+    await register(redis, size=len(numbers))
     keys = [JOBS, A, *(MODEL.waiting + one for one in digests), *(ROWS + one for one in digests)]
     assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
         numbers

@@ -28,11 +28,11 @@ from lmpool.errors import (
     UnknownModel,
     WorkerError,
 )
-from lmpool.keys import GROUP, Keys
+from lmpool.keys import Keys
 from lmpool.producer import Producer, SyncProducer
 from lmpool.testing import MemoryPool, SyntheticModel, pool
 from lmpool.vocab import Vocabulary, decode_vocab
-from tests.pool import until, until_async
+from tests.pool import deadline_ms, until, until_async
 from tests.real_tokenizers import gpt2
 from tests.trie_answers import answers_of, draw_weights, words
 
@@ -359,7 +359,7 @@ def test_a_worker_that_failed_is_told_at_the_end() -> None:
     def spoil(memory: MemoryPool) -> None:
         name = memory.model.name
         memory.redis.hset(Keys().worker("other"), mapping={"model": name, "fingerprint": "another"})
-        memory.redis.xgroup_createconsumer(Keys().model(name).jobs, GROUP, "other")
+        memory.redis.zadd(Keys().model(name).workers, {"other": deadline_ms()})
         memory.redis.hset(Keys().models(), name, b"not a card")
         until(lambda: not memory.worker.is_running, "the worker sees that others serve something else")
 

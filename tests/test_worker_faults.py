@@ -27,7 +27,7 @@ from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, entry_ids, is_held, until, until_async
+from tests.pool import Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
 
 
 def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
@@ -68,7 +68,7 @@ async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool)
     # A card alone may be anybody's junk; here somebody serves what it says.
     heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
-    pool.redis.xgroup_createconsumer(pool.keys.model("syn").jobs, GROUP, "other")
+    pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
     pool.redis.hset(pool.keys.models(), "syn", other.pack())
     assert await asyncio.to_thread(worker.wait) == 2
     assert "another fingerprint" in worker.text
@@ -119,7 +119,9 @@ async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_need
         await redis.xadd(jobs, {"m": b"job"})
         await redis.xreadgroup(GROUP, "busy", {jobs: ">"})
         await redis.xadd(keys.model("asked").jobs, {"m": b"job"})
-        await redis.delete(*(keys.worker(name) for name in ("of-dead", "of-asked", "idle", "busy")))
+        for model, *gone in (("dead", "of-dead"), ("asked", "of-asked"), ("syn", "idle", "busy")):
+            await redis.zadd(keys.model(model).workers, dict.fromkeys(gone, deadline_ms(-1)))
+            await redis.delete(*map(keys.worker, gone))
         await sweeper.sweep()
         assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
         consumers = await redis.xinfo_consumers(jobs, GROUP)

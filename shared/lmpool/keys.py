@@ -90,18 +90,34 @@ class ModelKeys:
 
     @property
     def turns(self) -> bytes:
-        """Hash: reply key -> the client's last turn in the backlog; "" -> the turn of who moved up last."""
+        """Sorted set: reply key with its client's last turn in the backlog; "" with the turn of who moved up last."""
         return self.base + b":turns"
 
     @property
     def flood(self) -> bytes:
-        """String: reply key of a client that asks alone and has more in the stream than is usual; expires."""
+        """String: reply key of a client that asks alone and has more in the stream than is usual; with "-" before it
+        while that goes back; expires."""
         return self.base + b":flood"
 
     @property
     def rooms(self) -> bytes:
-        """Hash: worker id -> how many prompts it computes at once."""
+        """Hash: worker id -> how many prompts it computes at once; "" -> the sum of these; expires."""
         return self.base + b":rooms"
+
+    @property
+    def workers(self) -> bytes:
+        """Sorted set: worker id with its deadline: the server's time in ms until which it is alive; expires."""
+        return self.base + b":workers"
+
+    @property
+    def loading(self) -> bytes:
+        """Sorted set: id of a worker that loads this model, with its deadline; expires."""
+        return self.base + b":loading"
+
+    @property
+    def claims(self) -> bytes:
+        """String: the entry at which the next look for jobs of silent workers begins; expires."""
+        return self.base + b":claims"
 
     @property
     def dead(self) -> bytes:

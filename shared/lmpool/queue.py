@@ -8,10 +8,16 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool import scripts
+from lmpool.card import LIMITS
 from lmpool.keys import GROUP, ModelKeys
 
 # What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
+
+MOST_WORKERS = 4000
+"""Most workers of a model that are told apart; more are counted."""
+
+_LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 
 
 class QueueState(NamedTuple):
@@ -40,8 +46,38 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
 
 
-async def read_consumers(redis: Redis, keys: ModelKeys) -> list[str]:
-    """The workers that have joined a model's queue, gone or not; what is no UTF-8 names no worker.
+class Alive(NamedTuple):
+    """The workers of a model that are alive at one moment.
+
+    Attributes:
+        serving: how many serve it.
+        loading: how many load it.
+        names: the ids of those that serve it, `MOST_WORKERS` at most; none where they were not asked for.
+    """
+
+    serving: int
+    loading: int
+    names: tuple[str, ...]
+
+
+async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:
+    """Count the workers of a model, in a time that does not depend on how many there are.
+
+    Args:
+        redis: a client for control messages.
+        keys: the model's keys.
+        names: tell their ids too.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    args = [_LONGEST_LEASE_MS, MOST_WORKERS if names else 0]
+    serving, loading, found = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
+    return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in found)))
+
+
+async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
+    """The consumers of a model's queue, whether they are alive or not.
 
     Raises:
         RedisError, OSError: the server cannot be used.
@@ -52,4 +88,4 @@ async def read_consumers(redis: Redis, keys: ModelKeys) -> list[str]:
         if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
             raise
         return []
-    return [consumer["name"].decode("utf-8", "replace") for consumer in found]
+    return [consumer["name"] for consumer in found]

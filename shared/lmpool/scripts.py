@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from lmpool.link import Argument
 
@@ -17,6 +17,7 @@ Call = Callable[..., Awaitable[Any]]
 """Runs one command: `call` of a line."""
 
 _FOLDER = Path(__file__).with_name("lua")
+_REFUSED = ("ACL failure in script", "The user executing the script can't")
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
 
@@ -56,11 +57,22 @@ class Script:
             return await call(b"EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """Run the script off that path; returns what it returns."""
+        """Run the script off that path; returns what it returns.
+
+        Raises:
+            NoPermissionError: the server's user may not do what the script does.
+            RedisError, OSError: the server cannot be used.
+        """
         try:
-            return await redis.evalsha(self.sha, len(keys), *keys, *args)
-        except NoScriptError:
-            return await redis.eval(self.source, len(keys), *keys, *args)
+            try:
+                return await redis.evalsha(self.sha, len(keys), *keys, *args)
+            except NoScriptError:
+                return await redis.eval(self.source, len(keys), *keys, *args)
+        except ResponseError as error:
+            # Servers tell of it as of any other error in a script.
+            if any(words in str(error) for words in _REFUSED):
+                raise NoPermissionError(str(error)) from error
+            raise
 
 
 SUBMIT = Script("submit")
@@ -70,6 +82,8 @@ REFILL = Script("refill")
 UNWANTED = Script("unwanted")
 CLAIM = Script("claim")
 BEAT = Script("beat")
+REGISTER = Script("register")
+ALIVE = Script("alive")
 RENEW = Script("renew")
 RELEASE = Script("release")
 RETRY = Script("retry")
@@ -86,5 +100,5 @@ KEEP = Script("keep")
 RETIRE = Script("retire")
 TRIAL = Script("trial")
 
-MOST_AT_ONCE = 500
-"""Prompts in one call of a script: Lua's stack and other clients' patience are limited."""
+MOST_AT_ONCE = 200
+"""Prompts in one call of a script: while it runs, the server serves nobody else."""

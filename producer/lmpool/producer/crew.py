@@ -27,7 +27,7 @@ class Crew:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        self._count = len(await self._channel.lobby.workers(model))
+        self._count = (await self._channel.lobby.alive(model)).serving
 
     def rest(self) -> None:
         """They are not looked for now: nobody waits, or nobody can be seen."""
@@ -45,9 +45,9 @@ class Crew:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        lobby, card = self._channel.lobby, self._channel.card
-        self._count = len(await lobby.workers(card.name))
-        self._is_loading = not self._count and any(one.fields["model"] == card.name for one in await lobby.loading())
+        card = self._channel.card
+        alive = await self._channel.lobby.alive(card.name)
+        self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self._count or self._is_loading:
             self._missing_since = None
         elif self._missing_since is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -15,7 +15,7 @@ from lmpool.checks import shown
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
 from lmpool.hashes import read_hashes, read_texts
 from lmpool.keys import Keys
-from lmpool.queue import QueueState, read_consumers, read_queue
+from lmpool.queue import Alive, QueueState, read_alive, read_queue
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -54,6 +54,8 @@ class Lobby:
             AmbiguousModel: `name` is None and there are several.
             ProtocolError: the card of that model, or every card there is, cannot be read.
         """
+        if name is not None and (card := (await self._read_cards([name]))[0].get(name)) is not None:
+            return card
         cards, unreadable = await self._read_cards()
         if name in unreadable or (name is None and unreadable and not cards):
             bad = name or next(iter(unreadable))
@@ -84,7 +86,7 @@ class Lobby:
     async def _is_served(self, model: str) -> bool:
         """Whether a model has live workers; one that this user may not ask has none for it."""
         try:
-            return bool(await self.workers(model))
+            return bool((await self.alive(model)).serving)
         except NoPermissionError:
             return False
 
@@ -96,9 +98,13 @@ class Lobby:
             return f"a worker is loading {models}, try again in a moment"
         return f"{otherwise} (being loaded: {models})" if loading else otherwise
 
-    async def _read_cards(self) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
-        """The cards by name, and why others cannot be read: one bad card must not take down every other model."""
-        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
+    async def _read_cards(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
+        """The cards by name, and why others cannot be read: one bad card must not take down every other model.
+
+        Args:
+            names: of these models alone; none for all.
+        """
+        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES, fields=names)
         cards: dict[str, ModelCard] = {}
         unreadable: dict[str, ProtocolError] = {}
         for key, data in sorted(found.items()):
@@ -113,9 +119,13 @@ class Lobby:
                     _log.warning("the card of the model %r is left out: %s", name, error)
         return cards, unreadable
 
+    async def alive(self, model: str) -> Alive:
+        """How many workers serve a model and load it: a look that costs the same however many there are."""
+        return await read_alive(self._redis, self._keys.model(model))
+
     async def workers(self, model: str) -> list[WorkerInfo]:
-        """The live workers of a model."""
-        return await self._alive(await read_consumers(self._redis, self._keys.model(model)))
+        """The live workers of a model, with what they tell; this reads one heartbeat after the other."""
+        return await self._alive((await read_alive(self._redis, self._keys.model(model), names=True)).names)
 
     async def loading(self) -> list[WorkerInfo]:
         """The workers that load their models, of all models."""

@@ -23,6 +23,8 @@ _HIT_RATE_WINDOW = 8
 _LEAST_PATIENCE_S = 5.0
 _MOST_PATIENCE_S = 3600.0
 _UPLOAD_BYTES = 4 * 1024 * 1024
+_MOST_IDS_BYTES = 512 * 1024
+_IN_THE_WAY = b"+"
 
 
 class Outbox:
@@ -208,8 +210,9 @@ class Outbox:
             for one in flights
         ]
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
-        if not isinstance(outcome, bytes) or len(outcome) != len(flights):
+        if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(flights):
             raise channel.line.distrust(outcome)
+        is_in_the_way, outcome = outcome.endswith(_IN_THE_WAY), outcome.removesuffix(_IN_THE_WAY)
         is_full = b"F" in outcome
         if is_full and self._waits_when_full:
             self.retry_soon()
@@ -236,6 +239,9 @@ class Outbox:
             if not flight.waiters and code in "QJ" and self._flights.get(digest) is None:
                 abandoned.append(digest)
         await self._cancel(abandoned)
+        # What another client has in the stream goes behind these, a part of it in each call.
+        while is_in_the_way:
+            is_in_the_way = bool(await scripts.REFILL.on(channel.line.call, [channel.model.jobs], []))
         return stored, is_full
 
     def _patience_ms(self, flights: Sequence[Flight]) -> int:
@@ -284,13 +290,16 @@ class Outbox:
 
 
 def _parts(flights: Sequence[Flight]) -> Iterator[Sequence[Flight]]:
-    """Flights in portions for one call of a script; small ones where weights go along, so that workers can begin."""
-    begin = size = 0
+    """Flights in portions for one call of a script: no more of them, and of their ids, than it handles in a few ms; few
+    where weights go along, so that workers can begin."""
+    begin = weights = ids = 0
     for at, flight in enumerate(flights):
-        own = 0 if flight.weights is None else flight.weights.values.nbytes
-        if at > begin and (size + own > _UPLOAD_BYTES or at - begin == scripts.MOST_AT_ONCE):
+        own_weights = 0 if flight.weights is None else flight.weights.values.nbytes
+        own_ids = len(flight.prompt.ids)
+        is_much = weights + own_weights > _UPLOAD_BYTES or ids + own_ids > _MOST_IDS_BYTES
+        if at > begin and (is_much or at - begin == scripts.MOST_AT_ONCE):
             yield flights[begin:at]
-            begin, size = at, 0
-        size += own
+            begin, weights, ids = at, 0, 0
+        weights, ids = weights + own_weights, ids + own_ids
     if begin < len(flights):
         yield flights[begin:]

@@ -16,12 +16,12 @@ for i = 3, #KEYS do
     local job = redis.call('HGET', waiting, 'job')
     if job == LATER then
       drop_later(string.sub(waiting, -16), reply)
-      redis.call('DEL', waiting)
+      redis.call('UNLINK', waiting)
       removed = removed + 1
     -- A job that a worker holds stays registered, so that others can still join it.
     elseif job and #redis.pcall('XPENDING', jobs, ARGV[1], job, job, 1) == 0 then
       redis.pcall('XDEL', jobs, job)
-      redis.call('DEL', waiting)
+      redis.call('UNLINK', waiting)
       removed = removed + 1
     end
   end

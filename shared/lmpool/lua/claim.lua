@@ -1,20 +1,27 @@
 -- Take over jobs whose worker has been silent for a lease.
 --
--- KEYS  jobs
+-- KEYS  jobs, where the next call goes on looking
 -- ARGV  consumer group, consumer, lease in ms, deliveries a job may have, most jobs to take,
---       idle (0|1): the caller holds no job, and if not the usual ones: most bytes of a job, most bytes of all jobs together
+--       idle (0|1): the caller holds no job, most bytes of a job, most bytes of all jobs together but the first,
+--       lifetime of the second key in ms
 --
 -- A job that was delivered often is suspected of killing workers. For its last delivery it is taken alone,
 -- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
 -- over as spent, to be given up.
 --
--- Returns {alone (0|1), list of {entry id, encoded job, deliveries before this one, fields 'u' and 't' or ''}}. An empty
--- list with alone = 1 asks the caller to come back when it holds nothing. A job that is too large is told by its size alone.
-local jobs, group, consumer, lease = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+-- One call looks at a part of what workers hold, and all workers look together: where one has ended, the next goes on.
+--
+-- Returns {alone (0|1), list of {entry id, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
+-- calls are this worker's share of a look at all that is held}. An empty list with alone = 1 asks the caller to come back
+-- when it holds nothing. A job that is too large is told by its size alone.
+
+-- include stream
+
+local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
-local largest, room = tonumber(ARGV[7] or '16777216'), tonumber(ARGV[8] or '67108864')
-local MOST_SHORT = 64
-local taken = {}
+local largest, room_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
+local MOST_SHORT, PART, FIRST = 64, 500, '-'
+local taken, is_alone = {}, false
 local function field(fields, name)
   for at = 1, #fields, 2 do
     if fields[at] == name then
@@ -26,32 +33,58 @@ end
 local function short(value)
   return #value <= MOST_SHORT and value or ''
 end
-for _, silent in ipairs(redis.call('XPENDING', jobs, group, 'IDLE', lease, '-', '+', want)) do
-  local id, deliveries = silent[1], silent[4]
-  local alone = deliveries == most - 1
-  if alone and #taken == 0 and not idle then
-    return {1, taken}
+
+-- Take an entry. Returns whether it does not fit beside the others.
+local function take(id, deliveries)
+  local entry = redis.call('XRANGE', jobs, id, id)[1]
+  if not entry then
+    -- The entry was deleted while it was pending: nothing is left to do.
+    redis.call('XACK', jobs, group, id)
+    return false
   end
-  if not (alone and #taken > 0) then
-    local entry = redis.call('XRANGE', jobs, id, id)[1]
-    if entry then
-      local job = field(entry[2], 'm')
-      room = room - #job
-      if #job > largest then
-        job, room = #job, room + #job
-      end
-      if room < 0 and #taken > 0 then
-        break
-      end
-      redis.call('XCLAIM', jobs, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
-      taken[#taken + 1] = {id, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
-      if alone then
-        return {1, taken}
-      end
-    else
-      -- The entry was deleted while it was pending: nothing is left to do.
-      redis.call('XACK', jobs, group, id)
+  local job = field(entry[2], 'm')
+  if #job > largest then
+    job = #job
+  else
+    room_bytes = room_bytes - #job
+    if room_bytes < 0 and #taken > 0 then
+      return true
     end
   end
+  redis.call('XCLAIM', jobs, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
+  taken[#taken + 1] = {id, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
+  return false
 end
-return {0, taken}
+
+-- Look at a part of what is held. Returns from where the next look goes on.
+local function look(from)
+  local held = redis.call('XPENDING', jobs, group, from, '+', PART)
+  for _, one in ipairs(held) do
+    local id, deliveries = one[1], one[4]
+    if one[3] >= lease then
+      local alone = deliveries == most - 1
+      if alone and #taken == 0 and not idle then
+        is_alone = true
+        return id
+      end
+      if (not alone or #taken == 0) and take(id, deliveries) then
+        return id
+      end
+      is_alone = alone and #taken == 1 and taken[1][1] == id
+      if is_alone or #taken == want then
+        return '(' .. id
+      end
+    end
+  end
+  return #held == PART and '(' .. held[PART][1] or FIRST
+end
+
+local from = redis.pcall('GET', cursor)
+from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
+local next_from = look(from)
+if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
+  next_from = look(FIRST)
+end
+redis.call('SET', cursor, next_from, 'PX', ARGV[9])
+local workers = math.max(1, (tonumber(redis.pcall('HLEN', rooms)) or 0) - 1)
+return {is_alone and 1 or 0, taken, math.floor(of_group('pending') / (PART * workers))}

@@ -16,7 +16,11 @@
 -- A job that failed is left to whoever holds it now, when that is not the caller: a worker that was silent for a lease has
 -- no say any more in whether a prompt can be answered. A row is a row, whoever brings it.
 --
--- Returns how many clients were told, then the numbers of the jobs that were left alone, with spaces between.
+-- One call tells a bounded number of clients. A job whose clients are not all told yet stays as it is: the caller calls
+-- again with it.
+--
+-- Returns how many clients were told, then the numbers of the jobs that were left alone, and with a "+" before them of
+-- those to call again with, with spaces between.
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
@@ -25,10 +29,13 @@
 
 local DIGEST, HEAD = 16, 8
 local MOST_CLIENTS, MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 10000, 16, 1048576
+-- What one call tells: beyond it no more jobs are begun.
+local MOST_TOLD = 300
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
-local entries, ended, stored, done, told, left = {}, {}, {}, {}, {}, {}
+local entries, ended, stored, done, told, left, unfinished = {}, {}, {}, {}, {}, {}, {}
+local looked_at = 0
 -- Whether something else than a stream is there, or one that has come to its last id.
 local function is_spoilt(outcome)
   return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
@@ -60,11 +67,20 @@ local function bury(failure, entry)
     redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
   end
 end
--- Tell who waits there: of a failure now, of a row in the end with all others.
+-- Tell who waits there: of a failure now, of a row in the end with all others. Returns whether these are all.
 local function tell_all(waiting, failure)
-  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HKEYS', waiting)
+  if looked_at >= MOST_TOLD then
+    return false
+  end
+  local digest, scan = string.sub(waiting, -DIGEST), redis.pcall('HSCAN', waiting, 0, 'COUNT', MOST_TOLD)
+  local is_whole, clients = scan[1] == '0', scan[2] or {}
   -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  for i = 1, #clients <= MOST_CLIENTS and #clients or 0 do
+  if scan.err or not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
+    return true
+  end
+  -- All but the field of the job.
+  looked_at = looked_at + #clients / 2 - 1
+  for i = 1, #clients, 2 do
     local reply = clients[i]
     local digests = done[reply]
     if digests and not failure then
@@ -76,7 +92,11 @@ local function tell_all(waiting, failure)
         done[reply] = {digest}
       end
     end
+    if not is_whole and reply ~= 'job' then
+      redis.call('HDEL', waiting, reply)
+    end
   end
+  return is_whole
 end
 -- Number of a job -> where its failure is.
 local failures = {}
@@ -89,25 +109,28 @@ for i = 1, count do
   local size = row and not failure and redis.pcall('STRLEN', row)
   if size == 0 or type(size) == 'table' then
     -- What can be no row is removed, so that the row can be stored.
-    redis.call('DEL', row)
+    redis.call('UNLINK', row)
     left[#left + 1] = i
   elseif not failure or #redis.pcall('XPENDING', jobs, group, entry, entry, 1, ARGV[6]) == 1 then
-    entries[#entries + 1] = entry
-    if failure and ARGV[failures[i] + 1] == '1' then
-      bury(failure, entry)
-    end
     -- Who waits is told once, however many of the jobs are for the same.
-    if not ended[waiting] then
+    if not ended[waiting] and tell_all(waiting, failure) then
       ended[waiting], ended[#ended + 1] = true, waiting
-      tell_all(waiting, failure)
       if not failure then
         stored[#stored + 1] = waiting
       end
     end
+    if ended[waiting] then
+      entries[#entries + 1] = entry
+      if failure and ARGV[failures[i] + 1] == '1' then
+        bury(failure, entry)
+      end
+    else
+      unfinished[#unfinished + 1] = '+' .. i
+    end
   end
 end
 if #ended > 0 then
-  redis.call('DEL', unpack(ended))
+  redis.call('UNLINK', unpack(ended))
 end
 for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   -- For who has looked for the row before it was stored, and asks for it now.
@@ -128,6 +151,9 @@ if #entries > 0 then
   redis.call('XDEL', jobs, unpack(entries))
 end
 table.insert(left, 1, clients)
+for _, number in ipairs(unfinished) do
+  left[#left + 1] = number
+end
 local answer = table.concat(left, ' ')
 if redis.call('EXISTS', backlog) == 0 then
   return answer

@@ -6,34 +6,40 @@
 --
 -- Turns are those of fair queueing. The clock is the turn of whoever moved up last. A client's first prompt gets
 -- the turn after the clock, each further one the turn after that, so clients move up one prompt each in rotation,
--- however many each has queued. "turns" has the clock under "" and each client's last turn under its reply key, so
--- the difference is how many prompts the client has in the backlog.
+-- however many each has queued. "turns" is a sorted set: the clock under "" and each client's last turn under its reply
+-- key, so the difference is how many prompts the client has in the backlog.
 --
 -- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
 -- nothing. So that client's prompts may go further into the stream, with their digests; "flood" then has its reply key.
--- When another client comes, what is beyond the usual goes back to the backlog.
+-- When another client comes, what is beyond the usual goes back to the backlog, some of it in each call; meanwhile "flood"
+-- has the reply key behind a "-".
+--
+-- While a script runs, nobody else is served. So each call does a bounded part of what there is to do, whatever is stored,
+-- and the next ones do the rest.
 --
 -- The keys that are not among KEYS carry the model's hash tag, as KEYS[1] does.
 
 -- include stream
 
-local MOST_LOOKED_AT, MOST_AT_ONCE = 1000, 500
+-- What one call moves up, and takes back.
+local MOST_MOVED, MOST_MOVED_BYTES, MOST_BACK = 128, 524288, 128
+local PART, MOST_AT_ONCE = 32, 500
 local backlog_jobs, turns = base .. ':backlog:jobs', base .. ':turns'
 
 -- How much a command counts at a key; what is there and is something else than ours goes.
 local function count_at(command, key)
   local count = redis.pcall(command, key)
   if type(count) == 'table' then
-    redis.call('DEL', key)
+    redis.call('UNLINK', key)
     return 0
   end
   return count
 end
 
--- A number in a hash; what is none is 0.
-local function number_at(key, field)
-  local number = tonumber(redis.call('HGET', key, field) or 0)
-  return number and number - number == 0 and number or 0
+-- A client's last turn, or the clock; what is no number is 0.
+local function turn_of(client)
+  local turn = tonumber(redis.call('ZSCORE', turns, client) or 0)
+  return turn - turn == 0 and turn or 0
 end
 
 local function now_ms()
@@ -42,8 +48,8 @@ local function now_ms()
 end
 
 local function clock()
-  count_at('HLEN', turns)
-  return number_at(turns, '')
+  count_at('ZCARD', turns)
+  return turn_of('')
 end
 
 -- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
@@ -63,10 +69,13 @@ local function to_backlog(order, stored)
   end
 end
 
--- Take the last `count` jobs of the stream back into the backlog, as the first turns of the client that queued them.
-local function back(count, client)
-  local order, stored, turn = {}, {}, clock()
-  local last = redis.call('XREVRANGE', jobs, '+', '-', 'COUNT', count)
+-- Take the last of `excess` jobs of the stream back into the backlog, as the first turns of the client that queued them.
+-- Returns how many were taken.
+local function back(excess, client)
+  local order, stored = {}, {}
+  local last = redis.call('XREVRANGE', jobs, '+', '-', 'COUNT', math.min(excess, MOST_BACK))
+  -- The turns before these are for what is before these in the stream.
+  local turn = clock() + excess - #last
   for i = #last, 1, -1 do
     local entry, fields = last[i][1], last[i][2]
     local lifetime, digest = string.match(fields[4] or '', '^(%d+) (.+)$')
@@ -82,8 +91,22 @@ local function back(count, client)
   if #order > 0 then
     to_backlog(order, stored)
     -- It may have more in the backlog, with later turns.
-    redis.call('HSET', turns, client, math.max(turn, number_at(turns, client)))
+    redis.call('ZADD', turns, math.max(turn, turn_of(client)), client)
   end
+  return #order / 2
+end
+
+-- Take back what a client that does not ask alone any more has in the stream beyond the usual: a part of it.
+-- Returns whether there is more.
+local function give_way(excess, alone)
+  -- A server that is short of memory may have dropped the key: then it was somebody's.
+  local client = type(alone) == 'string' and string.gsub(alone, '^-', '') or '?'
+  if back(excess, client) > 0 and excess > MOST_BACK then
+    redis.call('SET', flood, '-' .. client, 'PX', FLOOD_MS)
+    return true
+  end
+  redis.call('UNLINK', flood)
+  return false
 end
 
 -- Whether somebody waits. A server that is short of memory may have dropped the key: then until the job's own deadline.
@@ -105,33 +128,55 @@ end
 local function drop_later(digest, client)
   if redis.call('ZREM', backlog, digest) == 1 then
     redis.call('HDEL', backlog_jobs, digest)
-    if count_at('HLEN', turns) > 0 and redis.call('HEXISTS', turns, client) == 1 then
-      redis.pcall('HINCRBY', turns, client, -1)
+    if count_at('ZCARD', turns) > 0 and redis.call('ZSCORE', turns, client) then
+      redis.call('ZINCRBY', turns, -1, client)
     end
   end
 end
 
+-- The first prompts of the backlog, at most `count`, and as many as one call may move whatever they weigh; they leave it.
+-- Returns their digests, what is stored of their jobs, the turn of the last, and how many bytes that is.
+local function pop(count, room_bytes)
+  local first, bytes = redis.call('ZPOPMIN', backlog, count), 0
+  local digests, rest, turn = {}, {}, nil
+  for at = 1, #first, 2 do
+    local size = #rest == 0 and redis.call('HSTRLEN', backlog_jobs, first[at]) or 0
+    if #rest > 0 or at > 1 and bytes + size > room_bytes then
+      rest[#rest + 1], rest[#rest + 2] = first[at + 1], first[at]
+    else
+      digests[#digests + 1], turn, bytes = first[at], first[at + 1], bytes + size
+    end
+  end
+  if #rest > 0 then
+    redis.call('ZADD', backlog, unpack(rest))
+  end
+  local stored = {}
+  if #digests > 0 then
+    stored = redis.call('HMGET', backlog_jobs, unpack(digests))
+    redis.call('HDEL', backlog_jobs, unpack(digests))
+  end
+  return digests, stored, turn, bytes
+end
+
 -- Move prompts up from the backlog while the stream has room. Those that nobody waits for any more are dropped.
--- Returns whether there may be more to move: one call does not look at more than MOST_LOOKED_AT.
+-- Returns whether there may be more to move.
 local function move_up()
   if count_at('ZCARD', backlog) == 0 then
     return false
   end
   count_at('HLEN', backlog_jobs)
-  count_at('HLEN', turns)
+  count_at('ZCARD', turns)
   local free = room(redis.call('XLEN', jobs))
-  local looked_at, last, now = 0, nil, now_ms()
-  while free > 0 and looked_at < MOST_LOOKED_AT do
-    local first = redis.call('ZPOPMIN', backlog, math.min(free, MOST_AT_ONCE))
-    local digests = {}
-    for i = 1, #first, 2 do
-      digests[#digests + 1] = first[i]
-    end
+  local alone = free < 0 and redis.pcall('GET', flood)
+  if type(alone) == 'string' and string.sub(alone, 1, 1) == '-' then
+    return give_way(-free, alone)
+  end
+  local moved, bytes, last, now = 0, 0, nil, now_ms()
+  while free > 0 and moved < MOST_MOVED and bytes < MOST_MOVED_BYTES do
+    local digests, stored, turn, size = pop(math.min(free, PART), MOST_MOVED_BYTES - bytes)
     if #digests == 0 then
       break
     end
-    local stored = redis.call('HMGET', backlog_jobs, unpack(digests))
-    redis.call('HDEL', backlog_jobs, unpack(digests))
     for i, digest in ipairs(digests) do
       local waiting = base .. ':waiting:' .. digest
       local since, lifetime, at = string.match(stored[i] or '', '^(%d+) (%d+) ()')
@@ -143,18 +188,18 @@ local function move_up()
         place(waiting, entry, lifetime)
         free = free - 1
       else
-        redis.call('DEL', waiting)
+        redis.call('UNLINK', waiting)
       end
     end
-    looked_at, last = looked_at + #digests, first[#first]
+    moved, bytes, last = moved + #digests, bytes + size, turn
   end
   if redis.call('EXISTS', backlog) == 0 then
     -- Nobody has a turn any more: the clock begins anew.
-    redis.call('DEL', turns, backlog_jobs)
+    redis.call('UNLINK', turns, backlog_jobs)
     return false
   end
   if last then
-    redis.call('HSET', turns, '', last)
+    redis.call('ZADD', turns, last, '')
   end
   return free > 0
 end

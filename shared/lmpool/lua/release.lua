@@ -20,7 +20,7 @@ for _, one in ipairs(held) do
   redis.call('XCLAIM', jobs, group, consumer, 0, id, 'IDLE', idle, 'JUSTID')
   if ARGV[7] ~= '' and deliveries >= tonumber(ARGV[6]) then
     if redis.call('HLEN', reasons) >= tonumber(ARGV[9]) then
-      redis.call('DEL', reasons)
+      redis.call('UNLINK', reasons)
     end
     redis.call('HSET', reasons, id, ARGV[7])
     redis.call('PEXPIRE', reasons, ARGV[8])

@@ -8,7 +8,7 @@
 if (redis.call('HGET', KEYS[1], '') or '') ~= ARGV[2] then
   return 0
 end
-redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('UNLINK', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], '', ARGV[1])
 for i = 3, #ARGV, 2 do
   redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])

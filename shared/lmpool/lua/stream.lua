@@ -4,8 +4,10 @@ local GROUP = 'workers'
 local BATCHES = 3
 -- Prompts in the stream while no worker is known.
 local NOBODY = 128
--- How much further the prompts of a client that asks alone may go: what can be taken back at once.
+-- How much further the prompts of a client that asks alone may go, and how large a job may be that does: what can soon
+-- be taken back.
 local MORE = 2000
+local MOST_MORE_BYTES = 8192
 local FLOOD_MS = 3600000
 -- What a waiting key has instead of an entry id: the job is in the backlog; its row has just been stored.
 local LATER, DONE = 'later', 'done'
@@ -15,16 +17,22 @@ local backlog, flood, rooms = base .. ':backlog', base .. ':flood', base .. ':ro
 -- What reply keys begin with.
 local replies = base .. ':reply'
 
+-- A figure of the group of workers, such as 'pending'. Not XPENDING: its summary goes through all consumers.
+local function of_group(name)
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', jobs)) do
+    local figures = {}
+    for at = 1, #group, 2 do
+      figures[group[at]] = group[at + 1]
+    end
+    if figures.name == GROUP then
+      return figures[name]
+    end
+  end
+  return 0
+end
+
 -- How many more prompts the stream may hold beside its `depth`, and how many more than these for a client that asks alone.
 local function room(depth)
-  local batches, sizes = 0, redis.pcall('HVALS', rooms)
-  if sizes.err then
-    redis.call('DEL', rooms)
-  end
-  for _, size in ipairs(sizes) do
-    batches = batches + (tonumber(size) or 0)
-  end
-  local pending = redis.pcall('XPENDING', jobs, GROUP)
-  local held = pending.err and 0 or pending[1]
-  return (batches > 0 and BATCHES * batches or NOBODY) - (depth - held), batches > 0 and MORE or 0
+  local batches = tonumber(redis.pcall('HGET', rooms, '')) or 0
+  return (batches > 0 and BATCHES * batches or NOBODY) - (depth - of_group('pending')), batches > 0 and MORE or 0
 end

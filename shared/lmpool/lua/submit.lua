@@ -14,7 +14,8 @@
 -- what is free. So one client alone gets nine tenths of the limit, and whoever comes later always finds some room.
 --
 -- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
--- is full, R the row is in the cache (it was stored after the client looked).
+-- is full, R the row is in the cache (it was stored after the client looked). A "+" behind them asks the caller to call
+-- refill.lua until that has nothing more to do: what another client has in the stream is in the way.
 
 -- include stream
 
@@ -32,7 +33,15 @@ end
 
 -- Whether this client is known to ask alone, and will be for long.
 local function is_known_alone()
-  return redis.pcall('GET', flood) == reply and redis.call('PTTL', flood) > FLOOD_MS / 2
+  if redis.pcall('GET', flood) ~= reply or redis.call('PTTL', flood) <= FLOOD_MS / 2 then
+    return false
+  end
+  for i = 5, #ARGV do
+    if #ARGV[i] > MOST_MORE_BYTES then
+      return false
+    end
+  end
+  return true
 end
 
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. Nobody has asked for
@@ -59,14 +68,12 @@ end
 -- include queue
 
 local SHARE = 9
-local behind, is_alone = count_at('ZCARD', backlog), false
+local behind, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 local free, more = room(depth)
 if free < 0 then
   local alone = redis.pcall('GET', flood)
-  -- A server that is short of memory may have dropped the key: then it was somebody's.
   if alone ~= reply then
-    redis.call('DEL', flood)
-    back(-free, type(alone) == 'string' and alone or '?')
+    is_in_the_way = give_way(-free, alone)
     depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
   end
 end
@@ -78,7 +85,7 @@ local function next_turn()
   if not last then
     now = clock()
     -- The first turns are for those that may have to come back from the stream.
-    last = math.max(now - math.min(0, free), number_at(turns, reply))
+    last = math.max(now - math.min(0, free), turn_of(reply))
   end
   return last + 1
 end
@@ -87,7 +94,7 @@ local function queue(waiting, job)
   if depth + behind >= limit then
     return 'F'
   end
-  if behind == 0 and free + more > 0 then
+  if behind == 0 and (free > 0 or free + more > 0 and #job <= MOST_MORE_BYTES) then
     if free <= 0 and not is_alone then
       redis.call('SET', flood, reply, 'PX', FLOOD_MS)
       is_alone = true
@@ -125,7 +132,7 @@ local function is_there(row)
   if type(size) == 'table' then
     -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
     -- it to the worker.
-    redis.pcall('DEL', row)
+    redis.pcall('UNLINK', row)
     return false
   end
   return size > 0
@@ -136,7 +143,7 @@ local function join(waiting)
   local job = redis.pcall('HGET', waiting, 'job')
   if type(job) == 'table' then
     -- No hash: nobody can be waiting there.
-    redis.call('DEL', waiting)
+    redis.call('UNLINK', waiting)
     return nil
   elseif job == DONE then
     return not again and look == 'marks' and 'R' or nil
@@ -168,7 +175,9 @@ if #later > 0 then
   to_backlog(later, stored)
 end
 if last then
-  redis.call('HSET', turns, reply, last)
-  move_up()
+  redis.call('ZADD', turns, last, reply)
+  if not is_in_the_way then
+    move_up()
+  end
 end
-return table.concat(outcome)
+return table.concat(outcome) .. (is_in_the_way and '+' or '')

@@ -1,33 +1,41 @@
--- Remove consumers that hold nothing, and what is known of clients that have nothing in the backlog.
+-- Remove workers that are gone: consumers that hold nothing. And what is known of clients that have nothing in the backlog.
 --
--- KEYS  jobs, rooms, turns
--- ARGV  consumer group, then consumers of workers that are gone
+-- KEYS  jobs, deadlines of the workers, rooms, turns
+-- ARGV  consumer group, most workers and most clients to look at, then workers that are known to be gone
 --
 -- Looked at and removed at once: removing a consumer also drops what it holds, and a worker that only seemed
--- to be gone may take jobs at any moment.
+-- to be gone may take jobs at any moment. One that holds jobs stays, so that they can be claimed.
 --
--- Returns how many were removed.
+-- Returns how many were removed, and whether there are consumers that have no deadline (0|1).
 
 -- include queue
 
-local group, removed = ARGV[1], 0
-count_at('HLEN', rooms)
-if count_at('HLEN', turns) > 1 then
-  local now = clock()
-  for _, client in ipairs(redis.call('HKEYS', turns)) do
-    if client ~= '' and number_at(turns, client) <= now then
-      redis.call('HDEL', turns, client)
+local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
+local now, removed = now_ms(), 0
+count_at('ZCARD', workers)
+if count_at('ZCARD', turns) > 1 then
+  for _, client in ipairs(redis.call('ZRANGEBYSCORE', turns, '-inf', clock(), 'LIMIT', 0, most)) do
+    if client ~= '' then
+      redis.call('ZREM', turns, client)
     end
   end
 end
-for i = 2, #ARGV do
-  local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, ARGV[i])
+for i = 3, #ARGV do
+  redis.call('ZADD', workers, 0, ARGV[i])
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
+  local size = tonumber(redis.pcall('HGET', rooms, name))
+  if size then
+    redis.call('HDEL', rooms, name)
+    redis.pcall('HINCRBY', rooms, '', -size)
+  end
+  local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
-    redis.call('HDEL', rooms, ARGV[i])
+    redis.call('ZREM', workers, name)
   elseif #held == 0 then
-    redis.call('XGROUP', 'DELCONSUMER', jobs, group, ARGV[i])
-    redis.call('HDEL', rooms, ARGV[i])
+    redis.call('XGROUP', 'DELCONSUMER', jobs, group, name)
+    redis.call('ZREM', workers, name)
     removed = removed + 1
   end
 end
-return removed
+return {removed, of_group('consumers') > redis.call('ZCARD', workers) and 1 or 0}

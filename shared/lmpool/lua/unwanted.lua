@@ -12,7 +12,7 @@ for i = 1, #KEYS - 1 do
   local waiting, entry = KEYS[1 + i], ARGV[2 * i - 1]
   if left[waiting] or not is_wanted(waiting, ARGV[2 * i], now) then
     -- With the key goes what tells that all have left it, also to other jobs for the same.
-    left[waiting] = redis.call('DEL', waiting) == 1 or left[waiting]
+    left[waiting] = redis.call('UNLINK', waiting) == 1 or left[waiting]
     redis.call('XACK', jobs, GROUP, entry)
     redis.call('XDEL', jobs, entry)
     removed[#removed + 1] = i

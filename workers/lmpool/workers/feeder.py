@@ -92,15 +92,16 @@ class Feeder:
         """
         duty = self._duty
         async with self._taking:
-            alone = False
+            alone, looks = False, 0
             while not duty.stopping.is_set() and (self._room() > 0 or alone):
                 count = max(1, min(self._room(), self._stepper.batch))
                 claimed = await self._intake.claim(count, idle=not self._held)
                 self._figures.claimed += len(claimed.taken)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
-                elif not claimed.alone:
+                elif not claimed.alone and looks >= claimed.further:
                     break
+                looks += 1
                 await self._delivery.accept(claimed.taken)
                 alone = claimed.alone
                 if alone:

@@ -34,9 +34,10 @@ from lmpool.workers.unwanted import EVER_MS, STALE_S, Doubtful, Unwanted, millis
 
 _log = logging.getLogger("lmpool.worker")
 
-_MOST_CLAIMED_BYTES = 4 * MAX_JOB_BYTES
 # A server's clock that is set back by less leaves the queue alone.
 _MOST_AHEAD_MS = 3_600_000
+_MOST_CLAIMED_BYTES = 512 * 1024
+_CURSOR_TTL_MS = 3_600_000
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
 _MOST_REASONS = 1000
@@ -75,10 +76,12 @@ class Claimed(NamedTuple):
         taken: the jobs.
         alone: it is one job that must run with no other beside it; when there is none, such a job waits
             for a worker that holds nothing.
+        further: how many more looks are this worker's share of a look at all that workers hold.
     """
 
     taken: list[Taken]
     alone: bool
+    further: int = 0
 
 
 class Intake:
@@ -187,7 +190,7 @@ class Intake:
         """Take over up to `count` jobs whose lease has passed; `idle`: this worker holds none."""
         reply = await scripts.CLAIM(
             self._redis,
-            [self._keys.jobs],
+            [self._keys.jobs, self._keys.claims],
             [
                 GROUP,
                 self._worker_id,
@@ -197,9 +200,10 @@ class Intake:
                 int(idle),
                 MAX_JOB_BYTES,
                 _MOST_CLAIMED_BYTES,
+                _CURSOR_TTL_MS,
             ],
         )
-        alone, entries = reply
+        alone, entries, further = reply
         taken = []
         for entry, data, deliveries, lifetime, since in entries:
             fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
@@ -209,7 +213,7 @@ class Intake:
                 one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
                 _log.warning("a prompt is %s; see `lmpool dead list`", text)
             taken.append(one)
-        return Claimed(await self._wanted(taken), bool(alone))
+        return Claimed(await self._wanted(taken), bool(alone), int(further))
 
     async def _reason(self, entry: bytes) -> str:
         """Why the last worker that held a job ended."""

@@ -32,6 +32,7 @@ class Loading:
     def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, model: str) -> None:
         self._server = server
         self._keys = Keys(settings.prefix)
+        self._model = self._keys.model(model)
         self._settings = settings
         self._worker_id = worker_id
         self._fields = {"model": model, "state": "loading", "started": time.time(), "lease_s": settings.lease_s}
@@ -44,6 +45,7 @@ class Loading:
         await end_tasks([self._beating])
         try:
             await self._redis.hdel(self._keys.loading(), self._worker_id)
+            await self._redis.zrem(self._model.loading, self._worker_id)
             # The heartbeat stays when all went well: the worker goes on with it.
             if error[0] is not None:
                 await self._redis.delete(self._keys.worker(self._worker_id))
@@ -60,6 +62,7 @@ class Loading:
             try:
                 await scripts.BEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
                 await scripts.BEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
+                await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
                 await self._sweep()
             except (RedisError, OSError) as trouble:
                 _log.warning("will try again: %s", self._server.explain(trouble))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from itertools import chain
 
 from redis.asyncio import Redis
@@ -17,8 +18,8 @@ from lmpool import scripts
 from lmpool.card import MAX_CARD_BYTES, ModelCard
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.hashes import read_hashes, read_texts
-from lmpool.keys import GROUP, Keys
-from lmpool.queue import read_consumers
+from lmpool.keys import GROUP, Keys, ModelKeys
+from lmpool.queue import read_alive, read_consumers
 from lmpool.registry import register
 from lmpool.vocab import Vocabulary
 
@@ -26,9 +27,10 @@ _log = logging.getLogger("lmpool.worker")
 
 
 # Longer than any lease: workers of one model may have different ones.
-_ROOMS_TTL_MS = 2 * 3_600_000
+_MEMBERS_TTL_MS = 2 * 3_600_000
 # How long the queue and the dead letters of a model that nobody serves are kept: longer than any request waits.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000
+_MOST_SWEPT = 200
 
 
 def new_worker_id() -> str:
@@ -88,7 +90,7 @@ class Presence:
             ModelMismatch: it is that of live workers, which serve other weights.
         """
         differences = _differences(self._card, seen)
-        if differences and (others := await self._servers(_fingerprint(seen))):
+        if differences and (others := [name async for name, _ in self._serving(_fingerprint(seen))]):
             raise self._mismatch(f"by {', '.join(others)} ", differences)
         swap = [self._card.name, seen, self._card.pack()]
         return bool(await scripts.SWAP(self._redis, [self._keys.models()], swap))
@@ -119,12 +121,16 @@ class Presence:
         await self._keep_vocabulary()
 
     async def sweep(self) -> None:
-        """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models."""
-        live = await self._live_workers(self._card.name)
-        rooms = await read_texts(self._redis, self._keys.model(self._card.name).rooms)
-        known = {*await self._consumers(self._card.name), *rooms}
-        # One with jobs stays, so that they can be claimed.
-        await self._drop_consumers(sorted(known - live.keys() - {self._worker_id}))
+        """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models.
+
+        Of the cards one worker of each model looks, whichever it is: they would all see the same.
+        """
+        await self._drop()
+        alive = await read_alive(self._redis, self._model)
+        if random.random() * max(1, alive.serving) < 1:
+            await self._sweep_cards()
+
+    async def _sweep_cards(self) -> None:
         (cards,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
         for name, seen in cards.items():
             model = name.decode("utf-8", "replace")
@@ -138,12 +144,13 @@ class Presence:
 
     async def _is_abandoned(self, model: str) -> bool:
         # While prompts wait, the card stays: a worker that starts again will serve them.
-        return not await self._live_workers(model) and not await self._queued(model)
+        alive = await read_alive(self._redis, self._keys.model(model))
+        return not alive.serving and not await self._queued(model)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
         told = {}
-        for name in await self._servers(self._card.fingerprint):
+        async for name, _ in self._serving(self._card.fingerprint):
             fields = await self._told(name, "state", field)
             if fields.get("state", "draining") != "draining":
                 told[name] = fields.get(field, "")
@@ -157,18 +164,26 @@ class Presence:
                 starts again.
         """
         await self._redis.delete(self._heartbeat)
-        if self._worker_id in await self._consumers(self._card.name):
-            await self._drop_consumers([self._worker_id])
+        await self._drop(self._worker_id)
         if not for_good:
             return
         seen = await self._read_card()
         # By its fingerprint: the card may be that of another worker, with another lease.
-        if _fingerprint(seen) == self._card.fingerprint and not await self._servers(self._card.fingerprint):
+        if _fingerprint(seen) == self._card.fingerprint:
+            async for _ in self._serving(self._card.fingerprint):
+                return
             await self._forget(self._card.name, seen)
 
-    async def _drop_consumers(self, names: list[str]) -> None:
-        keys = self._keys.model(self._card.name)
-        await scripts.SWEEP(self._redis, [keys.jobs, keys.rooms, keys.turns], [GROUP, *names])
+    async def _drop(self, *names: str) -> None:
+        """Drop workers whose deadline has passed, and these."""
+        keys = self._model
+        swept = [keys.jobs, keys.workers, keys.rooms, keys.turns]
+        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, *names])
+        if has_unknown:
+            # A server that has lost the deadlines. Who is alive puts its own off.
+            for name in await read_consumers(self._redis, keys):
+                lease_ms = int(self._card.lease_s * 1000)
+                await scripts.REGISTER(self._redis, [keys.workers], [name, lease_ms, _MEMBERS_TTL_MS])
 
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
         """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
@@ -197,11 +212,7 @@ class Presence:
         return self._keys.worker(self._worker_id)
 
     async def _show(self, counters: Mapping[str, str | int | float]) -> None:
-        """Give a sign of life, and say how many prompts this worker computes at once.
-
-        Redis before Valkey 9 lists a consumer only when it has got a job, and who is none is not seen by those who wait
-        for all workers to follow a change: so it is made with each heartbeat, for a server may have lost the queue.
-        """
+        """Give a sign of life, and say how many prompts this worker computes at once."""
         fields: dict[str, str | int | float] = {
             "model": self._card.name,
             "backend": self._card.backend,
@@ -210,11 +221,10 @@ class Presence:
             "lease_s": self._card.lease_s,
             **counters,
         }
-        lease_ms = int(self._card.lease_s * 1000)
-        rooms = self._keys.model(self._card.name).rooms
+        lease_ms, keys = int(self._card.lease_s * 1000), self._model
         await scripts.BEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
-        await scripts.BEAT(self._redis, [rooms], [_ROOMS_TTL_MS, self._worker_id, self._batch])
-        await self._redis.xgroup_createconsumer(self._jobs, GROUP, self._worker_id)
+        args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, self._batch]
+        await scripts.REGISTER(self._redis, [keys.workers, keys.jobs, keys.rooms], args)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(
@@ -223,26 +233,21 @@ class Presence:
         )
 
     @property
-    def _jobs(self) -> bytes:
-        return self._keys.model(self._card.name).jobs
+    def _model(self) -> ModelKeys:
+        return self._keys.model(self._card.name)
 
-    async def _servers(self, fingerprint: str) -> list[str]:
-        """Other live workers that serve this model with a fingerprint; "" stands for any but ours."""
-        live = await self._live_workers(self._card.name)
-        return [
-            name
-            for name, theirs in live.items()
-            if name != self._worker_id and (theirs == fingerprint if fingerprint else theirs != self._card.fingerprint)
-        ]
+    async def _serving(self, fingerprint: str = "") -> AsyncIterator[tuple[str, str]]:
+        """Other live workers of this model, with their fingerprints.
 
-    async def _live_workers(self, model: str) -> dict[str, str]:
-        """Who serves a model: worker id -> fingerprint."""
-        live = {}
-        for name in await self._consumers(model):
-            fields = await self._told(name, "fingerprint")
-            if "fingerprint" in fields:
-                live[name] = fields["fingerprint"]
-        return live
+        Args:
+            fingerprint: only those that serve these weights; "" stands for any but ours.
+        """
+        for name in (await read_alive(self._redis, self._model, names=True)).names:
+            if name == self._worker_id:
+                continue
+            theirs = (await self._told(name, "fingerprint")).get("fingerprint")
+            if theirs is not None and (theirs == fingerprint if fingerprint else theirs != self._card.fingerprint):
+                yield name, theirs
 
     async def _told(self, worker_id: str, *fields: str) -> dict[str, str]:
         """Some fields of a worker's heartbeat; none where there is no heartbeat."""
@@ -257,12 +262,10 @@ class Presence:
         try:
             keys = self._keys.model(model)
             return int(await self._redis.xlen(keys.jobs)) + int(await self._redis.zcard(keys.backlog))
+        except NoPermissionError:
+            raise
         except ResponseError:
             return 0  # Something else than a queue.
-
-    async def _consumers(self, model: str) -> list[str]:
-        """The workers that have joined a model's queue, gone or not. What is no UTF-8 stays for whoever made it."""
-        return await read_consumers(self._redis, self._keys.model(model))
 
 
 def _differences(card: ModelCard, seen: bytes) -> list[str]:

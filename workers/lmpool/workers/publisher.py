@@ -184,8 +184,9 @@ class Publisher:
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
         """End jobs; returns those whose rows are not there."""
         left: list[Ending] = []
-        for at in range(0, len(endings), scripts.MOST_AT_ONCE):
-            part = endings[at : at + scripts.MOST_AT_ONCE]
+        parts = [endings[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(endings), scripts.MOST_AT_ONCE)]
+        while parts:
+            part = parts.pop(0)
             keys = [self._keys.jobs, self._keys.dead]
             keys += [self._keys.waiting + ending.digest for ending in part]
             if self._rows.is_seen:
@@ -199,7 +200,10 @@ class Publisher:
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
-            left += [part[int(number) - 1] for number in outcome.split()[1:]]
+            numbers = outcome.split()[1:]
+            left += [part[int(number) - 1] for number in numbers if not number.startswith(b"+")]
+            if unfinished := [part[int(number) - 1] for number in numbers if number.startswith(b"+")]:
+                parts.insert(0, unfinished)
         return left
 
     async def insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
