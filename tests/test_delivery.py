@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+
+import pytest
 
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
 from lmpool.errors import SourceMissing
+from lmpool.workers import delivery as delivery_module
 from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.delivery import Delivery
-from lmpool.workers.held import Holdings
+from lmpool.workers.held import Asks, Holdings
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending
 
@@ -25,17 +28,31 @@ CARD = ModelCard("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="
 
 
 class Ends:
-    """Takes what is submitted and ended, in place of a backend and a server."""
+    """Takes what is submitted and ended, in place of a backend and a server where nobody waits for anything."""
 
     def __init__(self) -> None:
         self.submitted: list[bytes] = []
+        self.aborted: list[bytes] = []
         self.ended: list[Ending] = []
+        self.owed: set[bytes] = set()
+        self.looked_at: list[Asks] = []
+        self.during_look: Callable[[], Awaitable[None]] | None = None
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         self.submitted += [job.digest for job in jobs]
+        self.owed.update(job.digest for job in jobs)
+
+    def abort(self, digests: Sequence[bytes]) -> None:
+        self.aborted += digests
 
     async def end(self, endings: Sequence[Ending]) -> None:
         self.ended += endings
+
+    async def wanted(self, wants: Asks) -> Asks:
+        self.looked_at.append(wants)
+        if self.during_look is not None:
+            await self.during_look()
+        return {}
 
 
 async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
@@ -69,3 +86,69 @@ async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
     ]
     assert len(held) == 0
     assert ends.submitted == []
+
+
+# What nobody waits for
+
+
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts are old enough for a look."""
+    monkeypatch.setattr(delivery_module, "STALE_S", -1.0)
+
+
+def holding(ends: Ends) -> tuple[Delivery, Holdings]:
+    """A delivery, and what it holds."""
+    held = Holdings()
+    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
+    return Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS), held
+
+
+async def test_prompts_that_have_just_come_are_not_looked_at() -> None:
+    ends = Ends()
+    delivery, held = holding(ends)
+    await delivery.accept([Taken(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    assert await delivery.let_go() == 0
+    assert not ends.looked_at
+    assert PROMPT in held
+
+
+@pytest.mark.usefixtures("looks_at_once")
+async def test_a_prompt_that_nobody_waits_for_is_let_go() -> None:
+    ends = Ends()
+    delivery, held = holding(ends)
+    await delivery.accept([Taken(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    assert await delivery.let_go() == 1
+    assert ends.aborted == [PROMPT]
+    assert PROMPT not in held
+
+
+@pytest.mark.usefixtures("looks_at_once")
+async def test_a_prompt_that_is_asked_for_again_during_the_look_stays() -> None:
+    ends = Ends()
+    delivery, held = holding(ends)
+    job = BackendJob(PROMPT, bytes(4))
+    await delivery.accept([Taken(b"1-0", PROMPT, job)])
+
+    async def ask_again() -> None:
+        await delivery.accept([Taken(b"2-0", PROMPT, job)])
+
+    ends.during_look = ask_again
+    assert await delivery.let_go() == 0
+    assert not ends.aborted
+    assert list(held[PROMPT].entries) == [b"2-0"]
+
+
+@pytest.mark.usefixtures("looks_at_once")
+async def test_a_prompt_that_is_answered_during_the_look_is_published_as_it_is() -> None:
+    ends = Ends()
+    delivery, held = holding(ends)
+    await delivery.accept([Taken(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+
+    async def answer() -> None:
+        ends.owed.clear()
+
+    ends.during_look = answer
+    assert await delivery.let_go() == 0
+    assert not ends.aborted
+    assert list(held[PROMPT].entries) == [b"1-0"]

@@ -288,6 +288,27 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         assert stepper.room == room + 6
 
 
+async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    async with held_back(backend) as (stepper, _, broken):
+        stepper.submit([job(0)])
+        assert await asyncio.to_thread(backend.is_stepping.wait, 10)
+        room = stepper.room
+        stepper.submit([job(1), job(2), job(3)])
+        # The first is being computed: it is answered all the same.
+        stepper.abort([job(number).digest for number in (0, 1, 2, 9)])
+        stepper.submit([job(2)])
+        assert {digest[0] for digest in stepper.owed} == {2, 3}
+        backend.may_step.set()
+
+        async def ended() -> bool:
+            return not stepper.is_busy and stepper.room == room + 1
+
+        await until_async(ended, "all have ended and there is room again", 10)
+        assert not broken
+        assert sorted(digest[0] for digest in backend.stepped) == [0, 2, 3]
+
+
 async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     async with held_back(backend) as (stepper, _, broken):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 from lmpool.asks import TrieAsk
@@ -19,6 +21,9 @@ from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.tries.larder import Larder
+from lmpool.workers.unwanted import STALE_S
+
+_log = logging.getLogger("lmpool.worker")
 
 
 class Delivery:
@@ -154,6 +159,31 @@ class Delivery:
         # What a client sends again at once is no failure.
         self.failures += sum(one.failure is not None and one.failure.kind not in SENT_AGAIN for one in endings)
         await self._publisher.end(endings)
+
+    async def let_go(self) -> int:
+        """Let go of prompts that nobody waits for any more, so that the backend does not begin them.
+
+        Those that have just come are not looked at, so a worker whose prompts are answered soon looks at none.
+
+        Returns:
+            how many prompts that were.
+        """
+        before = time.monotonic() - STALE_S
+        old = [digest for digest in self._stepper.owed if digest in self._held and self._held[digest].since < before]
+        if not old:
+            return 0
+        asks = self._held.entries(old)
+        wanted = await self._publisher.wanted(asks)
+        gone = []
+        for digest, ours in asks.items():
+            removed = ours.keys() - wanted.get(digest, {}).keys()
+            # One that has been answered meanwhile is about to be published, as it is.
+            if removed and digest in self._stepper.owed and self._held.forget(digest, removed):
+                gone.append(digest)
+        if gone:
+            self._stepper.abort(gone)
+            _log.info("%d prompts that nobody waits for any more are not computed", len(gone))
+        return len(gone)
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
         """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""

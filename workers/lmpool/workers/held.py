@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,11 +60,13 @@ class Held:
         job: what the backend is asked.
         entries: the queue entries that ask for it.
         is_damaged: what the cache has as its row cannot be read.
+        since: monotonic time when the worker took it.
     """
 
     job: BackendJob
     entries: dict[bytes, Wanted] = field(default_factory=dict)
     is_damaged: bool = False
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def is_only_asked(self) -> bool:
@@ -102,13 +105,22 @@ class Holdings:
         """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
         return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
 
+    def forget(self, digest: bytes, entries: Iterable[bytes]) -> bool:
+        """Let go of entries that nobody waits for; True when none is left that asks for the prompt."""
+        held = self._held[digest]
+        for entry in entries:
+            held.entries.pop(entry, None)
+        if not held.entries:
+            del self._held[digest]
+        return not held.entries
+
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> list[BackendJob]:
         """Let go of entries that were ended; returns the jobs of prompts that were asked for again meanwhile."""
         again = []
         for digest, entries in ended.items():
             held = self._held.get(digest)
             if held is None:
-                continue  # The backend broke meanwhile.
+                continue  # The backend broke meanwhile, or nobody waits for it any more.
             for entry in entries:
                 held.entries.pop(entry, None)
             if held.entries:

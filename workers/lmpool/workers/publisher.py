@@ -131,7 +131,7 @@ class Publisher:
                 await self.end([Ending(entry, digest, failure) for digest in missing for entry in wants[digest]])
                 return
             await asyncio.sleep(next(waits))
-            wants = await self._wanted({digest: wants[digest] for digest in missing})
+            wants = await self.wanted({digest: wants[digest] for digest in missing})
             missing, gone = list(wants), []
             at_once = max(1, at_once // _FEWER)
             while missing and not gone:
@@ -142,7 +142,7 @@ class Publisher:
                     fruitless, waits = 0, delays()
             fruitless += 1
 
-    async def _wanted(self, wants: Asks) -> Asks:
+    async def wanted(self, wants: Asks) -> Asks:
         """Those jobs that somebody waits for; the others are removed."""
         removed = await self._unwanted.remove(doubtful(wants))
         left: dict[bytes, dict[bytes, Wanted]] = {}

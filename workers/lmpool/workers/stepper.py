@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -39,7 +39,14 @@ class _Drop:
     adapter: str
 
 
-_Order = Sequence[BackendJob] | _Load | _Drop | None
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """Prompts that nobody waits for any more."""
+
+    digests: Collection[bytes]
+
+
+_Order = Sequence[BackendJob] | _Load | _Drop | _Abort
 
 
 class Opened(NamedTuple):
@@ -86,12 +93,12 @@ class Stepper:
         self._make = make
         self._on_finished = on_finished
         self._on_broken = on_broken
-        self._orders: SimpleQueue[_Order] = SimpleQueue()
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
         self._sent = 0
-        self._returned = 0
+        self._owed: set[bytes] = set()
         self._capacity = 0
         self._capacity_seen_at = 0
         self.batch = 1
@@ -119,12 +126,23 @@ class Stepper:
     @property
     def is_busy(self) -> bool:
         """Whether the backend owes results."""
-        return self._sent > self._returned
+        return bool(self._owed)
+
+    @property
+    def owed(self) -> Set[bytes]:
+        """The digests of the prompts that the backend has not answered yet."""
+        return self._owed
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend."""
         self._sent += len(jobs)
+        self._owed.update([job.digest for job in jobs])
         self._orders.put(jobs)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Have the backend drop prompts before its next step; those of the present one may be answered all the same."""
+        self._owed.difference_update(digests)
+        self._orders.put(_Abort(digests))
 
     async def load_adapter(self, name: str, source: str) -> str:
         """Have the backend load an adapter between two steps; returns its revision.
@@ -205,7 +223,7 @@ class Stepper:
                 stale = self._obey(backend, order, held)
                 self.call = None
                 taken += len(order) if isinstance(order, Sequence) else 0
-                if stale:
+                if stale or isinstance(order, _Abort):  # There is room again.
                     self._post(
                         self._step_done, Finished([], {}, stale=stale), backend.stats(), backend.capacity(), taken
                     )
@@ -223,9 +241,7 @@ class Stepper:
                 del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
 
-    def _obey(
-        self, backend: Backend, order: Sequence[BackendJob] | _Load | _Drop, held: dict[bytes, str]
-    ) -> tuple[bytes, ...]:
+    def _obey(self, backend: Backend, order: _Order, held: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is ordered; returns the jobs that name an adapter that the backend does not have."""
         match order:
             case _Load():
@@ -237,6 +253,12 @@ class Stepper:
                 backend.drop_adapter(order.adapter)
                 for digest in stale:
                     del held[digest]
+            case _Abort():
+                aborted = [digest for digest in order.digests if digest in held]
+                backend.abort(aborted)
+                for digest in aborted:
+                    del held[digest]
+                return ()
             case jobs:
                 stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
                 served = [job for job in jobs if job.digest not in stale] if stale else jobs
@@ -262,7 +284,7 @@ class Stepper:
 
     def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
-        self._returned += len(finished.digests) + len(finished.stale)
+        self._owed.difference_update(finished.digests, finished.stale)
         self.stats = stats
         self._on_finished(finished)
 
@@ -274,12 +296,14 @@ class Stepper:
             self._ready.set_exception(error)
 
 
-def _called(order: Sequence[BackendJob] | _Load | _Drop) -> str:
+def _called(order: _Order) -> str:
     match order:
         case _Load():
             return f"load of the adapter {order.name!r}"
         case _Drop():
             return f"drop of the adapter {order.adapter!r}"
+        case _Abort():
+            return f"abortion of {len(order.digests)} prompts"
         case jobs:
             return f"submission of {len(jobs)} prompts"
 

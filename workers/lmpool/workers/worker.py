@@ -44,7 +44,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Opened, Stepper
 from lmpool.workers.tries.backend import warm_up
 from lmpool.workers.tries.larder import Larder
-from lmpool.workers.unwanted import Unwanted
+from lmpool.workers.unwanted import STALE_S, Unwanted
 from lmpool.workers.watchdog import Watchdog
 
 _log = logging.getLogger("lmpool.worker")
@@ -251,6 +251,7 @@ class Worker:
                 ("farewell", self._say_draining()),
                 ("leases", self._every(self._settings.lease_s / 3, self._renew)),
                 ("claims", self._every(self._settings.lease_s / 3, self._claim)),
+                ("unwanted", self._every(STALE_S, self._let_go)),
                 ("log", self._every(self._settings.log_every_s, self._log_counters)),
             ]
         ]
@@ -306,6 +307,10 @@ class Worker:
     async def _claim(self) -> None:
         await self._feeder.claim()
         await self._presence.sweep()
+
+    async def _let_go(self) -> None:
+        if await self._delivery.let_go():
+            self._duty.look_again()
 
     async def _beat(self) -> None:
         try:
