@@ -159,7 +159,9 @@ class SessionSlot:
             await self._until_there(attempt, partial(session.open, self._model))
             self._hold(attempt, session)
         except BaseException:
-            await session.close()
+            # A loop that was closed without cancelling its tasks can do nothing any more.
+            if not session.loop.is_closed():
+                await session.close()
             raise
         return session
 
