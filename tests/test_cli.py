@@ -131,9 +131,10 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
             one.end()
     late = on(pool, "bench", "--model", "nope", "--timeout", "3")
     assert late.returncode == 2
+    why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
     assert late.stderr.splitlines() == [
-        "waiting for a worker to serve 'nope': the model 'nope' is not served; served are: syn",
-        "lmpool: no answer within 3 s: the model 'nope' is not served; served are: syn",
+        f"waiting for a worker to serve 'nope': {why}",
+        f"lmpool: no answer within 3 s: {why}",
     ]
     assert "'nope' is not served" in one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait"))
 

@@ -80,7 +80,8 @@ class Lobby:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
             return live[0] if live else next(iter(cards.values()))
         if name not in cards:
-            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(name, f'served are: {served}')}")
+            otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
+            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(name, otherwise)}")
         return cards[name]
 
     async def _is_served(self, model: str) -> bool:
