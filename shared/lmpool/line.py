@@ -48,6 +48,7 @@ class Line(Generic[L]):
         self._connect = connect
         self._link: L | None = None
         self._opening = asyncio.Lock()
+        self._queued = 0
         self._closed = False
 
     async def open(self) -> L:
@@ -56,15 +57,20 @@ class Line(Generic[L]):
         Raises:
             ServerUnreachable, AuthenticationFailed: it cannot be opened.
         """
-        if self._link is None or self._link.closed:
-            async with self._opening:
-                if self._closed:
-                    raise ServerUnreachable(f"the connection to {self._server} was closed on our side")
-                if self._link is None or self._link.closed:
-                    link = await self._connect()
+        # Behind those who wait even when the link is there by now, so that commands go in the order of asking.
+        if self._link is None or self._link.closed or self._queued:
+            self._queued += 1
+            try:
+                async with self._opening:
                     if self._closed:
-                        link.close()
-                    self._link = link
+                        raise ServerUnreachable(f"the connection to {self._server} was closed on our side")
+                    if self._link is None or self._link.closed:
+                        link = await self._connect()
+                        if self._closed:
+                            link.close()
+                        self._link = link
+            finally:
+                self._queued -= 1
         return self._link
 
     async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
