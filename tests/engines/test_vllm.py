@@ -249,8 +249,17 @@ def test_an_adapter_that_is_none_is_refused(model_folder: Path, adapter_folder: 
     assert "given twice" in refused(model_folder, adapters=[f"a={adapter_folder}"] * 2)
     large = shutil.copytree(adapter_folder, tmp_path / "large")
     config = json.loads((large / "adapter_config.json").read_text())
-    (large / "adapter_config.json").write_text(json.dumps(config | {"r": 1000}))
-    assert "rank 1000" in refused(model_folder, adapters=[f"a={large}"])
+    (large / "adapter_config.json").write_text(json.dumps(config | {"r": 600}))
+    assert "has rank 8, and adapter_config.json says 600" in refused(model_folder, adapters=[f"a={large}"])
+    tensors = load_file(large / "adapter_model.safetensors")
+    stretched = {
+        name: torch.zeros(600, one.shape[1]) if "lora_A" in name else torch.zeros(one.shape[0], 600)
+        for name, one in tensors.items()
+    }
+    save_file(stretched, large / "adapter_model.safetensors")
+    assert "has rank 600: vLLM takes at most 512" in refused(model_folder, adapters=[f"a={large}"])
+    (large / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ".*_proj"}))
+    assert "target_modules is '.*_proj', a pattern" in refused(model_folder, adapters=[f"a={large}"])
 
 
 def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_folder: Path, tmp_path: Path) -> None:
