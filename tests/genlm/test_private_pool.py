@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmpool.errors import ModelError, ProducerClosed
+from lmpool.errors import AdapterRefused, ModelError, ProducerClosed
 from lmpool.producer.genlm import load_model_by_name
 from tests.genlm.small import SIZE, expected, write_tokenizer
 from tests.pool import Pool, until
@@ -64,6 +64,8 @@ def test_a_private_worker_serves_and_ends_with_close(tokenizer_folder: str, temp
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS, 3))
         assert torch.equal(asyncio.run(model.next_token_logprobs(IDS)), expected(IDS, 3))
         assert len(processes_in(temporary_folder)) == 2
+        with pytest.raises(AdapterRefused, match="org/poet' cannot be read"):  # A name on a hub is taken.
+            model.add_new_lora("org/poet")
     assert processes_in(temporary_folder) == []
     assert list(temporary_folder.iterdir()) == []
     with pytest.raises(ProducerClosed):

@@ -223,15 +223,16 @@ class Producer(Picking):
     async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
         """Have every worker of the model serve a LoRA adapter, or another one instead of that of this name.
 
-        When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces.
+        When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces. One
+        worker tries it before the others do.
         If it is refused, the one that had the name stays in service. DeadlineExceeded says which one is: the new one
         when all workers had loaded it in time, and then some clients may get rows of the old one for a few seconds yet;
         adding it again waits for them.
 
         Args:
             name: what requests call it.
-            source: its folder, or its name on the hub, on the workers' machines. A folder that is here is made
-                absolute.
+            source: its folder on the workers' machines, or its name on the hub where they run with --adapter-hub. A
+                folder that is here is made absolute.
             timeout: seconds; None for the producer's. Replacing one takes 3 s at least.
 
         Returns:
@@ -239,8 +240,9 @@ class Producer(Picking):
 
         Raises:
             SettingsError: `name` or `source` is malformed, or the model has as many adapters as it may have.
-            AdapterRefused: a worker cannot load it (no such folder, it does not fit the model, ...), or somebody else
-                changed the adapter of this name meanwhile.
+            AdapterRefused: a worker cannot load it (no such folder, it does not fit the model, ...) or has ended over
+                it, or somebody else changed the adapter of this name meanwhile.
+            AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         within = begin(timeout, self._timeout)
@@ -257,6 +259,7 @@ class Producer(Picking):
 
         Raises:
             UnknownAdapter: the model has no adapter of that name.
+            AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         within = begin(timeout, self._timeout)

@@ -126,10 +126,11 @@ class PrivatePool:
         command = self._command
         # Without -P a file of the user's in the working directory could stand for a module.
         program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--backend", command.backend]
-        arguments = ["--redis", self.url, "--prefix", PREFIX, *command.options, "--", command.model]
+        # Nobody but this program names adapters here.
+        options = ["--redis", self.url, "--prefix", PREFIX, "--adapter-hub", *command.options]
         with self._log_path.open("wb") as log:
             return subprocess.Popen(
-                [*program, *arguments],
+                [*program, *options, "--", command.model],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
