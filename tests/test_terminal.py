@@ -94,7 +94,7 @@ def test_commands_show_what_others_wrote_and_obey_nothing(spoilt: Pool) -> None:
         assert not ended.error, arguments
         assert is_harmless(ended.output), arguments
         assert shown in ended.output, arguments
-    for arguments in (("logprobs", "1", "--ids"), ("bench",), ("flush",)):
+    for arguments in (("logprobs", "1", "--ids", "--timeout", "0.2"), ("bench", "--timeout", "0.2"), ("flush",)):
         for name in ("missing", NASTY, "bad"):
             ended = run(spoilt, *arguments, "--model", name)
             assert ended.error, arguments
