@@ -94,11 +94,11 @@ def test_commands_show_what_others_wrote_and_obey_nothing(spoilt: Pool) -> None:
         assert not ended.error, arguments
         assert is_harmless(ended.output), arguments
         assert shown in ended.output, arguments
-    for arguments in (("logprobs", "1", "--ids", "--timeout", "0.2"), ("bench", "--timeout", "0.2"), ("flush",)):
+    for wrong in (("logprobs", "1", "--ids", "--timeout", "0.2"), ("bench", "--timeout", "0.2"), ("flush",)):
         for name in ("missing", NASTY, "bad"):
-            ended = run(spoilt, *arguments, "--model", name)
-            assert ended.error, arguments
-            assert is_harmless(ended.output + ended.error), arguments
+            ended = run(spoilt, *wrong, "--model", name)
+            assert ended.error, wrong
+            assert is_harmless(ended.output + ended.error), wrong
 
 
 def test_json_is_ascii_and_has_what_others_wrote(spoilt: Pool) -> None:
