@@ -53,7 +53,8 @@ def test_version_and_help() -> None:
 
 def test_options_are_described_where_docstrings_are_not_kept() -> None:
     command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    wide = {**os.environ, "COLUMNS": "200"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=wide)
     assert ended.returncode == 0, ended.stderr
     assert "Prefix of all Redis keys." in ended.stdout
 
