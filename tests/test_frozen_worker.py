@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.watchdog import EXIT_CODE
 from tests.pool import Pool, V, until
+from tests.test_adapters import serving
 
 LIMIT_S = 1.0
 
@@ -77,3 +81,10 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
     worker.signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == 0
+
+
+async def test_a_worker_in_somebody_elses_process_can_not_end_it(pool: Pool) -> None:
+    async with serving(pool, SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert not [pid for pid in children if b"watchdog_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert not cast(Any, faulthandler).unregister(EXIT_CODE), "no handler was there"
