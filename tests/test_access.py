@@ -45,7 +45,7 @@ CHANGING_ADAPTERS = (
     "HSET lmpool:{m}:adapters a b", "HDEL lmpool:{m}:adapters a", "PEXPIRE lmpool:{m}:adapters 1",
     "HSET lmpool:{m}:offers a b", "HDEL lmpool:{m}:offers a", "DEL lmpool:{m}:offers", "SET lmpool:{m}:replaced:a x",
     "EVAL redis.call('HSET',KEYS[1],'a','b') 1 lmpool:{m}:offers", "HGETALL lmpool:{m}:trying:n",
-    "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs",
+    "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
 )  # fmt: skip
 
 # What belongs to somebody else: by role.
@@ -182,6 +182,9 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
             row = synthetic_row([1], vocab_size=V, adapter_revision=revision)
             for asking in (producer, changing):
                 assert np.array_equal(await asking.logprobs([1], adapter="poet"), row)
+            with server.client("admin") as admin:
+                admin.delete(KEYS.model("syn").adapters)
+            assert await changing.adapters() == {"poet": revision}, "the worker has written it down again"
             await changing.remove_adapter("poet")
         abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
         await asyncio.sleep(0)
@@ -274,6 +277,8 @@ def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> No
             with pytest.raises(ResponseError) as caught:
                 client.execute_command(*line.split(" "))
             assert _is_refusal(caught.value), f"{line}: {caught.value}"
+        if role == "adapters":
+            assert client.wait(0, 1) == 0
 
 
 def _is_refusal(error: ResponseError) -> bool:

@@ -315,22 +315,33 @@ async def _read_back(pool: Pool) -> None:
     redis, keys = Server(pool.url).client(), pool.keys.model("syn")
     registry = AdapterRegistry(redis, keys, "f" * 32)
     try:
-        assert await registry.read() == Registered("", {}, {})
+        assert (lost := await registry.read()) == Registered("", {}, {})
         assert not await registry.offer("one", Offer("/a", "n"), 10), "the server has lost the adapters"
-        await registry.restore({"ü": Adapter("/a", "0f")})
+        assert await registry.create({"ü": Adapter("/a", "0f")}, lost)
+        assert not await registry.create({}, lost), "somebody was faster"
         assert await registry.offer("one", Offer("/b", "n"), 10)
         await registry.fill("one", Offer("/b", "n"), "1e")
         found = await registry.read()
-        assert found == Registered("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
-        assert not await registry.adopt("one", Offer("/b", "n"), 60), "it is another by now"
-        assert await registry.adopt("one", Offer("/b", "n", "1e"), 60)
+        assert found[:3] == ("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
+        assert await registry.adopt("one", Offer("/b", "n"), found, 60) is None, "it is another by now"
+        assert await registry.adopt("one", Offer("/b", "n", "1e"), lost, 60) is None, "the registry is another by now"
+        made = await registry.adopt("one", Offer("/b", "n", "1e"), found, 60)
         assert await registry.known_for("one") == 0, "nobody can know another one"
-        assert (await registry.read()).adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        found, before = await registry.read(), found
+        assert found.adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        assert (found.generation, found.base) == (made, before.generation)
         assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
-        assert await registry.adopt("ü", Offer("/c", "n", "2d"), 60)
-        assert await registry.remove("one", 30)
+        assert await registry.adopt("ü", Offer("/c", "n", "2d"), found, 60)
+        assert not await registry.register("ü", Adapter("/d", "3c"), await registry.read()), "the name is taken"
+        assert await registry.remove("two", await registry.read(), 30) is None, "there is none"
+        assert await registry.remove("one", await registry.read(), 30)
         assert 50 < await registry.known_for("ü") <= 60
         assert 20 < await registry.known_for("one") <= 30
+        for bad in (b"", b"x", b"-1-" + b"0" * 16, b"9" * 16 + b"-" + b"0" * 16, b"1-0"):
+            pool.redis.hset(keys.adapters, "@", bad)
+            if bad:
+                with pytest.raises(ProtocolError, match="is no generation of a registry"):
+                    await registry.read()
         for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
                     msgpack.packb([1, "/a", 5]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
             pool.redis.hset(keys.adapters, "bad", bad)

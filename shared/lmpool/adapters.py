@@ -2,13 +2,17 @@
 
 People name an adapter; a job names the very weights, as "name@revision". So rows of different weights never have one
 digest, and what is cached for those that were replaced is never asked for again.
+
+A server may forget changes: a replica that had not heard of them becomes the primary, or everything is lost. So the
+registry has a generation, and who has seen one believes only what was made over it (`Registered.forgets`).
 """
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import msgpack
 from redis.asyncio import Redis
@@ -18,6 +22,7 @@ from lmpool.checks import shown
 from lmpool.errors import ProtocolError, SettingsError
 from lmpool.hashes import read_hashes
 from lmpool.keys import ModelKeys
+from lmpool.line import CommandLine
 from lmpool.messages import unpack_flat
 
 MAX_ADAPTERS = 64
@@ -26,9 +31,17 @@ MAX_ADAPTERS = 64
 KNOWN_FOR_S = 2.0
 """For so long a client may use what it has read of a model's adapters; who replaces one waits for as long."""
 
+MARGIN_S = 0.5
+"""So much longer does who replaces an adapter wait: rates of clocks differ."""
+
 # "@" divides name and revision, "=" name and folder; control characters and lone surrogates cannot be shown or sent.
 _NAME = re.compile(r"[^@,=\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
 _REVISION = re.compile(r"[0-9A-Za-z._-]{1,64}")
+_GENERATION = re.compile(r"([0-9]{1,15})-([0-9a-f]{16})")
+# What a state of the registry is called stands under this field, which no adapter can be called.
+_GENERATION_FIELD = "@"
+# Numbers of changes are milliseconds since 1970; workers that start count from 0.
+_FIRST_CHANGE = 10**12
 _VERSION = 1
 _MOST_SOURCE = 4096
 _MOST_BYTES = 16 * 1024
@@ -116,18 +129,68 @@ class Offer(NamedTuple):
         return cast(bytes, msgpack.packb((_VERSION, *self)))
 
 
+class Generation(NamedTuple):
+    """Names a state of the registry.
+
+    Attributes:
+        number: grows with every change: milliseconds since 1970 by the server's clock, or one more than before.
+        change: 16 random hexadecimal digits: two servers may count alike.
+    """
+
+    number: int = 0
+    change: str = ""
+
+    def __str__(self) -> str:
+        """As it travels; "" for that of a registry which nobody has made."""
+        return f"{self.number}-{self.change}" if self.change else ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str` gives.
+
+        Raises:
+            ProtocolError: it is something else.
+        """
+        if not text:
+            return cls()
+        found = _GENERATION.fullmatch(text)
+        if not found:
+            raise ProtocolError(f"{shown(text)} is no generation of a registry of adapters")
+        return cls(int(found[1]), found[2])
+
+    @property
+    def is_of_a_start(self) -> bool:
+        """Whether nobody has changed what workers were started with."""
+        return self.number < _FIRST_CHANGE
+
+
 class Registered(NamedTuple):
-    """What the server knows.
+    """A state of the registry.
 
     Attributes:
         owner: fingerprint of the model that the adapters are for; "" when the server has lost them.
         adapters: those in service, by name.
         offers: those that the workers are asked to load, by name.
+        generation: names this state.
+        base: that of the latest state in whose place this one was put.
     """
 
     owner: str
     adapters: dict[str, Adapter]
     offers: dict[str, Offer]
+    generation: Generation = Generation()
+    base: Generation = Generation()
+
+    @property
+    def named(self) -> str:
+        """Generation and base as they travel."""
+        return f"{self.generation} {self.base}".strip()
+
+    def forgets(self, seen: Registered) -> bool:
+        """Whether changes may be missing here that `seen` has: it was made over an older state than that."""
+        if self.owner != seen.owner:
+            return not self.owner
+        return self.generation != seen.generation and self.base < seen.generation
 
 
 class AdapterRegistry:
@@ -152,16 +215,17 @@ class AdapterRegistry:
             ProtocolError: more than there can be, or something that is none.
         """
         # Workers that start at once may register some too many.
-        most = 2 * MAX_ADAPTERS
+        most = 2 * MAX_ADAPTERS + 2
         try:
             served, offered = await read_hashes(self._redis, self._keys, most_bytes=_MOST_BYTES, most_fields=most)
         except ProtocolError as error:
             text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
             raise ProtocolError(text) from error
-        found = served.pop(b"", b"")
-        owner = found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
+        owner, named = _text(served.pop(b"", b"")), _text(served.pop(_GENERATION_FIELD.encode(), b""))
+        generation, _, base = named.partition(" ")
         adapters = {name: Adapter(*fields) for name, fields in _decode(served, 2)}
-        return Registered(owner, adapters, {name: Offer(*fields) for name, fields in _decode(offered, 3)})
+        offers = {name: Offer(*fields) for name, fields in _decode(offered, 3)}
+        return Registered(owner, adapters, offers, Generation.parse(generation), Generation.parse(base))
 
     async def offer(self, name: str, offer: Offer, lifetime_s: float) -> bool:
         """Ask the workers to load an adapter; False when the server has lost the model's adapters.
@@ -182,23 +246,78 @@ class AdapterRegistry:
         filled = offer._replace(revision=revision)
         await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), filled.pack()])
 
-    async def adopt(self, name: str, offer: Offer, known_for_s: float) -> bool:
-        """Put an offered adapter in service; False when it is offered no more.
+    async def adopt(self, name: str, offer: Offer, seen: Registered, known_for_s: float) -> Generation | None:
+        """Put an offered adapter in service; None when it is offered no more, or the registry is another than `seen`.
 
         Args:
             name: of the adapter.
             offer: with its revision.
+            seen: what the registry was when all workers had loaded it.
             known_for_s: for so long clients may still use another one that had the name; see `known_for`.
         """
         adapter = Adapter(offer.source, offer.revision).pack()
-        args = [self.fingerprint, name, offer.pack(), adapter, int(known_for_s * 1000)]
-        return bool(await scripts.ADOPT(self._redis, [*self._keys, self._model.replaced(name)], args))
+        return await self._change(name, adapter, seen, offer=offer.pack(), known_for_s=known_for_s)
+
+    async def remove(self, name: str, seen: Registered, known_for_s: float) -> Generation | None:
+        """Take an adapter out of service, and offers of that name back; None when the registry is another than `seen`.
+
+        Args:
+            name: of an adapter in service.
+            seen: what the registry was.
+            known_for_s: for so long clients may still use it; see `known_for`.
+        """
+        return await self._change(name, b"", seen, known_for_s=known_for_s)
+
+    async def register(self, name: str, adapter: Adapter, seen: Registered) -> bool:
+        """Put an adapter in service whose name is free; False when the registry is another than `seen`."""
+        return await self._change(name, adapter.pack(), seen, by_clock=False) is not None
+
+    async def _change(
+        self,
+        name: str,
+        adapter: bytes,
+        seen: Registered,
+        *,
+        offer: bytes = b"",
+        known_for_s: float = 0.0,
+        by_clock: bool = True,
+    ) -> Generation | None:
+        keys = [*self._keys, self._model.replaced(name)]
+        change, known_ms = secrets.token_hex(8), int(known_for_s * 1000)
+        args = [self.fingerprint, str(seen.generation), name, offer, adapter, known_ms, change, "clock" * by_clock]
+        made: bytes = await scripts.ADOPT(self._redis, keys, args)
+        return Generation.parse(_text(made)) if made else None
+
+    async def confirm(self, line: CommandLine, known: Registered, replicas: int, wait_s: float) -> int:
+        """How many replicas have a state of the registry, or a later one; 0 when it is not what the server has.
+
+        Args:
+            line: a connection of the caller's own: a server answers for what was written on the same one.
+            known: what the server has.
+            replicas: do not wait for more.
+            wait_s: do not wait for longer.
+
+        Raises:
+            ServerError: the server refuses, or cannot be used.
+        """
+        link = await line.open()
+        # The same once more.
+        write = (b"EVAL", scripts.SWAP.source, 1, self._keys[0], _GENERATION_FIELD, known.named, known.named)
+        if not await line.wait_for(link, link.call(write)):
+            return 0
+        return int(await line.wait_for(link, link.call((b"WAIT", replicas, int(wait_s * 1000)))))
 
     async def known_for(self, name: str) -> float:
         """For how many seconds from now clients may still use another adapter of this name than what is in service.
 
-        Whoever has changed it: the one that did may have given up since, or may wait still.
+        Whoever has changed it: the one that did may have given up since, or may wait still. While a server had
+        forgotten a change, clients may have read of what was before it, whatever the name.
         """
+        left: int = await self._redis.pttl(self._model.replaced(""))
+        return max(await self.replaced_for(name), left / 1000)
+
+    async def replaced_for(self, name: str) -> float:
+        """For how many seconds from now the last change of this name counts as just made."""
         left: int = await self._redis.pttl(self._model.replaced(name))
         return max(0, left) / 1000
 
@@ -213,26 +332,44 @@ class AdapterRegistry:
             if await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), b""]):
                 return
 
-    async def register(self, name: str, adapter: Adapter) -> bool:
-        """Put an adapter in service whose name is free; False when it is not, or no longer."""
-        return bool(await scripts.SWAP(self._redis, self._keys[:1], [name, b"", adapter.pack()]))
-
-    async def remove(self, name: str, known_for_s: float) -> bool:
-        """Take an adapter out of service, and offers of that name back; False when there was none in service.
+    async def create(self, adapters: Mapping[str, Adapter], instead_of: Registered) -> bool:
+        """Make the registry of a model that has none; False when it has.
 
         Args:
-            name: of the adapter.
-            known_for_s: for so long clients may still use it; see `known_for`.
+            adapters: those in service.
+            instead_of: what there was: nothing, or the adapters of other weights under the model's name.
         """
-        keys = [*self._keys, self._model.replaced(name)]
-        return bool(await scripts.REMOVE(self._redis, keys, [name, int(known_for_s * 1000)]))
+        made = Registered(self.fingerprint, dict(adapters), {}, Generation(0, secrets.token_hex(8)))
+        return await self._put(made, instead_of, 0.0)
 
-    async def restore(self, adapters: Mapping[str, Adapter], *, instead_of: str = "") -> None:
-        """Write down all adapters, if the server has lost them, or has those of the model with another fingerprint."""
-        args: list[str | bytes] = [self.fingerprint, instead_of]
-        for name, adapter in adapters.items():
+    async def write_back(self, seen: Registered, instead_of: Registered) -> bool:
+        """Write down once more what a server has forgotten; False when somebody has changed what is there meanwhile.
+
+        Args:
+            seen: what is to be there.
+            instead_of: what there is.
+        """
+        base = max(seen.generation, instead_of.generation if instead_of.owner == seen.owner else Generation())
+        made = seen._replace(generation=Generation(base.number + 1, secrets.token_hex(8)), base=base)
+        return await self._put(made, instead_of, KNOWN_FOR_S + MARGIN_S)
+
+    async def _put(self, made: Registered, instead_of: Registered, known_for_s: float) -> bool:
+        args: list[str | bytes | int] = [
+            instead_of.owner,
+            str(instead_of.generation),
+            made.owner,
+            made.named,
+            int(known_for_s * 1000),
+        ]
+        for name, adapter in made.adapters.items():
             args += (name, adapter.pack())
-        await scripts.RESTORE(self._redis, self._keys, args)
+        keys = [*self._keys, self._model.replaced("")]
+        return bool(await scripts.RESTORE(self._redis, keys, args))
+
+
+def _text(found: bytes | int) -> str:
+    """A field of ours; "?" for what is too large to be one."""
+    return found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
 
 
 def _decode(found: dict[bytes, bytes | int], fields: int) -> list[tuple[str, list[str]]]:

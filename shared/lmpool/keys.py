@@ -140,7 +140,8 @@ class ModelKeys:
 
     @property
     def adapters(self) -> bytes:
-        """Hash: adapter -> encoded `lmpool.adapters.Adapter`; "" -> the fingerprint of the model that they are for."""
+        """Hash: adapter -> encoded `lmpool.adapters.Adapter`; "" -> the fingerprint of the model that they are for;
+        "@" -> the generation of this state and, after a space, that in whose place it was put."""
         return self.base + b":adapters"
 
     @property
@@ -149,7 +150,7 @@ class ModelKeys:
         return self.base + b":offers"
 
     def replaced(self, adapter: str) -> bytes:
-        """String: there as long as clients may still use another adapter of this name; expires."""
+        """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""
         return self.base + b":replaced:" + adapter.encode()
 
     def reply(self, client_id: str) -> bytes:

@@ -2,7 +2,7 @@
 
 A change is over when every live worker has followed it, and when `KNOWN_FOR_S` have passed in which clients may still
 have used what they knew before: since the last change of this name, whoever made it, for one that was given up or
-waits still has been known too.
+waits still has been known too. It is made over a state of the registry that every live worker has seen.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from lmpool.adapters import (
     KNOWN_FOR_S,
+    MARGIN_S,
     Adapter,
     AdapterRegistry,
+    Generation,
     Offer,
     Registered,
     check_adapter_name,
@@ -47,8 +49,9 @@ from lmpool.producer.within import Within
 T = TypeVar("T")
 
 _LOOK_S = 0.1
-_MARGIN_S = 0.5
+_CONFIRM_S = 0.5
 _OUTLIVES_S = 10.0
+_MOST_REPLICAS = 1000
 
 
 class _Told(NamedTuple):
@@ -56,6 +59,7 @@ class _Told(NamedTuple):
 
     Attributes:
         worker_id: the worker.
+        seen: the last generation of the registry that it has seen.
         served: those in service that it has, as "name@revision".
         nonce: names the last offer that it has tried, or "".
         revision: what it has loaded then.
@@ -63,10 +67,11 @@ class _Told(NamedTuple):
     """
 
     worker_id: str
-    served: list[str]
-    nonce: str
-    revision: str
-    refusal: str
+    seen: str = ""
+    served: Sequence[str] = ()
+    nonce: str = ""
+    revision: str = ""
+    refusal: str = ""
 
 
 class AdapterChange:
@@ -76,17 +81,20 @@ class AdapterChange:
         session: the session with the model's workers.
         name: of the adapter.
         within: for how long.
+        replicas: how many replicas of the server must have it before it is over.
 
     Raises:
-        SettingsError: `name` is none.
+        SettingsError: `name` is none, or `replicas` no number.
     """
 
-    def __init__(self, session: Session, name: str, within: Within) -> None:
+    def __init__(self, session: Session, name: str, within: Within, replicas: int = 0) -> None:
         self._session = session
         self._name = check_adapter_name("name", name)
         self._within = within
+        self._replicas = check_replicas(replicas)
         self._waits_for = "the server has not answered"
         self._live: set[str] = set()
+        self._heard: dict[str, float] = {}  # When a worker was last listed that still counts as live.
 
     async def add(self, source: str | Path) -> str:
         """Have all workers serve it; see `Producer.add_adapter`."""
@@ -95,35 +103,40 @@ class AdapterChange:
         offer = Offer(place, secrets.token_hex(8))
         state = "it is not in service" + (f", revision {before} still is" if before else "")
         try:
-            revision = await self._limited(partial(self._put_in_service, offer, before), state)
+            made = await self._limited(partial(self._put_in_service, offer, before), state)
         except ProducerClosed:
             raise  # There is no connection any more: the offer expires.
         except BaseException:
             self._session.spawn(self._withdraw(offer.nonce))
             raise
-        is_other = before not in (None, revision)
-        await self._limited(partial(self._settle, revision, is_other=is_other), "it is in service")
+        revision = made.adapters[self._name].revision
+        await self._finish(made, "it is in service", is_other=before not in (None, revision))
         return revision
 
     async def remove(self) -> None:
         """Have no worker serve it; see `Producer.remove_adapter`."""
-        known = await self._session.adapters.all(self._within)
-        if self._name not in known or not await self._limited(self._take_out, "it is still in service"):
-            served = ", ".join(known) or "none"
-            model = self._session.card.name
-            raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
-        await self._limited(partial(self._settle, "", is_other=True), "it is not in service any more")
+        made = await self._limited(self._take_out, "it is still in service")
+        await self._finish(made, "it is not in service any more", is_other=True)
 
-    async def _put_in_service(self, offer: Offer, before: str | None) -> str:
+    async def _finish(self, made: Registered, state: str, *, is_other: bool) -> None:
+        self._session.adapters.changed(made)
+        await self._limited(partial(self._settle, made, is_other=is_other), state)
+        if self._replicas:
+            await self._limited(partial(self._replicate, made), f"{state}, but a failover could undo that")
+
+    async def _put_in_service(self, offer: Offer, before: str | None) -> Registered:
+        """Returns what the registry was made."""
         await self._offer(offer)
         while True:
-            loaded = await self._until_loaded(offer, before)
-            if await self._insist(partial(self._registry.adopt, self._name, loaded, _known_for())):
-                return loaded.revision
+            loaded, known = await self._until_loaded(offer, before)
+            adapter = Adapter(loaded.source, loaded.revision)
+            adopt = partial(self._registry.adopt, self._name, loaded, known, _known_for())
+            if (generation := await self._insist(adopt)) is not None:
+                return _changed(known, known.adapters | {self._name: adapter}, generation)
             # A first try whose answer was lost may have done it; or the offer has just gone.
             known = await self._insist(self._registry.read)
-            if known.adapters.get(self._name) == Adapter(loaded.source, loaded.revision):
-                return loaded.revision
+            if known.adapters.get(self._name) == adapter:
+                return known
 
     async def _offer(self, offer: Offer) -> None:
         lifetime = self._within.left + _OUTLIVES_S
@@ -132,8 +145,8 @@ class AdapterChange:
                 return
             await self._pause(wait)  # Workers write down what the server has lost.
 
-    async def _until_loaded(self, offer: Offer, before: str | None) -> Offer:
-        """Wait until all workers have loaded what is offered; returns the offer with its revision.
+    async def _until_loaded(self, offer: Offer, before: str | None) -> tuple[Offer, Registered]:
+        """Wait until all workers have loaded what is offered; returns the offer with its revision, and the registry.
 
         Others may offer the same adapter at the same time, such as all processes of one program: theirs will do.
         """
@@ -142,7 +155,7 @@ class AdapterChange:
             found, served = known.offers.get(self._name), known.adapters.get(self._name)
             if found is None:
                 if served is not None and served.source == offer.source and served.revision != before:
-                    return offer._replace(revision=served.revision)
+                    return offer._replace(revision=served.revision), known
                 if not await self._is_lost(known, before):
                     raise self._interrupted()
                 # Our own, though another's may have been there last: that one may have been taken back.
@@ -155,20 +168,23 @@ class AdapterChange:
             told = await self._told()
             await self._check_survivors(loading, found)
             tried = [worker for worker in told if worker.nonce == found.nonce]
-            for worker in tried:
-                if worker.refusal:
-                    raise AdapterRefused(f"the worker {worker.worker_id} cannot load it: {worker.refusal}")
-                if found.revision and worker.revision != found.revision:
-                    raise AdapterRefused(
-                        f"the workers have found different weights in {offer.source}: {worker.worker_id} has revision "
-                        f"{worker.revision}, others {found.revision}; was it written just now?"
-                    )
+            self._check_loaded(found, tried)
             # One that drains meanwhile may yet end over it.
-            if found.revision and told and len(tried) == len(told) and not loading:
-                return found
-            slow = ", ".join(sorted({worker.worker_id for worker in told if worker not in tried} | loading))
-            self._waits_for = f"still loading or silent: {slow}" if slow else ""
+            if slow := {worker.worker_id for worker in told if worker not in tried} | loading:
+                self._waits_for = f"still loading or silent: {', '.join(sorted(slow))}"
+            elif found.revision and told and self._have_seen(known, told):
+                return found, known
             await self._pause(_LOOK_S)
+
+    def _check_loaded(self, offer: Offer, tried: Sequence[_Told]) -> None:
+        for worker in tried:
+            if worker.refusal:
+                raise AdapterRefused(f"the worker {worker.worker_id} cannot load it: {worker.refusal}")
+            if offer.revision and worker.revision != offer.revision:
+                raise AdapterRefused(
+                    f"the workers have found different weights in {offer.source}: {worker.worker_id} has revision "
+                    f"{worker.revision}, others {offer.revision}; was it written just now?"
+                )
 
     async def _check_survivors(self, loading: set[str], offer: Offer) -> None:
         """Refuse what a worker has not survived: it would end the others, or those that start later.
@@ -187,6 +203,15 @@ class AdapterChange:
                 "that worker's log, mend the adapter, and add it again"
             )
 
+    def _have_seen(self, known: Registered, told: Sequence[_Told]) -> bool:
+        """Whether no live worker has seen another state, which it will write down or give up.
+
+        A change over a state that a worker knows to be old would undo what is missing there.
+        """
+        if behind := ", ".join(worker.worker_id for worker in told if worker.seen != str(known.generation)):
+            self._waits_for = f"have seen another state of the adapters: {behind}"
+        return not behind
+
     async def _is_lost(self, known: Registered, before: str | None) -> bool:
         """Whether an offer that is gone was lost, by a server short of memory, say; else somebody has made a change."""
         served = known.adapters.get(self._name)
@@ -194,32 +219,77 @@ class AdapterChange:
             return False  # Removed.
         if served is not None and served.revision != before:
             return False
-        return not await self._insist(partial(self._registry.known_for, self._name))
+        return not await self._insist(partial(self._registry.replaced_for, self._name))
 
-    async def _take_out(self) -> bool:
-        # Whoever has listed it may have been faster, or the server has lost it and workers write it down again.
-        while not await self._insist(partial(self._registry.remove, self._name, _known_for())):
-            if self._name not in await self._session.adapters.all(self._within):
-                return False
-        return True
+    async def _take_out(self) -> Registered:
+        """Returns what the registry was made."""
+        tried = False
+        while True:
+            # What this client believes: the server may have forgotten that there is one, or that there is none.
+            await self._session.adapters.all(self._within)
+            known = await self._insist(self._registry.read)
+            if self._name not in known.adapters and known.owner == self._session.fingerprint:
+                if tried:  # And the answer was lost, or somebody else was faster.
+                    return known
+                served = ", ".join(known.adapters) or "none"
+                model = self._session.card.name
+                raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
+            if self._have_seen(known, await self._told()):
+                remove = partial(self._registry.remove, self._name, known, _known_for())
+                tried = True
+                if (generation := await self._insist(remove)) is not None:
+                    left = {name: adapter for name, adapter in known.adapters.items() if name != self._name}
+                    return _changed(known, left, generation)
+            await self._pause(_LOOK_S)
 
-    async def _settle(self, revision: str, *, is_other: bool) -> None:
+    async def _settle(self, made: Registered, *, is_other: bool) -> None:
         """Wait until nobody uses another revision any more.
 
         Args:
-            revision: what is in service now; "" for none.
+            made: what the registry was made.
             is_other: this change has replaced another one. Others may have done so just before, and not waited.
         """
         loop = self._within.loop
-        self._session.adapters.doubt()
         end = loop.time() + (_known_for() if is_other else 0.0)
-        end = max(end, loop.time() + await self._insist(partial(self._registry.known_for, self._name)))
-        wanted = [qualify(self._name, revision)] if revision else []
-        while behind := [worker.worker_id for worker in await self._told() if worker.served != wanted]:
-            self._waits_for = f"have not followed yet: {', '.join(behind)}"
+        adapter = made.adapters.get(self._name)
+        wanted = [qualify(self._name, adapter.revision)] if adapter else []
+        while True:
+            await self._check_made(made)
+            if behind := [worker.worker_id for worker in await self._told() if list(worker.served) != wanted]:
+                self._waits_for = f"have not followed yet: {', '.join(behind)}"
+                await self._pause(_LOOK_S)
+                continue
+            left = max(end - loop.time(), await self._insist(partial(self._registry.known_for, self._name)))
+            if left <= 0:
+                return
+            self._waits_for = "clients may use what they know for a moment"
+            await self._pause(left)
+
+    async def _check_made(self, made: Registered) -> Registered:
+        """Wait until what was made is what the server has; returns the registry.
+
+        Raises:
+            AdapterRefused: somebody else has changed the adapter of this name.
+        """
+        while (known := await self._insist(self._registry.read)).owner != made.owner or known.forgets(made):
+            self._waits_for = "the server has forgotten it: a worker that has seen it writes it down again"
             await self._pause(_LOOK_S)
-        self._waits_for = "clients may use what they know for a moment"
-        await self._pause(max(0.0, end - loop.time()))
+        if _revision(known, self._name) != _revision(made, self._name):
+            raise self._interrupted()
+        return known
+
+    async def _replicate(self, made: Registered) -> None:
+        """Wait until so many replicas have it."""
+        line = self._session.adapters.own_line()
+        try:
+            while True:
+                known = await self._check_made(made)
+                confirm = partial(self._registry.confirm, line, known, self._replicas, _CONFIRM_S)
+                if (have := await self._insist(confirm)) >= self._replicas:
+                    return
+                self._waits_for = f"{have} of {self._replicas} replicas have it"
+        finally:
+            line.close()
 
     async def _withdraw(self, nonce: str) -> None:
         try:
@@ -233,21 +303,30 @@ class AdapterChange:
 
     async def _told(self) -> list[_Told]:
         """What the live workers have told."""
+        told, now = {}, self._within.loop.time()
         found = await self._insist(self._session.workers)
         self._live = {one.worker_id for one in found}
-        workers = [one for one in found if one.fields.get("state") != "draining"]
-        if not workers:
+        for worker in found:
+            self._heard.pop(worker.worker_id, None)
+            if worker.fields.get("state") != "draining":
+                told[worker.worker_id] = self._read(worker)
+        # Signs of life come three times a lease: a server that has forgotten one has it again by then.
+        patience = self._session.card.lease_s / 2
+        self._heard = {name: heard for name, heard in self._heard.items() if now - heard < patience}
+        silent = [_Told(name) for name in self._heard]
+        self._heard |= dict.fromkeys(told, now)
+        if not told and not silent:
             self._waits_for = ""
-        return [self._read(worker) for worker in workers]
+        return [*told.values(), *silent]
 
     def _read(self, worker: WorkerInfo) -> _Told:
         try:
-            served = json.loads(worker.fields.get("adapters", "[]"))
+            seen, served = worker.fields.get("adapters_seen", ""), json.loads(worker.fields.get("adapters", "[]"))
             nonce, revision, refusal = json.loads(worker.fields.get("adapter_offers", "{}")).get(self._name, ("",) * 3)
             own = [adapter for adapter in served if name_of(adapter) == self._name]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ServerError(f"what the worker {worker.worker_id} tells of its adapters does not decode") from error
-        return _Told(worker.worker_id, own, nonce, revision, refusal)
+        return _Told(worker.worker_id, seen, own, nonce, revision, refusal)
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers."""
@@ -294,14 +373,33 @@ class AdapterChange:
 
     def _interrupted(self) -> AdapterRefused:
         return AdapterRefused(
-            f"the adapter {self._name!r} was not loaded: somebody else has changed it meanwhile; look at what is "
-            "in service, and try again"
+            f"the adapter {self._name!r} is not what it was to be: somebody else has changed it meanwhile; look at "
+            "what is in service, and try again"
         )
 
 
 def _known_for() -> float:
     """For how many seconds clients may use what is replaced now, those with slower clocks too."""
-    return KNOWN_FOR_S + _MARGIN_S
+    return KNOWN_FOR_S + MARGIN_S
+
+
+def _changed(seen: Registered, adapters: dict[str, Adapter], generation: Generation) -> Registered:
+    return seen._replace(adapters=adapters, generation=generation, base=seen.generation)
+
+
+def _revision(known: Registered, name: str) -> str:
+    return known.adapters[name].revision if name in known.adapters else ""
+
+
+def check_replicas(replicas: object) -> int:
+    """The number, if it can be one of replicas.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    if type(replicas) is not int or not 0 <= replicas <= _MOST_REPLICAS:
+        raise SettingsError(f"replicas: {shown(replicas)} must be a number from 0 to {_MOST_REPLICAS}")
+    return replicas
 
 
 def _resolved(source: str | Path) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
-from lmpool.adapters import KNOWN_FOR_S, AdapterRegistry, Registered, qualify
+from lmpool.adapters import KNOWN_FOR_S, AdapterRegistry, Generation, Registered, qualify
 from lmpool.backoff import delays
 from lmpool.checks import shown
-from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, UnknownAdapter
+from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
+from lmpool.line import CommandLine
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.together import own
 from lmpool.producer.within import Within, begin
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0
+_LOST = "the server has lost the adapters, or has those of other weights"
+_FORGETFUL = (
+    "the server has forgotten a change of the adapters that this client has read of, as after a failover, and no "
+    "worker has written it down again: make the change once more (`lmpool adapters add` or `remove`)"
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +35,8 @@ class Adapters:
     """Knows which weights the adapters of one session's model have at present.
 
     What was read may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter waits for as
-    long, so that afterwards nobody asks for what was replaced, nor takes it from a cache.
+    long, so that afterwards nobody asks for what was replaced, nor takes it from a cache. What forgets a change
+    that was read before is not believed: workers that know of it write it down again.
 
     Args:
         channel: the connections.
@@ -38,9 +45,9 @@ class Adapters:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._loop = asyncio.get_running_loop()
-        self._known: dict[str, str] = {}
-        self._owner = ""
+        self._seen = Registered("", {}, {})
         self._as_of = _NEVER
+        self._doubted: tuple[Generation, float] | None = None
         self._used = _NEVER
         self._reading = asyncio.Lock()
 
@@ -49,6 +56,10 @@ class Adapters:
         """The adapters of the model as it is now."""
         channel = self._channel
         return AdapterRegistry(channel.redis, channel.model, channel.fingerprint)
+
+    def own_line(self) -> CommandLine:
+        """A connection for what keeps one busy; its user closes it."""
+        return self._channel.own_line()
 
     async def qualified(self, name: object, within: Within) -> str:
         """What a job calls an adapter: "name@revision".
@@ -60,12 +71,12 @@ class Adapters:
         """
         loop = self._loop
         self._used = loop.time()
-        if self._is_fresh and isinstance(name, str) and (revision := self._known.get(name)) is not None:
-            return qualify(name, revision)
+        if self._is_fresh and isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
+            return qualify(name, found.revision)
         await self._read_since(loop.time(), within)
-        if isinstance(name, str) and (revision := self._known.get(name)) is not None:
-            return qualify(name, revision)
-        served = ", ".join(self._known) or "none"
+        if isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
+            return qualify(name, found.revision)
+        served = ", ".join(self._seen.adapters) or "none"
         raise UnknownAdapter(f"the model {self._channel.card.name!r} has no adapter {shown(name)}; it has: {served}")
 
     async def all(self, within: Within) -> dict[str, str]:
@@ -75,7 +86,11 @@ class Adapters:
             DeadlineExceeded, ServerError: the server does not tell in time.
         """
         await self._read_since(self._loop.time(), within)
-        return dict(self._known)
+        return {name: adapter.revision for name, adapter in self._seen.adapters.items()}
+
+    def changed(self, made: Registered) -> None:
+        """A change of our own has made this of the registry."""
+        self._seen, self._as_of = made, _NEVER
 
     def doubt(self) -> None:
         """What is known has turned out to be old."""
@@ -93,11 +108,12 @@ class Adapters:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._owner == self._channel.fingerprint
+        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.fingerprint
 
     async def _read_since(self, begin: float, within: Within) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
         seen: BaseException | None = None
+        doubt = ""
         try:
             async with within.limit(), self._reading:
                 for wait in delays():
@@ -105,7 +121,8 @@ class Adapters:
                     if self._as_of >= begin and self._is_fresh:
                         return
                     try:
-                        if await self._read():
+                        doubt = await self._read()
+                        if not doubt:
                             return
                         seen = None
                     except TROUBLE as trouble:
@@ -115,6 +132,8 @@ class Adapters:
         except DeadlineExceeded:
             raise
         except TimeoutError as late:
+            if seen is None and doubt == _FORGETFUL:
+                raise ServerError(f"within {within.seconds:g} s: {doubt}") from late
             # Who waited for another to read has seen no error.
             if (why := seen or self._channel.trouble) is not None:
                 raise own(self._channel.explain(why)) from late
@@ -123,16 +142,32 @@ class Adapters:
                 f"is one running? start it with `{self._channel.card.start_command}`"
             ) from late
 
-    async def _read(self) -> bool:
-        """Read once; False when the server has lost the adapters, or has those of other weights under this name."""
+    async def _read(self) -> str:
+        """Read once; returns why what the server has is not to be used, "" when it is."""
         begin = self._loop.time()
         fingerprint = self._channel.fingerprint
-        found: Registered = await self.registry.read()
+        found = await self.registry.read()
         if found.owner != fingerprint:
+            return _LOST
+        if not self._is_credible(found, begin):
+            return _FORGETFUL
+        self._seen, self._as_of, self._doubted = found, begin, None
+        return ""
+
+    def _is_credible(self, found: Registered, now: float) -> bool:
+        """Whether nothing is missing that this client has read of, or nobody else knows of it any more.
+
+        Where workers have started anew or somebody has made a change since, and no worker has written down for a lease
+        what is missing, that is how it is. What is merely older is never believed.
+        """
+        seen = self._seen
+        if seen.owner != found.owner or seen.generation.is_of_a_start or not found.forgets(seen):
+            return True
+        if self._doubted is None or self._doubted[0] != found.generation:
+            self._doubted = found.generation, now
+        if found.generation < seen.generation and not found.generation.is_of_a_start:
             return False
-        self._known = {name: adapter.revision for name, adapter in found.adapters.items()}
-        self._owner, self._as_of = fingerprint, begin
-        return True
+        return now - self._doubted[1] > self._channel.card.lease_s
 
 
 def is_base(adapter: object) -> bool:

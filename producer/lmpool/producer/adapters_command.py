@@ -13,6 +13,9 @@ from lmpool.terminal import Terminal, say, say_json
 
 adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
 
+Replicas = Annotated[
+    int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
+]
 AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
 
 
@@ -53,6 +56,7 @@ def add(
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
+    replicas: Replicas = 0,
     timeout: Timeout = 60.0,
     waits: Waits = True,
 ) -> None:
@@ -62,7 +66,7 @@ def add(
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
         ) as producer:
-            return await producer.add_adapter(name, source)
+            return await producer.add_adapter(name, source, replicas=replicas)
 
     say(f"{name} is in service, revision {run(change())}")
 
@@ -73,6 +77,7 @@ def remove(
     model: ModelName = None,
     redis: RedisUrl = None,
     prefix: Prefix = "lmpool",
+    replicas: Replicas = 0,
     timeout: Timeout = 60.0,
     waits: Waits = True,
 ) -> None:
@@ -82,7 +87,7 @@ def remove(
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
         ) as producer:
-            await producer.remove_adapter(name)
+            await producer.remove_adapter(name, replicas=replicas)
 
     run(change())
     say(f"{name} is not in service any more")

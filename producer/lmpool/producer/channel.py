@@ -78,6 +78,10 @@ class Channel:
         self._rows = rows_on(self._server, self._keys, card)
         self._flights.figures.model = card.name
 
+    def own_line(self) -> CommandLine:
+        """One more connection to who has the model's keys; its user closes it."""
+        return CommandLine(self._server, self.model.adapters)
+
     @property
     def rows(self) -> RowCache:
         """Where the model's rows are.

@@ -220,7 +220,9 @@ class Producer(Picking):
         session = await self._rows.open(within)
         return await session.adapters.all(within)
 
-    async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
+    async def add_adapter(
+        self, name: str, source: str | Path, *, replicas: int = 0, timeout: float | None = None
+    ) -> str:
         """Have every worker of the model serve a LoRA adapter, or another one instead of that of this name.
 
         When this returns, every live worker has it, and no client anywhere gets a row of the one that it replaces. One
@@ -233,37 +235,44 @@ class Producer(Picking):
             name: what requests call it.
             source: its folder on the workers' machines, or its name on the hub where they run with --adapter-hub. A
                 folder that is here is made absolute.
+            replicas: how many replicas of the server must have the change too. A failover to one that does not have it
+                forgets it until a worker that lives has written it down again; clients that have read of it wait for
+                that.
             timeout: seconds; None for the producer's. Replacing one takes 3 s at least.
 
         Returns:
             its revision, a digest of its weights.
 
         Raises:
-            SettingsError: `name` or `source` is malformed, or the model has as many adapters as it may have.
+            SettingsError: `name`, `source` or `replicas` is malformed, or the model has as many adapters as it may
+                have.
             AdapterRefused: a worker cannot load it (no such folder, it does not fit the model, ...) or has ended over
                 it, or somebody else changed the adapter of this name meanwhile.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         within = begin(timeout, self._timeout)
-        return await AdapterChange(await self._rows.open(within), name, within).add(source)
+        return await AdapterChange(await self._rows.open(within), name, within, replicas).add(source)
 
-    async def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
+    async def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
         """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
 
         DeadlineExceeded says whether it is in service still.
 
         Args:
             name: what requests call it.
+            replicas: as `add_adapter`.
             timeout: seconds; None for the producer's. It takes 3 s at least.
 
         Raises:
+            SettingsError: `name` or `replicas` is malformed.
             UnknownAdapter: the model has no adapter of that name.
+            AdapterRefused: somebody else changed the adapter of this name meanwhile.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         within = begin(timeout, self._timeout)
-        await AdapterChange(await self._rows.open(within), name, within).remove()
+        await AdapterChange(await self._rows.open(within), name, within, replicas).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
         """The trie over a vocabulary, whose values trie workers compute.

@@ -1,17 +1,39 @@
--- Put an adapter that all workers have loaded in service, instead of the one that had its name.
+-- Put an adapter in service, or take one out: over the very state of the registry that the caller has seen.
 --
 -- KEYS  adapters, offers, what is there as long as clients may use another adapter of this name
--- ARGV  fingerprint of the model, name, the offer as the caller saw it, encoded adapter, for how long they may in ms
+-- ARGV  fingerprint of the model, generation of that state ('' for none), name, the offer as the caller saw it ('' for
+--       none: then the name must be free), encoded adapter ('' takes out what there is), for how long clients may use
+--       another one in ms, what this change is called, 'clock' to count by the clock
 --
--- Returns 1 when done, 0 when the offer is not there any more or is another.
-local adapters, offers, name = KEYS[1], KEYS[2], ARGV[2]
-if redis.call('HGET', adapters, '') ~= ARGV[1] or redis.call('HGET', offers, name) ~= ARGV[3] then
-  return 0
+-- Returns the new generation; '' when the registry or the offer is another, the name is taken, or nothing to take out.
+local adapters, offers, seen, name, adapter = KEYS[1], KEYS[2], ARGV[2], ARGV[3], ARGV[5]
+local generation = string.match(redis.call('HGET', adapters, '@') or '', '^%S*')
+if redis.call('HGET', adapters, '') ~= ARGV[1] or generation ~= seen then
+  return ''
 end
 local before = redis.call('HGET', adapters, name)
-if before and before ~= ARGV[4] then
-  redis.call('SET', KEYS[3], '', 'PX', ARGV[5])
+if ARGV[4] ~= '' then
+  if redis.call('HGET', offers, name) ~= ARGV[4] then
+    return ''
+  end
+elseif (adapter == '') ~= (before ~= false) then
+  return ''
 end
-redis.call('HSET', adapters, name, ARGV[4])
+if before and before ~= adapter then
+  redis.call('SET', KEYS[3], '', 'PX', ARGV[6])
+end
+local number = (tonumber(string.match(seen, '^%d+')) or 0) + 1
+if ARGV[8] == 'clock' then
+  -- After a failover that has lost a change, the next one counts as later than that.
+  local time = redis.call('TIME')
+  number = math.max(number, time[1] * 1000 + math.floor(time[2] / 1000), 1e12)
+end
+local made = string.format('%.0f-%s', number, ARGV[7])
+if adapter == '' then
+  redis.call('HDEL', adapters, name)
+else
+  redis.call('HSET', adapters, name, adapter)
+end
+redis.call('HSET', adapters, '@', made .. ' ' .. seen)
 redis.call('HDEL', offers, name)
-return 1
+return made

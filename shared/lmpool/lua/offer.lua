@@ -8,8 +8,8 @@ local adapters, offers, name = KEYS[1], KEYS[2], ARGV[2]
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
   return -1
 end
--- The field '' holds the fingerprint.
-local count = redis.call('HLEN', adapters) - 1
+-- The field '' holds the fingerprint, '@' the generation.
+local count = redis.call('HLEN', adapters) - 1 - redis.call('HEXISTS', adapters, '@')
 for _, other in ipairs(redis.call('HKEYS', offers)) do
   count = count + 1 - redis.call('HEXISTS', adapters, other)
 end

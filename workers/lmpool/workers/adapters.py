@@ -24,6 +24,7 @@ from lmpool.workers.stepper import Stepper
 _log = logging.getLogger("lmpool.worker")
 
 _LOOK_S = 0.5
+_START_LOOK_S = 0.1
 _AGAIN_S = 5.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -72,6 +73,7 @@ class AdapterKeeper:
         self._on_change = on_change
         self._others = others
         self._loaded = dict(loaded)
+        self._seen = Registered("", {}, {})
         self._in_service: dict[str, Adapter] = {}
         self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
         self._refused: dict[str, _Refusal] = {}  # Of those in service.
@@ -90,18 +92,19 @@ class AdapterKeeper:
         registry = self._registry
         known = await registry.read()
         await self._check_others(own.keys() - (known.adapters if known.owner == registry.fingerprint else {}))
-        while (known := await registry.read()).owner != registry.fingerprint:
-            # The card is ours by now, so what is there are the adapters of other weights.
-            await registry.restore(own, instead_of=known.owner)
-        if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
-            raise SettingsError(
-                f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with less, "
-                "or remove some first"
-            )
-        for name, adapter in own.items():
-            if name not in known.adapters:
-                await registry.register(name, adapter)
-        known = await registry.read()
+        while own.keys() - (known := await self._registry_with(own)).adapters.keys():
+            if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
+                raise SettingsError(
+                    f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with "
+                    "less, or remove some first"
+                )
+            name = min(own.keys() - known.adapters.keys())
+            told = (await self._others("adapters_seen")).values()
+            # Who has seen another state is about to write that down, or to follow; "" has just been started too.
+            if any(seen not in ("", str(known.generation)) for seen in told):
+                await asyncio.sleep(_START_LOOK_S)
+            else:
+                await registry.register(name, own[name], known)
         for name, adapter in own.items():
             served = known.adapters.get(name)
             if served is not None and served.revision != adapter.revision:
@@ -115,8 +118,16 @@ class AdapterKeeper:
                 async with self._trials.in_service(qualify(name, adapter.revision)):
                     await self._load(name, adapter.source, adapter.revision)
                 await self._on_change()
-        self._in_service = known.adapters
+        self._seen, self._in_service = known, known.adapters
         await self._on_change()
+
+    async def _registry_with(self, own: Mapping[str, Adapter]) -> Registered:
+        """The model's registry; one with its own adapters is made where there is none."""
+        registry = self._registry
+        while (known := await registry.read()).owner != registry.fingerprint:
+            # The card is ours by now, so what is there are the adapters of other weights.
+            await registry.create(own, known)
+        return known
 
     async def _check_others(self, names: Set[str]) -> None:
         """Refuse to put adapters in service that not every worker has: jobs that name them go to all.
@@ -184,6 +195,7 @@ class AdapterKeeper:
         served = [qualify(name, one.revision) for name, one in self._in_service.items()]
         return {
             "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
+            "adapters_seen": str(self._seen.generation),
             "adapters_loaded": json.dumps(list(self._loaded)),
             "adapter_offers": json.dumps(self._offered),
         }
@@ -191,12 +203,9 @@ class AdapterKeeper:
     async def _follow(self) -> None:
         """Read what the server names, load what is new and drop what is gone."""
         registry, before = self._registry, self.shown()
-        known = await registry.read()
-        if not known.owner:
-            await registry.restore(self._in_service)
-            known = await registry.read()
-        if known.owner != registry.fingerprint:
-            return  # Others have taken the model's name; the heartbeat finds out.
+        while (known := await registry.read()).owner != registry.fingerprint or known.forgets(self._seen):
+            await self._write_back(known)
+        self._seen = known
         for name, adapter in known.adapters.items():
             await self._serve(name, adapter)
         for name, offer in known.offers.items():
@@ -206,6 +215,14 @@ class AdapterKeeper:
         self._drop_others(known)
         if self.shown() != before:
             await self._on_change()
+
+    async def _write_back(self, known: Registered) -> None:
+        """Write down what this worker has seen, for the server has forgotten it."""
+        if known.owner not in ("", self._registry.fingerprint):
+            # Others may serve the model's name by now: a sign of life finds out, and raises then.
+            await self._on_change()
+        if await self._registry.write_back(self._seen, known):
+            _log.warning("the server had forgotten changes of the adapters: they are written down again")
 
     async def _serve(self, name: str, adapter: Adapter) -> None:
         """Have an adapter that is in service."""
