@@ -1,0 +1,292 @@
+"""Single calls of scripts with much stored: how long each keeps the server from serving anybody else."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+
+from lmpool import scripts
+from lmpool.keys import GROUP, Keys
+from lmpool.messages import Failure
+
+_KEYS = Keys()
+_MODEL = _KEYS.model("m")
+_BATCH = 32
+_LEASE_MS = 15_000
+_LONG_MS = 10_000_000
+REPEATS = 7
+"""Calls of each kind, at least."""
+
+
+class _Queue:
+    """A queue with much in it, for the slowest calls of its scripts."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+
+    def empty(self, workers: int = 1) -> None:
+        self.client.flushall()
+        self.client.xgroup_create(_MODEL.jobs, GROUP, id="0", mkstream=True)
+        for number in range(workers):
+            self.register(f"w{number}", _BATCH)
+
+    def register(self, worker: str, batch: int) -> None:
+        keys = [_MODEL.workers, _MODEL.jobs, _MODEL.rooms]
+        self.call(scripts.REGISTER, keys, worker, _LEASE_MS, _LONG_MS, GROUP, batch)
+
+    def call(self, script: scripts.Script, keys: Sequence[bytes], *args: Any) -> Any:
+        try:
+            return self.client.evalsha(script.sha, len(keys), *keys, *args)
+        except redis.exceptions.NoScriptError:
+            self.client.script_load(script.source)
+            return self.client.evalsha(script.sha, len(keys), *keys, *args)
+
+    def ms(self, script: scripts.Script, keys: Sequence[bytes], *args: Any) -> float:
+        """How long the server was kept by one call, in ms."""
+        before = self._spent_us()
+        self.call(script, keys, *args)
+        return (self._spent_us() - before) / 1000
+
+    def _spent_us(self) -> float:
+        found: Any = self.client.info("commandstats")
+        return float(found.get("cmdstat_evalsha", {"usec": 0})["usec"])
+
+    def submit(self, client: str, digests: Sequence[bytes], size: int) -> float:
+        keys = [_MODEL.jobs, _MODEL.reply(client), *(_MODEL.waiting + one for one in digests)]
+        return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, *[os.urandom(size)] * len(digests))
+
+    def hold(self, count: int) -> list[bytes]:
+        """Have a worker hold prompts of 128 tokens; returns their entries."""
+        for at in range(0, count, 5000):
+            with self.client.pipeline(transaction=False) as pipe:
+                for _ in range(min(5000, count - at)):
+                    pipe.xadd(_MODEL.jobs, {"m": b"x" * 540, "u": b"60000"})
+                pipe.execute()
+        return _take(self, count)
+
+
+def _digests(count: int) -> list[bytes]:
+    return [os.urandom(16) for _ in range(count)]
+
+
+def measure_calls(client: redis.Redis) -> Iterator[str]:
+    """Rows of the table: what, and the median and the longest time of a call in ms."""
+    queue = _Queue(client)
+    for what, measure in _CALLS.items():
+        samples: list[float] = []
+        while len(samples) < REPEATS:
+            samples += measure(queue)
+        yield f"| {what} | {statistics.median(samples):.2f} | {max(samples):.2f} |"
+    client.flushall()
+
+
+def _submit_new(queue: _Queue) -> list[float]:
+    queue.empty(100)
+    return [queue.submit("a", _digests(scripts.MOST_AT_ONCE), 540) for _ in range(3)][1:]
+
+
+def _submit_to_backlog(queue: _Queue) -> list[float]:
+    queue.empty()
+    for client in ("a", "b"):
+        queue.submit(client, _digests(200), 540)
+    return [queue.submit("c", _digests(scripts.MOST_AT_ONCE), 540) for _ in range(3)]
+
+
+def _submit_long(queue: _Queue) -> list[float]:
+    queue.empty()
+    return [queue.submit(client, _digests(16), 32_768) for client in ("a", "b", "c", "d")][1:]
+
+
+def _submit_longest(queue: _Queue) -> list[float]:
+    queue.empty()
+    return [queue.submit("a", _digests(1), 524_288)]
+
+
+def _give_way(size: int) -> Callable[[_Queue], list[float]]:
+    def measure(queue: _Queue) -> list[float]:
+        queue.empty()
+        for _ in range(10):
+            queue.submit("a", _digests(200), size)
+        first = queue.submit("b", _digests(1), 540)
+        return [first, *(queue.ms(scripts.REFILL, [_MODEL.jobs]) for _ in range(3))]
+
+    return measure
+
+
+def _move_up(queue: _Queue) -> list[float]:
+    queue.empty()
+    for client in "abcdefgh":
+        queue.submit(client, _digests(200), 4000)
+    queue.register("w1", 4096)
+    return [queue.ms(scripts.REFILL, [_MODEL.jobs]) for _ in range(4)]
+
+
+def _cancel(queue: _Queue) -> list[float]:
+    queue.empty()
+    digests = _digests(scripts.MOST_AT_ONCE)
+    for _ in range(3):
+        queue.submit("b", _digests(200), 540)
+    queue.submit("a", digests, 540)
+    return [
+        queue.ms(scripts.CANCEL, [_MODEL.jobs, _MODEL.reply("a"), *(_MODEL.waiting + one for one in digests)], GROUP)
+    ]
+
+
+def _claim(is_silent: bool) -> Callable[[_Queue], list[float]]:
+    def measure(queue: _Queue) -> list[float]:
+        queue.empty()
+        queue.hold(100_000)
+        lease = 0 if is_silent else _LEASE_MS
+        args = (GROUP, "me", lease, 3, 256, 1, 2**24, 2**19, _LONG_MS)
+        return [queue.ms(scripts.CLAIM, [_MODEL.jobs, _MODEL.claims], *args) for _ in range(REPEATS)]
+
+    return measure
+
+
+def _finish(queue: _Queue) -> list[float]:
+    queue.empty(100)
+    digests = _digests(scripts.MOST_AT_ONCE)
+    queue.submit("a", digests, 540)
+    entries = _take(queue, len(digests))
+    return [_finish_ms(queue, entries, digests)]
+
+
+def _finish_behind_backlog(queue: _Queue) -> list[float]:
+    queue.empty()
+    for client in ("b", "c", "d"):
+        queue.submit(client, _digests(200), 540)
+    entries = _take(queue, 3 * _BATCH)
+    found: Any = queue.client.xrange(_MODEL.jobs, entries[0], entries[-1])
+    digests = [fields[b"u"].partition(b" ")[2] or os.urandom(16) for _, fields in found]
+    return [_finish_ms(queue, entries, digests)]
+
+
+def _finish_many_clients(queue: _Queue) -> list[float]:
+    queue.empty()
+    (digest,) = digests = _digests(1)
+    queue.submit("a", digests, 540)
+    queue.client.hset(_MODEL.waiting + digest, mapping={_MODEL.reply(f"{i:016x}"): b"" for i in range(9_998)})
+    entries = _take(queue, 1)
+    return [_finish_ms(queue, entries, digests) for _ in range(5)]
+
+
+def _finish_failures(queue: _Queue) -> list[float]:
+    queue.empty(100)
+    digests = _digests(scripts.MOST_AT_ONCE)
+    queue.submit("a", digests, 540)
+    entries = _take(queue, len(digests))
+    failure = Failure("WorkerError", "x" * 100).pack()
+    return [_finish_ms(queue, entries, digests, failure)]
+
+
+def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes], failure: bytes = b"") -> float:
+    rows = [b"lmpool:row:f:" + digest for digest in digests]
+    for row in rows:
+        queue.client.set(row, b"x")
+    args: list[Any] = [GROUP, "f", 1000, 120_000, 10_000, "w0", 0, len(entries), *entries]
+    for number in range(1, len(entries) + 1):
+        args += [number, failure, 1] if failure else []
+    keys = [_MODEL.jobs, _MODEL.dead, *(_MODEL.waiting + digest for digest in digests), *rows]
+    return queue.ms(scripts.FINISH, keys, *args)
+
+
+def _take(queue: _Queue, count: int) -> list[bytes]:
+    found: Any = queue.client.xreadgroup(GROUP, "w0", {_MODEL.jobs: ">"}, count=count)
+    return [entry for entry, _ in found[0][1]]
+
+
+def _renew(queue: _Queue) -> list[float]:
+    queue.empty()
+    entries = queue.hold(scripts.MOST_AT_ONCE)
+    return [queue.ms(scripts.RENEW, [_MODEL.jobs], GROUP, "w0", *entries) for _ in range(REPEATS)]
+
+
+def _release(queue: _Queue) -> list[float]:
+    queue.empty()
+    queue.hold(scripts.MOST_AT_ONCE)
+    args = (GROUP, "w0", 3_600_000, scripts.MOST_AT_ONCE, "-", 1, "x" * 100, 3_600_000, 1000)
+    return [queue.ms(scripts.RELEASE, [_MODEL.jobs, _MODEL.reasons], *args) for _ in range(REPEATS)]
+
+
+def _unwanted(queue: _Queue) -> list[float]:
+    queue.empty()
+    entries = queue.hold(scripts.MOST_AT_ONCE)
+    keys = [_MODEL.jobs, *(_MODEL.waiting + one for one in _digests(len(entries)))]
+    return [queue.ms(scripts.UNWANTED, keys, *(value for entry in entries for value in (entry, 1)))]
+
+
+def _sweep_clients(queue: _Queue) -> list[float]:
+    queue.empty()
+    for at in range(0, 200_000, 10_000):
+        queue.client.zadd(_MODEL.turns, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
+    queue.client.zadd(_MODEL.turns, {b"": 10**6})
+    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200) for _ in range(REPEATS)]
+
+
+def _sweep_workers(queue: _Queue) -> list[float]:
+    queue.empty(1000)
+    queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
+    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200) for _ in range(4)]
+
+
+def _survey(queue: _Queue) -> list[float]:
+    queue.empty()
+    queue.client.xadd(_MODEL.jobs, {"m": b"x" * (1 << 24)})
+    for client in ("b", "c", "d"):
+        queue.submit(client, _digests(200), 16_000)
+    _take(queue, 1)
+    return [queue.ms(scripts.SURVEY, [_MODEL.jobs, _MODEL.dead]) for _ in range(REPEATS)]
+
+
+def _alive(queue: _Queue) -> list[float]:
+    queue.empty()
+    queue.client.zadd(_MODEL.workers, {f"w{number}": 10**15 for number in range(10_000)})
+    keys = [_MODEL.workers, _MODEL.loading]
+    return [queue.ms(scripts.ALIVE, keys, 10**15, 4000) for _ in range(REPEATS)]
+
+
+def _entries(queue: _Queue) -> list[float]:
+    queue.empty()
+    keys = [b"lmpool:row:f:" + one for one in _digests(32)]
+    for key in keys:
+        queue.client.set(key, b"LMPR\x01\x00\x00\x00" + (49_152).to_bytes(4, "little") + bytes(4 + 4 * 49_152))
+    places = " ".join(f"{16 + 400 * i} {19 + 400 * i}" for i in range(128))
+    return [queue.ms(scripts.ENTRIES, keys, 0, *[places] * 32) for _ in range(REPEATS)]
+
+
+def _fields(queue: _Queue) -> list[float]:
+    queue.empty()
+    queue.client.hset(_KEYS.models(), mapping={f"model {i}": os.urandom(600) for i in range(4096)})
+    return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16) for _ in range(REPEATS)]
+
+
+_SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.rooms, _MODEL.turns)
+_CALLS: dict[str, Callable[[_Queue], list[float]]] = {
+    "submit: 200 new prompts of 128 tokens": _submit_new,
+    "submit: 200 prompts of 128 tokens into the backlog": _submit_to_backlog,
+    "submit: 16 prompts of 8,192 tokens, 512 KiB": _submit_long,
+    "submit: one prompt of 131,072 tokens": _submit_longest,
+    "submit, refill: 2,000 prompts of 128 tokens of another client are in the way": _give_way(540),
+    "the same, 2,000 tokens each": _give_way(8_000),
+    "refill: 1,600 prompts of 1,000 tokens may move up": _move_up,
+    "cancel: 200 prompts": _cancel,
+    "claim: 100,000 prompts are held": _claim(False),
+    "claim: 100,000 prompts are held by the dead": _claim(True),
+    "finish: 200 rows": _finish,
+    "finish: 96 rows, 500 prompts in the backlog": _finish_behind_backlog,
+    "finish: one row for 9,999 clients": _finish_many_clients,
+    "finish: 200 prompts go to the dead letters": _finish_failures,
+    "renew: 200 prompts": _renew,
+    "release: 200 prompts, with reasons": _release,
+    "unwanted: 200 prompts": _unwanted,
+    "sweep: 200,000 clients had turns": _sweep_clients,
+    "sweep: 1,000 workers are dead": _sweep_workers,
+    "survey: a prompt of 4 million tokens is held": _survey,
+    "alive: 10,000 workers, named": _alive,
+    "entries: 128 of each of 32 rows": _entries,
+    "fields: 4,096 cards": _fields,
+}
