@@ -108,7 +108,7 @@ class _Fleet:
     async def row(self) -> str:
         """One row of the table."""
         await self._workers[0][1].ensure_group()
-        await self._registry.restore({})
+        await self._registry.create({}, await self._registry.read())
         for presence, _ in self._workers:
             await presence.join(_COUNTERS)
         look = await self._server_s(self._look, 2000)

@@ -261,7 +261,7 @@ def _entries(queue: _Queue) -> list[float]:
 def _fields(queue: _Queue) -> list[float]:
     queue.empty()
     queue.client.hset(_KEYS.models(), mapping={f"model {i}": os.urandom(600) for i in range(4096)})
-    return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16) for _ in range(REPEATS)]
+    return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16, 0) for _ in range(REPEATS)]
 
 
 _SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.rooms, _MODEL.turns)

@@ -10,6 +10,7 @@ import redis.asyncio as redis_async
 
 from lmpool import scripts
 from lmpool.card import ModelCard
+from lmpool.hashes import read_hashes
 from lmpool.keys import GROUP, Keys
 from lmpool.producer.lobby import Lobby
 from lmpool.queue import read_alive, read_consumers
@@ -367,3 +368,13 @@ async def take_all(redis: redis_async.Redis) -> list[bytes]:
         await scripts.FINISH(redis, [JOBS, DEAD, MODEL.waiting + own], args)
     assert await hash_of(redis, MODEL.backlog_jobs) == {}
     return order
+
+
+@pytest.mark.parametrize("size", [10, 3000])
+async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, size: int) -> None:
+    cards = {b"model %d" % number: b"x" * size for number in range(2500)}
+    for at in range(0, len(cards), 500):
+        await redis.hset(KEYS.models(), mapping=dict(list(cards.items())[at : at + 500]))
+    begin, (first,) = await scripts.FIELDS(redis, [KEYS.models()], [4096, 4000, 0])
+    assert 0 < begin == len(first) / 2 <= 1000
+    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [cards, cards]

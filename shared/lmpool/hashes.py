@@ -20,7 +20,7 @@ _MOST_FIELDS = 4096
 async def read_hashes(
     redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MOST_FIELDS
 ) -> list[dict[bytes, bytes | int]]:
-    """Read hashes at one instant.
+    """Read hashes; at one instant, unless there are more than a thousand fields or a megabyte in them.
 
     Args:
         redis: a client for control messages.
@@ -36,13 +36,17 @@ async def read_hashes(
         ProtocolError: there is something else than a hash, or one of too many fields.
         RedisError, OSError: the server cannot be used.
     """
-    replies: list[Any] = await scripts.FIELDS(redis, keys, [most_fields, most_bytes, *fields])
-    found = []
-    for key, reply in zip(keys, replies, strict=True):
-        if not isinstance(reply, list):
-            what = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
-            raise ProtocolError(f"{shown(key)} has {what}; remove it if it is not yours")
-        found.append(dict(zip(reply[::2], reply[1::2], strict=True)))
+    found: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    begin, is_whole = 0, False
+    while not is_whole:
+        replies: list[Any]
+        begin, replies = await scripts.FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
+        for key, reply, own in zip(keys, replies, found, strict=True):
+            if not isinstance(reply, list):
+                what = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+                raise ProtocolError(f"{shown(key)} has {what}; remove it if it is not yours")
+            own.update(zip(reply[::2], reply[1::2], strict=True))
+        is_whole = not begin
     return found
 
 

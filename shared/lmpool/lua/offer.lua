@@ -4,9 +4,12 @@
 -- ARGV  fingerprint of the model, name, encoded offer, lifetime of the offer in ms, most names there may be
 --
 -- Returns 1 when done, 0 when there would be too many names, -1 when the server has lost the model's adapters.
-local adapters, offers, name = KEYS[1], KEYS[2], ARGV[2]
+local adapters, offers, name, most = KEYS[1], KEYS[2], ARGV[2], tonumber(ARGV[5])
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
   return -1
+end
+if redis.call('HLEN', offers) > most then
+  return 0
 end
 -- The field '' holds the fingerprint, '@' the generation.
 local count = redis.call('HLEN', adapters) - 1 - redis.call('HEXISTS', adapters, '@')
@@ -14,7 +17,7 @@ for _, other in ipairs(redis.call('HKEYS', offers)) do
   count = count + 1 - redis.call('HEXISTS', adapters, other)
 end
 local is_new = redis.call('HEXISTS', adapters, name) == 0 and redis.call('HEXISTS', offers, name) == 0
-if is_new and count >= tonumber(ARGV[5]) then
+if is_new and count >= most then
   return 0
 end
 redis.call('HSET', offers, name, ARGV[3])
