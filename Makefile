@@ -118,6 +118,7 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
+	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
 
 # torch comes first and pinned, so that nothing else brings another build of it.
 $(INSTALLED): pyproject.toml constraints.txt Makefile
