@@ -223,7 +223,7 @@ class AdapterRegistry:
             raise ProtocolError(text) from error
         owner, named = _text(served.pop(b"", b"")), _text(served.pop(_GENERATION_FIELD.encode(), b""))
         generation, _, base = named.partition(" ")
-        adapters = {name: Adapter(*fields) for name, fields in _decode(served, 2)}
+        adapters = {name: Adapter(*fields) for name, fields in sorted(_decode(served, 2))}
         offers = {name: Offer(*fields) for name, fields in _decode(offered, 3)}
         return Registered(owner, adapters, offers, Generation.parse(generation), Generation.parse(base))
 
