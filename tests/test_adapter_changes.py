@@ -677,9 +677,12 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
     message = rf"lies outside of {root}, {tmp_path}/other: .* --adapter-root"
     async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
         async with serving(pool, SyntheticBackend(plain), **roots):
-            for source in (outside, root / "link", root / "linked", root / ".." / "outside", "/", tmp_path / "none"):
+            for source in (outside, root / "link", root / "linked", root / ".." / "outside", "/"):
                 with pytest.raises(AdapterRefused, match=message):
                     await producer.add_adapter("poet", str(source))
+            # The other worker, which has no root, may be the first to try it.
+            with pytest.raises(AdapterRefused, match=f"{message}|none' cannot be read"):
+                await producer.add_adapter("poet", str(tmp_path / "none"))
             for source in (inside, root / "alias", tmp_path / "other"):
                 await check(producer, "poet", await producer.add_adapter("poet", source))
         await producer.add_adapter("poet", outside)
