@@ -691,8 +691,12 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
                 await Worker(Server(pool.url), started, WorkerSettings(pool.prefix, **roots)).run()
 
 
-async def test_names_on_a_hub_are_for_workers_that_take_them(pool: Pool, tmp_path: Path) -> None:
-    write(tmp_path, "poet", "1")
+async def test_names_on_a_hub_are_for_workers_that_take_them(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, "poet", "1")
+    # Asked where something has imported the hub's package.
+    monkeypatch.setattr(workers_adapters, "adapter_folder", lambda source: folder)
     async with serving(pool, FromHub(tmp_path)), pool.producer("syn") as producer:
         with pytest.raises(AdapterRefused, match=r"'org/poet' is no folder .* or start all workers with --adapter-hub"):
             await producer.add_adapter("poet", "org/poet")

@@ -41,7 +41,10 @@ ASKING: dict[str, tuple[str, ...]] = {
 SLOW = ("awrs_regex.py", "byte_beams.py")
 NOBODY = "redis://127.0.0.1:1"
 UNREACHABLE = f"error: no Redis server answers at {NOBODY}"
-NOT_SERVED = "error: the model 'smollm3' is not served; served are: smollm2"
+NOT_SERVED = (
+    "error: the model 'smollm3' is not served; served are: smollm2; "
+    "start a worker with `lmpool worker MODEL --name smollm3`"
+)
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep in its warm bed. " * 3
 
 
