@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +31,11 @@ CARD = ModelCard("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="
 
 
 class Ends:
-    """Takes what is submitted and ended, in place of a backend and a server where nobody waits for anything."""
+    """Takes what is submitted and ended, in place of a backend and a server where nobody waits for anything.
+
+    Attributes:
+        is_waited_for: somebody does, for all.
+    """
 
     def __init__(self) -> None:
         self.submitted: list[bytes] = []
@@ -36,6 +43,7 @@ class Ends:
         self.ended: list[Ending] = []
         self.owed: set[bytes] = set()
         self.looked_at: list[Asks] = []
+        self.is_waited_for = False
         self.during_look: Callable[[], Awaitable[None]] | None = None
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
@@ -52,7 +60,7 @@ class Ends:
         self.looked_at.append(wants)
         if self.during_look is not None:
             await self.during_look()
-        return {}
+        return wants if self.is_waited_for else {}
 
 
 async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
@@ -111,6 +119,32 @@ async def test_prompts_that_have_just_come_are_not_looked_at() -> None:
     assert await delivery.let_go() == 0
     assert not ends.looked_at
     assert PROMPT in held
+
+
+async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends()
+    ends.is_waited_for = True
+    delivery, held = holding(ends)
+    began, other = time.monotonic(), b"o" * 16
+    await delivery.accept([Taken(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    ages: dict[bytes, list[int]] = {PROMPT: [], other: []}
+    for second in range(1, 3600):
+        now = began + second + 0.5
+        monkeypatch.setattr(delivery_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        if second == 100:
+            await delivery.accept([Taken(b"2-0", other, BackendJob(other, bytes(4)))])
+            held[other].since = held[other].looked_at = now
+        await delivery.let_go()
+        for digest in [digest for asks in ends.looked_at for digest in asks]:
+            ages[digest].append(second - (100 if digest == other else 0))
+        ends.looked_at.clear()
+    for seen in ages.values():
+        assert seen[0] == 1
+        assert all(after - before <= min(before + 1, 31) for before, after in pairwise(seen)), "it is never forgotten"
+        assert len(seen) < 3600 / 30 + 8
+    ends.is_waited_for = False
+    monkeypatch.setattr(delivery_module, "time", SimpleNamespace(monotonic=lambda: began + 3640))
+    assert await delivery.let_go() == 2
 
 
 @pytest.mark.usefixtures("looks_at_once")

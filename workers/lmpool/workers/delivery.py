@@ -16,7 +16,7 @@ from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.figures import SENT_AGAIN
-from lmpool.workers.held import Holdings, Wanted
+from lmpool.workers.held import Held, Holdings, Wanted
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
@@ -24,6 +24,8 @@ from lmpool.workers.tries.larder import Larder
 from lmpool.workers.unwanted import STALE_S
 
 _log = logging.getLogger("lmpool.worker")
+
+_SELDOM_S = 30.0
 
 
 class Delivery:
@@ -163,16 +165,19 @@ class Delivery:
     async def let_go(self) -> int:
         """Let go of prompts that nobody waits for any more, so that the backend does not begin them.
 
-        Those that have just come are not looked at, so a worker whose prompts are answered soon looks at none.
+        Those that have just come are not looked at, so a worker whose prompts are answered soon looks at none; others
+        ever more rarely, for backends do not tell what they have begun, and in long steps the looks would add up.
 
         Returns:
             how many prompts that were.
         """
-        before = time.monotonic() - STALE_S
-        old = [digest for digest in self._stepper.owed if digest in self._held and self._held[digest].since < before]
-        if not old:
+        now = time.monotonic()
+        due = [digest for digest in self._stepper.owed if digest in self._held and _is_due(self._held[digest], now)]
+        if not due:
             return 0
-        asks = self._held.entries(old)
+        for digest in due:
+            self._held[digest].looked_at = now
+        asks = self._held.entries(due)
         wanted = await self._publisher.wanted(asks)
         gone = []
         for digest, ours in asks.items():
@@ -193,3 +198,8 @@ class Delivery:
             self._to_supply.put_nowait([job.digest for job in again])
         elif again:
             self._stepper.submit(again)
+
+
+def _is_due(held: Held, now: float) -> bool:
+    """Whether it is time for a look: a prompt is looked at when its age has doubled since the last one."""
+    return now - held.looked_at >= min(max(held.looked_at - held.since, STALE_S), _SELDOM_S)

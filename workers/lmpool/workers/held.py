@@ -61,12 +61,17 @@ class Held:
         entries: the queue entries that ask for it.
         is_damaged: what the cache has as its row cannot be read.
         since: monotonic time when the worker took it.
+        looked_at: monotonic time of the last look whether somebody waits for it; `since` before the first.
     """
 
     job: BackendJob
     entries: dict[bytes, Wanted] = field(default_factory=dict)
     is_damaged: bool = False
     since: float = field(default_factory=time.monotonic)
+    looked_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looked_at = self.since
 
     @property
     def is_only_asked(self) -> bool:
