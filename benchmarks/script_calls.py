@@ -224,13 +224,13 @@ def _sweep_clients(queue: _Queue) -> list[float]:
     for at in range(0, 200_000, 10_000):
         queue.client.zadd(_MODEL.turns, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
     queue.client.zadd(_MODEL.turns, {b"": 10**6})
-    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200) for _ in range(REPEATS)]
+    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(REPEATS)]
 
 
 def _sweep_workers(queue: _Queue) -> list[float]:
     queue.empty(1000)
     queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
-    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200) for _ in range(4)]
+    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(4)]
 
 
 def _survey(queue: _Queue) -> list[float]:

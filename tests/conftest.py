@@ -25,7 +25,7 @@ from tests.pool import Pool
 _numbers = itertools.count()
 _BEGAN = pytest.StashKey[tuple[float, float]]()
 
-# A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP, and so would be what the tests start.
+# A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP: so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -270,6 +270,36 @@ async def test_only_those_may_change_adapters_who_have_that_right(
     assert "Traceback" not in done.stderr
 
 
+async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
+    server: SecureServer, workers: Workers
+) -> None:
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+        worker = workers.start("worker", "worker", "alone", *SYNTHETIC[:-2], "--lease-s", "60", "--max-batch", "2")
+        await asyncio.to_thread(worker.until_says, "serving ")
+        worker.signal(signal.SIGSTOP)
+        options = {"redis": server.url("producer"), "timeout": 60.0}
+        async with Producer("alone", **options) as greedy, Producer("alone", **options) as modest:  # type: ignore[arg-type]
+            many = asyncio.create_task(greedy.batch_logprobs([[i, 1] for i in range(400)]))
+            jobs = KEYS.model("alone").jobs
+
+            async def is_queued() -> bool:
+                return bool(admin.xlen(jobs) == 400)
+
+            await until_async(is_queued, "all are in the stream")
+            one = asyncio.create_task(modest.logprobs([1, 2]))
+
+            async def has_given_way() -> bool:
+                return bool(admin.xlen(jobs) < 20)
+
+            await until_async(has_given_way, "what is beyond the usual has gone back")
+            admin.set(KEYS.model("alone").flood, b"-" + KEYS.model("alone").reply("x"), px=60_000)
+            worker.signal(signal.SIGCONT)
+            assert np.array_equal(await one, synthetic_row([1, 2], vocab_size=V))
+            assert (await many).shape == (400, V)
+    assert not (refused := server.refusals()), "\n".join(refused)
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> None:
     with server.client(role) as client:

@@ -173,7 +173,12 @@ async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_
     await ours.join({})
     await ours.sweep()
     assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
-    await let_pass(redis, "w2")
+    await register(redis, "w3", lease_ms=10 * LEASE_MS)
+    deadline = await redis.zscore(MODEL.workers, "w3")
+    await redis.xgroup_createconsumer(JOBS, GROUP, "w4")
+    await ours.sweep()
+    assert await redis.zscore(MODEL.workers, "w3") == deadline, "it has another lease"
+    await let_pass(redis, "w2", "w3", "w4")
     await ours.sweep()
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
@@ -232,6 +237,29 @@ async def test_one_call_takes_back_a_part_of_what_a_client_that_asked_alone_has_
     assert [one for one in order if one != digest(1)] == many(1000), "in the order in which they were asked"
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_are_hardly_looked_at(
+    redis: redis_async.Redis,
+) -> None:
+    await register(redis, "w1", 64)
+    await register(redis, "w2", 64)
+    digests, size = many(384), 50_000
+    for at in range(0, len(digests), 8):
+        part = digests[at : at + 8]
+        keys = [JOBS, A, *(MODEL.waiting + one for one in part)]
+        await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *(b"x" * size + one for one in part)])
+    assert await redis.xlen(JOBS) == 384
+    await presence(redis, "w2", 64).leave(for_good=False)
+
+    async def ask() -> None:
+        assert await submit(redis, 1, reply=B, limit=10_000) == "Q"
+        await cancel(redis, 1, reply=B)
+
+    first = await commands_of(redis, ask)
+    assert first["cmdstat_xrevrange"] <= 12, "a few at a time, until they are half a megabyte"
+    assert "cmdstat_xrevrange" not in await commands_of(redis, ask), "they stay, so nobody looks again"
+
+
 async def test_large_prompts_of_a_client_that_asks_alone_wait_in_the_backlog(redis: redis_async.Redis) -> None:
     await register(redis)
     digests = many(20)
@@ -259,7 +287,7 @@ async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redi
 async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_backlog(redis: redis_async.Redis) -> None:
     await redis.zadd(MODEL.turns, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
     await redis.zadd(MODEL.turns, {A: 6000.0})
-    args = [GROUP, 200]
+    args = [GROUP, 200, LIFETIME_MS]
     await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.rooms, MODEL.turns], args)
     assert 700 < await redis.zcard(MODEL.turns) < 1002
     for _ in range(6):
@@ -267,13 +295,14 @@ async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_bac
     assert await redis.zrange(MODEL.turns, 0, -1) == [b"", A], "the clock, and who is in the backlog"
 
 
-@pytest.mark.parametrize("failure", [b"", FAILURE])
+@pytest.mark.parametrize("failure", [b"", FAILURE], ids=["row", "failure"])
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
     redis: redis_async.Redis, failure: bytes
 ) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
-    clients = [MODEL.reply(f"{i:04x}") for i in range(2000)]
+    clients = [MODEL.reply(f"{i:04x}") for i in range(9990)]
     await redis.hset(waiting(1), mapping=dict.fromkeys(clients, ""))
     keys, calls, told = [JOBS, DEAD, waiting(1), waiting(2)], 0, 0
     endings = [(first, failure, False), (second, failure, False)]
@@ -287,8 +316,10 @@ async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
         endings, keys = [endings[at] for at in left], [JOBS, DEAD, *(keys[2 + at] for at in left)]
     assert calls > 3
     assert told >= len(clients) + 1
-    for client in (*clients, A):
-        assert await redis.xlen(client) >= 1
+    async with redis.pipeline(transaction=False) as pipe:
+        for client in (*clients, A):
+            pipe.xlen(client)
+        assert min(await pipe.execute()) >= 1
     assert not await redis.xlen(JOBS)
     assert not await redis.exists(waiting(1), waiting(2))
 
@@ -333,6 +364,18 @@ async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) ->
         found += [one[0] for one in taken]
     assert found == entries[-1:]
     assert further <= 2
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_look_for_silent_jobs_goes_on_behind_an_entry_with_the_last_possible_id(
+    redis: redis_async.Redis,
+) -> None:
+    await submit_many(redis, 499)
+    await redis.xadd(JOBS, {"m": b"x"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    entries = await take(redis, count=1000)
+    assert (await claim(redis))[1] == []
+    await fall_silent(redis, entries[0], deliveries=1)
+    assert [one[0] for one in (await claim(redis))[1]] == entries[:1]
 
 
 async def test_what_is_left_of_a_look_for_silent_jobs_is_found_by_the_next(redis: redis_async.Redis) -> None:

@@ -238,6 +238,8 @@ async def test_a_name_that_is_mistyped_does_not_look_like_good_news(pool: Pool, 
     assert "; the model 'nope' is not served; served are: syn" in ended.stdout
     ended = await asyncio.to_thread(dead, pool, *command, "--json", model="nope")
     assert ended.stdout in ("[]\n", '{"dropped": 0}\n')
-    assert ended.beside.startswith("the model 'nope' is not served; served are: syn; start a worker with `lmpool worker ")
+    assert ended.beside.startswith(
+        "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker "
+    )
     assert ended.beside.count("\n") == 1
     assert "served" not in (await asyncio.to_thread(dead, pool, *command)).stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lmpool.errors import CorruptRow, ProtocolError
@@ -31,6 +31,7 @@ Found = Row | CorruptRow | None
 
 
 _AT_ONCE = 32
+_MOST_ENTRIES = 2048
 """Rows that are read together: while the server looks at some, others are answered here."""
 
 
@@ -66,8 +67,8 @@ class EntryReader:
     def _flush(self) -> None:
         asked, self._asked = self._asked, []
         until, self._until = self._until, math.inf
-        for at in range(0, len(asked), _AT_ONCE):
-            self._tasks.spawn(self._answer(asked[at : at + _AT_ONCE], until))
+        for part in _parts(asked):
+            self._tasks.spawn(self._answer(part, until))
 
     async def _answer(self, asked: list[tuple[WantedEntries, asyncio.Future[Found]]], until: float) -> None:
         found: list[Found] = [None] * len(asked)
@@ -94,6 +95,22 @@ class EntryReader:
             return list(found)
         pairs = zip(replies, wanted, strict=True)
         return [None if data is None else _decode(data, one, card.vocab_size) for data, one in pairs]
+
+
+def _parts(
+    asked: list[tuple[WantedEntries, asyncio.Future[Found]]],
+) -> Iterator[list[tuple[WantedEntries, asyncio.Future[Found]]]]:
+    """Requests in portions for one call of the script, which serves nobody else meanwhile."""
+    begin = entries = 0
+    for at, (wanted, _) in enumerate(asked):
+        own = len(wanted.ids)
+        if at > begin and (at - begin == _AT_ONCE or entries + own > _MOST_ENTRIES):
+            yield asked[begin:at]
+            begin = at
+            entries = 0
+        entries += own
+    if begin < len(asked):
+        yield asked[begin:]
 
 
 def _settle(asked: list[tuple[WantedEntries, asyncio.Future[Found]]], found: list[Found]) -> None:

@@ -239,10 +239,17 @@ class Outbox:
             if not flight.waiters and code in "QJ" and self._flights.get(digest) is None:
                 abandoned.append(digest)
         await self._cancel(abandoned)
-        # What another client has in the stream goes behind these, a part of it in each call.
-        while is_in_the_way:
-            is_in_the_way = bool(await scripts.REFILL.on(channel.line.call, [channel.model.jobs], []))
+        if is_in_the_way:
+            self._tasks.spawn(self._clear_the_way())
         return stored, is_full
+
+    async def _clear_the_way(self) -> None:
+        """Have what another client has in the stream go behind these prompts, a part of it in each call."""
+        try:
+            while await scripts.REFILL.on(self._channel.line.call, [self._channel.model.jobs], []):
+                pass
+        except TROUBLE as error:
+            self._channel.note(error)  # Workers go on with it.
 
     def _patience_ms(self, flights: Sequence[Flight]) -> int:
         """For how long the server is to believe that these are waited for.

@@ -6,6 +6,9 @@
 --       another one in ms, what this change is called, 'clock' to count by the clock
 --
 -- Returns the new generation; '' when the registry or the offer is another, the name is taken, or nothing to take out.
+
+-- include time
+
 local adapters, offers, seen, name, adapter = KEYS[1], KEYS[2], ARGV[2], ARGV[3], ARGV[5]
 local generation = string.match(redis.call('HGET', adapters, '@') or '', '^%S*')
 if redis.call('HGET', adapters, '') ~= ARGV[1] or generation ~= seen then
@@ -25,8 +28,7 @@ end
 local number = (tonumber(string.match(seen, '^%d+')) or 0) + 1
 if ARGV[8] == 'clock' then
   -- After a failover that has lost a change, the next one counts as later than that.
-  local time = redis.call('TIME')
-  number = math.max(number, time[1] * 1000 + math.floor(time[2] / 1000), 1e12)
+  number = math.max(number, now_ms(), 1e12)
 end
 local made = string.format('%.0f-%s', number, ARGV[7])
 if adapter == '' then

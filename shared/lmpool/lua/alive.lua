@@ -6,8 +6,10 @@
 -- A deadline further away than a lease is none: the server's clock has been set back since.
 --
 -- Returns how many serve it, how many load it, and the names of those that serve it.
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- include time
+
+local now = now_ms()
 local last = now + ARGV[1]
 local counts, most, names = {}, tonumber(ARGV[2]), {}
 for i, key in ipairs(KEYS) do

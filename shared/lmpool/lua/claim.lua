@@ -36,6 +36,9 @@ end
 
 -- Take an entry. Returns whether it does not fit beside the others.
 local function take(id, deliveries)
+  if room_bytes < 0 and #taken > 0 then
+    return true
+  end
   local entry = redis.call('XRANGE', jobs, id, id)[1]
   if not entry then
     -- The entry was deleted while it was pending: nothing is left to do.
@@ -43,13 +46,12 @@ local function take(id, deliveries)
     return false
   end
   local job = field(entry[2], 'm')
+  room_bytes = room_bytes - #job
+  if room_bytes < 0 and #taken > 0 then
+    return true
+  end
   if #job > largest then
     job = #job
-  else
-    room_bytes = room_bytes - #job
-    if room_bytes < 0 and #taken > 0 then
-      return true
-    end
   end
   redis.call('XCLAIM', jobs, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
   taken[#taken + 1] = {id, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
@@ -58,7 +60,11 @@ end
 
 -- Look at a part of what is held. Returns from where the next look goes on.
 local function look(from)
-  local held = redis.call('XPENDING', jobs, group, from, '+', PART)
+  local held = redis.pcall('XPENDING', jobs, group, from, '+', PART)
+  if held.err then
+    -- Behind the last possible id there is no place. What else is wrong is so from the first one on, too.
+    held = redis.call('XPENDING', jobs, group, FIRST, '+', PART)
+  end
   for _, one in ipairs(held) do
     local id, deliveries = one[1], one[4]
     if one[3] >= lease then

@@ -30,7 +30,7 @@
 local DIGEST, HEAD = 16, 8
 local MOST_CLIENTS, MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 10000, 16, 1048576
 -- What one call tells: beyond it no more jobs are begun.
-local MOST_TOLD = 300
+local MOST_TOLD = 250
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
@@ -67,21 +67,37 @@ local function bury(failure, entry)
     redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
   end
 end
+-- Some fields of a hash, and whether these are all. Where many have been removed, much of it is empty.
+local function some_of(key)
+  local names, cursor = {}, '0'
+  repeat
+    local found = redis.call('HSCAN', key, cursor, 'COUNT', MOST_TOLD)
+    cursor = found[1]
+    for at = 1, #found[2], 2 do
+      names[#names + 1] = found[2][at]
+    end
+  until cursor == '0' or #names > 1
+  return names, cursor == '0'
+end
 -- Tell who waits there: of a failure now, of a row in the end with all others. Returns whether these are all.
 local function tell_all(waiting, failure)
   if looked_at >= MOST_TOLD then
     return false
   end
-  local digest, scan = string.sub(waiting, -DIGEST), redis.pcall('HSCAN', waiting, 0, 'COUNT', MOST_TOLD)
-  local is_whole, clients = scan[1] == '0', scan[2] or {}
+  local digest, count = string.sub(waiting, -DIGEST), redis.pcall('HLEN', waiting)
   -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  if scan.err or not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
+  if type(count) == 'table' or count > MOST_CLIENTS then
     return true
   end
+  local is_whole, clients = true, nil
+  if count <= MOST_TOLD then
+    clients = redis.call('HKEYS', waiting)
+  else
+    clients, is_whole = some_of(waiting)
+  end
   -- All but the field of the job.
-  looked_at = looked_at + #clients / 2 - 1
-  for i = 1, #clients, 2 do
-    local reply = clients[i]
+  looked_at = looked_at + #clients - 1
+  for _, reply in ipairs(clients) do
     local digests = done[reply]
     if digests and not failure then
       digests[#digests + 1] = digest

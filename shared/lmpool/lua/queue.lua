@@ -12,7 +12,8 @@
 -- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
 -- nothing. So that client's prompts may go further into the stream, with their digests; "flood" then has its reply key.
 -- When another client comes, what is beyond the usual goes back to the backlog, some of it in each call; meanwhile "flood"
--- has the reply key behind a "-".
+-- has the reply key behind a "-". It is empty where the stream has more than the usual that nobody asked for alone: workers
+-- have gone.
 --
 -- While a script runs, nobody else is served. So each call does a bounded part of what there is to do, whatever is stored,
 -- and the next ones do the rest.
@@ -22,9 +23,13 @@
 -- include stream
 
 -- What one call moves up, and takes back.
-local MOST_MOVED, MOST_MOVED_BYTES, MOST_BACK = 128, 524288, 128
+local MOST_MOVED, MOST_MOVED_BYTES, MOST_BACK, PART_BACK = 128, 524288, 128, 4
 local PART, MOST_AT_ONCE = 32, 500
+-- What "flood" has when nothing is to be taken back.
+local NOBODY_ALONE = ''
 local backlog_jobs, turns = base .. ':backlog:jobs', base .. ':turns'
+
+-- include time
 
 -- How much a command counts at a key; what is there and is something else than ours goes.
 local function count_at(command, key)
@@ -40,11 +45,6 @@ end
 local function turn_of(client)
   local turn = tonumber(redis.call('ZSCORE', turns, client) or 0)
   return turn - turn == 0 and turn or 0
-end
-
-local function now_ms()
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
 local function clock()
@@ -70,28 +70,33 @@ local function to_backlog(order, stored)
 end
 
 -- Take the last of `excess` jobs of the stream back into the backlog, as the first turns of the client that queued them.
--- Returns how many were taken.
+-- Returns how many were taken. What stays may be large, so the entries are read a few at a time.
 local function back(excess, client)
-  local order, stored = {}, {}
-  local last = redis.call('XREVRANGE', jobs, '+', '-', 'COUNT', math.min(excess, MOST_BACK))
-  -- The turns before these are for what is before these in the stream.
-  local turn = clock() + excess - #last
-  for i = #last, 1, -1 do
-    local entry, fields = last[i][1], last[i][2]
-    local lifetime, digest = string.match(fields[4] or '', '^(%d+) (.+)$')
-    if digest then
-      turn = turn + 1
-      order[#order + 1], order[#order + 2] = turn, digest
-      local since = string.match(entry, '^%d+')
-      stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. lifetime .. ' ' .. fields[2]
-      redis.call('XDEL', jobs, entry)
-      place(base .. ':waiting:' .. digest, LATER, lifetime)
+  local order, stored, seen, bytes, before = {}, {}, 0, 0, '+'
+  local most, first_turn = math.min(excess, MOST_BACK), clock()
+  while seen < most and bytes < MOST_MOVED_BYTES do
+    local last = redis.call('XREVRANGE', jobs, before, '-', 'COUNT', math.min(most - seen, seen + 1, PART_BACK))
+    if #last == 0 then
+      break
+    end
+    for _, one in ipairs(last) do
+      local entry, fields = one[1], one[2]
+      local lifetime, digest = string.match(fields[4] or '', '^(%d+) (.+)$')
+      if digest then
+        -- The turns before these are for what is before these in the stream.
+        order[#order + 1], order[#order + 2] = first_turn + excess - seen, digest
+        local since = string.match(entry, '^%d+')
+        stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. lifetime .. ' ' .. fields[2]
+        redis.call('XDEL', jobs, entry)
+        place(base .. ':waiting:' .. digest, LATER, lifetime)
+      end
+      seen, bytes, before = seen + 1, bytes + #(fields[2] or ''), '(' .. entry
     end
   end
   if #order > 0 then
     to_backlog(order, stored)
     -- It may have more in the backlog, with later turns.
-    redis.call('ZADD', turns, math.max(turn, turn_of(client)), client)
+    redis.call('ZADD', turns, math.max(order[1], turn_of(client)), client)
   end
   return #order / 2
 end
@@ -101,11 +106,16 @@ end
 local function give_way(excess, alone)
   -- A server that is short of memory may have dropped the key: then it was somebody's.
   local client = type(alone) == 'string' and string.gsub(alone, '^-', '') or '?'
-  if back(excess, client) > 0 and excess > MOST_BACK then
+  local taken = back(excess, client)
+  if taken > 0 and taken < excess then
     redis.call('SET', flood, '-' .. client, 'PX', FLOOD_MS)
     return true
+  elseif taken == 0 then
+    -- What is there stays, and need not be looked at each time.
+    redis.call('SET', flood, NOBODY_ALONE, 'PX', FLOOD_MS)
+  else
+    redis.call('UNLINK', flood)
   end
-  redis.call('UNLINK', flood)
   return false
 end
 

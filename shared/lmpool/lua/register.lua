@@ -7,9 +7,11 @@
 -- The deadlines are times of the server. The sum of all rooms stands under '' beside them, so that who needs it need not
 -- add them up. Redis before Valkey 9 lists a consumer only when it has got a job, and a server may have lost the queue:
 -- so the consumer is made here.
+
+-- include time
+
 local deadlines, worker = KEYS[1], ARGV[1]
-local time = redis.call('TIME')
-local deadline = time[1] * 1000 + math.floor(time[2] / 1000) + ARGV[2]
+local deadline = now_ms() + ARGV[2]
 if type(redis.pcall('ZADD', deadlines, deadline, worker)) == 'table' then
   -- Something else than ours.
   redis.call('UNLINK', deadlines)

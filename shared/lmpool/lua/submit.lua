@@ -73,7 +73,7 @@ local free, more = room(depth)
 if free < 0 then
   local alone = redis.pcall('GET', flood)
   if alone ~= reply then
-    is_in_the_way = give_way(-free, alone)
+    is_in_the_way = alone ~= NOBODY_ALONE and give_way(-free, alone)
     depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
   end
 end

@@ -1,7 +1,8 @@
 -- Remove workers that are gone: consumers that hold nothing. And what is known of clients that have nothing in the backlog.
 --
 -- KEYS  jobs, deadlines of the workers, rooms, turns
--- ARGV  consumer group, most workers and most clients to look at, then workers that are known to be gone
+-- ARGV  consumer group, most workers and most clients to look at, lifetime of the deadlines in ms, then workers that are
+--       known to be gone
 --
 -- Looked at and removed at once: removing a consumer also drops what it holds, and a worker that only seemed
 -- to be gone may take jobs at any moment. One that holds jobs stays, so that they can be claimed.
@@ -20,8 +21,9 @@ if count_at('ZCARD', turns) > 1 then
     end
   end
 end
-for i = 3, #ARGV do
+for i = 4, #ARGV do
   redis.call('ZADD', workers, 0, ARGV[i])
+  redis.call('PEXPIRE', workers, ARGV[3])
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
   local size = tonumber(redis.pcall('HGET', rooms, name))

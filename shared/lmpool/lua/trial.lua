@@ -6,12 +6,14 @@
 --       by now, "anyway"; after how many ms somebody should have; lifetime of the note in ms; most that there can be
 --
 -- Returns 1 when noted, else 0, and behind it who should have ended by now.
+
+-- include time
+
 local mine, how, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[5]) then
   redis.call('DEL', KEYS[1])
 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 local found, others = {0}, 0
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do

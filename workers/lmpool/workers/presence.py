@@ -178,12 +178,12 @@ class Presence:
         """Drop workers whose deadline has passed, and these."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.rooms, keys.turns]
-        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, *names])
+        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *names])
         if has_unknown:
-            # A server that has lost the deadlines. Who is alive puts its own off.
-            for name in await read_consumers(self._redis, keys):
-                lease_ms = int(self._card.lease_s * 1000)
-                await scripts.REGISTER(self._redis, [keys.workers], [name, lease_ms, _MEMBERS_TTL_MS])
+            consumers, lease_ms = await read_consumers(self._redis, keys), int(self._card.lease_s * 1000)
+            for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
+                part = consumers[at : at + scripts.MOST_AT_ONCE]
+                await scripts.NOTICE(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
         """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.

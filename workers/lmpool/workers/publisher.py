@@ -200,9 +200,11 @@ class Publisher:
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
-            numbers = outcome.split()[1:]
+            told, *numbers = outcome.split()
             left += [part[int(number) - 1] for number in numbers if not number.startswith(b"+")]
             if unfinished := [part[int(number) - 1] for number in numbers if number.startswith(b"+")]:
+                if len(unfinished) == len(part) and told == b"0":
+                    raise ProtocolError(f"the server tells none of the clients that wait for {len(part)} jobs")
                 parts.insert(0, unfinished)
         return left
 
