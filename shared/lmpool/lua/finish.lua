@@ -67,33 +67,17 @@ local function bury(failure, entry)
     redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
   end
 end
--- Some fields of a hash, and whether these are all. Where many have been removed, much of it is empty.
-local function some_of(key)
-  local names, cursor = {}, '0'
-  repeat
-    local found = redis.call('HSCAN', key, cursor, 'COUNT', MOST_TOLD)
-    cursor = found[1]
-    for at = 1, #found[2], 2 do
-      names[#names + 1] = found[2][at]
-    end
-  until cursor == '0' or #names > 1
-  return names, cursor == '0'
-end
 -- Tell who waits there: of a failure now, of a row in the end with all others. Returns whether these are all.
 local function tell_all(waiting, failure)
   if looked_at >= MOST_TOLD then
     return false
   end
-  local digest, count = string.sub(waiting, -DIGEST), redis.pcall('HLEN', waiting)
+  -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
+  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HRANDFIELD', waiting, MOST_TOLD) or {}
+  local is_whole = #clients < MOST_TOLD
   -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  if type(count) == 'table' or count > MOST_CLIENTS then
+  if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
-  end
-  local is_whole, clients = true, nil
-  if count <= MOST_TOLD then
-    clients = redis.call('HKEYS', waiting)
-  else
-    clients, is_whole = some_of(waiting)
   end
   -- All but the field of the job.
   looked_at = looked_at + #clients - 1
