@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis.asyncio as redis_async
 
 from lmpool import scripts
 from lmpool.card import ModelCard
+from lmpool.errors import UnknownModel
 from lmpool.hashes import read_hashes
 from lmpool.keys import GROUP, Keys
 from lmpool.producer.lobby import Lobby
 from lmpool.queue import read_alive, read_consumers
+from lmpool.workers.loading import Loading
 from lmpool.workers.presence import Presence
+from lmpool.workers.settings import WorkerSettings
 from tests.pool import until_async
 from tests.script_calls import (
     DEAD,
@@ -102,6 +105,67 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
     for number in range(300):
         await register(redis, f"w{number}")
     assert await commands_of(redis, live) == one
+
+
+async def load(redis: redis_async.Redis, name: str, model: str) -> None:
+    """Have a worker load a model."""
+    await redis.hset(KEYS.worker(name), mapping={"model": model, "state": "loading"})
+    await redis.hset(KEYS.loading(), name, model)
+    await scripts.REGISTER(redis, [KEYS.model(model).loading], [name, LEASE_MS, LIFETIME_MS])
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_workers_load(
+    redis: redis_async.Redis,
+) -> None:
+    lobby = Lobby(redis, KEYS)
+
+    async def look() -> None:
+        assert await lobby.find("m") is None
+        for name, told in [("m", "loading 'm', try again"), ("x", "being loaded: 'm'"), (None, "loading 'm', try")]:
+            with pytest.raises(UnknownModel, match=told):
+                await lobby.card(name)
+
+    for number in range(8):
+        await load(redis, f"w{number}", "m")
+    await look()
+    few = await commands_of(redis, look)
+    for number in range(300):
+        await load(redis, f"w{number}", "m")
+    assert await commands_of(redis, look) == few
+    for number in range(300):
+        await load(redis, f"other{number}", f"m{number}")
+    with pytest.raises(UnknownModel, match="try again") as caught:
+        await lobby.card(None)
+    assert str(caught.value).count("'") <= 2 * 8
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_many_others_load(
+    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = 2.0  # As if it were for others to look for the dead.
+    monkeypatch.setattr("random.random", lambda: turn)
+    loading = Loading(cast(Any, None), WorkerSettings("test"), "w0", "m")
+    loading._redis = redis
+
+    async def beat() -> None:
+        await loading._show()
+        await loading._sweep()
+
+    await beat()
+    one = await commands_of(redis, beat)
+    for number in range(300):
+        await load(redis, f"w{number}", "m")
+    assert await commands_of(redis, beat) == one
+    for number in range(1, 300):
+        await redis.delete(KEYS.worker(f"w{number}"))
+    turn = 0.0
+    swept = await commands_of(redis, beat)
+    assert 0 < swept["cmdstat_exists"] <= 200
+    await beat()
+    await beat()
+    assert await redis.hkeys(KEYS.loading()) == [b"w0"]
 
 
 async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[None]]) -> dict[str, int]:

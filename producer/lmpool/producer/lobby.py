@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
@@ -20,6 +20,7 @@ from lmpool.queue import Alive, QueueState, read_alive, read_queue
 _log = logging.getLogger("lmpool.producer")
 
 _MOST_TOLD = 100
+_MOST_NAMED = 8
 
 
 class WorkerInfo(NamedTuple):
@@ -54,12 +55,11 @@ class Lobby:
             AmbiguousModel: `name` is None and there are several.
             ProtocolError: the card of that model, or every card there is, cannot be read.
         """
-        if name is not None and (card := (await self._read_cards([name]))[0].get(name)) is not None:
+        if name is not None and (card := await self.find(name)) is not None:
             return card
         cards, unreadable = await self._read_cards()
-        if name in unreadable or (name is None and unreadable and not cards):
-            bad = name or next(iter(unreadable))
-            raise ProtocolError(f"the card of the model {bad!r} cannot be read: {unreadable[bad]}")
+        if name is None and unreadable and not cards:
+            raise _unreadable(*next(iter(unreadable.items())))
         if name == TRIE_SERVICE and name not in cards:
             raise UnknownModel(
                 "no trie worker serves: start one with `lmpool trie-worker`, or pass local=True "
@@ -84,6 +84,17 @@ class Lobby:
             raise UnknownModel(f"the model {name!r} is not served; {await self._advice(name, otherwise)}")
         return cards[name]
 
+    async def find(self, name: str) -> ModelCard | None:
+        """The card of one model; None when there is none.
+
+        Raises:
+            ProtocolError: it cannot be read.
+        """
+        cards, unreadable = await self._read_cards([name])
+        if name in unreadable:
+            raise _unreadable(name, unreadable[name])
+        return cards.get(name)
+
     async def _is_served(self, model: str) -> bool:
         """Whether a model has live workers; one that this user may not ask has none for it."""
         try:
@@ -92,12 +103,31 @@ class Lobby:
             return False
 
     async def _advice(self, name: str | None, otherwise: str) -> str:
-        """What to do when a model is not served: wait, when a worker is loading it just now."""
-        loading = {worker.fields["model"] for worker in await self.loading()}
+        """What to do when a model is not served: wait, when a worker is loading it just now.
+
+        However many workers load, this costs the same, for who waits for a model looks again every second.
+        """
+        loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
             return f"a worker is loading {models}, try again in a moment"
         return f"{otherwise} (being loaded: {models})" if loading else otherwise
+
+    async def _some_loading(self) -> set[str]:
+        """Some of the models that workers are loading: those that this user may look at."""
+        key, found = self._keys.loading(), set[str]()
+        try:
+            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MOST_NAMED))
+            if not names:
+                return found
+            models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
+            for model in sorted(set(models.values())):
+                # Of those that were killed as they loaded, some may not have been swept yet.
+                if (await self.alive(model)).loading:
+                    found.add(model)
+        except NoPermissionError:
+            pass  # The rights of a user may end at its own models.
+        return found
 
     async def _read_cards(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
         """The cards by name, and why others cannot be read: one bad card must not take down every other model.
@@ -170,3 +200,7 @@ def _read_card(name: str, data: bytes | int) -> ModelCard:
         # Its queue would be that of another model.
         raise ProtocolError(f"it is that of {shown(card.name)}")
     return card
+
+
+def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
+    return ProtocolError(f"the card of the model {name!r} cannot be read: {error}")

@@ -12,7 +12,6 @@ from lmpool.errors import (
     LMPoolError,
     ProducerClosed,
     QueueFull,
-    UnknownModel,
 )
 from lmpool.keys import Keys
 from lmpool.line import reply_timeout
@@ -346,9 +345,8 @@ class Session:
             self._is_following = False
 
     async def _reload_card(self) -> None:
-        try:
-            card = await self._channel.lobby.card(self.card.name)
-        except UnknownModel:
+        card = await self._channel.lobby.find(self.card.name)
+        if card is None:
             return  # Between two workers; requests wait for the next one.
         self._channel.trouble = None
         if card.fingerprint == self.card.fingerprint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from itertools import chain
 from typing import cast
@@ -17,6 +18,8 @@ from lmpool.tasks import end_tasks
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
+
+_MOST_SWEPT = 200
 
 
 class Loading:
@@ -56,21 +59,27 @@ class Loading:
             await self._redis.aclose()
 
     async def _beat(self) -> None:
-        lease_ms = int(self._settings.lease_s * 1000)
-        heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
         while True:
             try:
-                await scripts.BEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
-                await scripts.BEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
-                await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
+                await self._show()
                 await self._sweep()
             except (RedisError, OSError) as trouble:
                 _log.warning("will try again: %s", self._server.explain(trouble))
             await asyncio.sleep(self._settings.heartbeat_s)
 
+    async def _show(self) -> None:
+        lease_ms = int(self._settings.lease_s * 1000)
+        heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
+        await scripts.BEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
+        await scripts.BEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
+        await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
+
     async def _sweep(self) -> None:
-        """Remove those that were killed while they loaded."""
-        for name in cast(list[bytes], await self._redis.hkeys(self._keys.loading())):
+        """Remove some of those that were killed while they loaded; of all that load, one looks, whichever it is."""
+        loading = self._keys.loading()
+        if random.random() * await self._redis.hlen(loading) >= 1:
+            return
+        for name in cast(list[bytes], await self._redis.hrandfield(loading, _MOST_SWEPT) or []):
             # What is no UTF-8 names no worker.
             if not await self._redis.exists(self._keys.worker(name.decode("utf-8", "replace"))):
-                await self._redis.hdel(self._keys.loading(), name)
+                await self._redis.hdel(loading, name)
