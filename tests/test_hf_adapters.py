@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmpool.adapters import qualify
 from lmpool.errors import AdapterRefused, SettingsError
@@ -39,7 +40,7 @@ def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted: Any = get_peft_model(
-            make_model(kind), LoraConfig(r=4, target_modules=targets, lora_dropout=0.5, **config)
+            make_model(kind), LoraConfig(**{"r": 4, "target_modules": targets, "lora_dropout": 0.5} | config)
         )
         for name, parameter in adapted.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
@@ -204,6 +205,12 @@ def some_missing(folder: Path) -> None:
     save_file(dict(list(tensors.items())[1:]), folder / "adapter_model.safetensors")
 
 
+def another_instead(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {name.replace("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj"): one for name, one in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+
+
 def some_too_many(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     more = {f"base_model.model.model.layers.7.mlp.up_proj.lora_{f}.weight": torch.zeros(4, 4) for f in "AB"}
@@ -224,7 +231,8 @@ def no_numbers(folder: Path) -> None:
     ("spoil", "message"),
     [
         (other_shape, "does not fit"),
-        (some_missing, "does not fit .*: 1 of its weights have no place or are missing"),
+        (some_missing, r"does not fit itself: .* asks for \d+ numbers \(parameters\), and .* some weights are missing"),
+        (another_instead, "does not fit .*: 4 of its weights have no place or are missing"),
         (some_too_many, r"does not fit .* no place for .*layers\.7"),
         (nonsense, "does not fit"),
         (no_numbers, "the model's logits are no numbers"),
@@ -285,6 +293,80 @@ def test_what_would_cost_memory_or_freeze_the_worker_is_refused_before_peft_read
     monkeypatch.setattr(PeftConfig, "from_pretrained", lambda *_: pytest.fail("peft reads it"))
     with pytest.raises(SettingsError, match=message):
         backend.load_adapter("bad", str(spoiled))
+
+
+class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
+    """Counts the bytes of tensors made while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: list[torch.UntypedStorage] = []  # Held, so that no two have one address.
+
+    @property
+    def count(self) -> int:
+        return sum({storage.data_ptr(): storage.nbytes() for storage in self._storages}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else [result]
+        tensors = [one for one in made if isinstance(one, torch.Tensor) and one.device.type != "meta"]
+        self._storages += [one.untyped_storage() for one in tensors]
+        return result
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": 1, "rank_pattern": {"k_proj": 1024, "v_proj": 1024}, "target_modules": ["q_proj", "k_proj", "v_proj"]},
+        {"r": 1, "target_modules": "all-linear"},
+        {"r": 1, "target_modules": ["q_proj"], "modules_to_save": ["mlp", "lm_head"]},
+        {"r": 1, "target_modules": ["q_proj"], "modules_to_save": ["layers.1"]},
+        {"r": 1, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": list(range(50))}},
+        {"r": 1, "target_modules": ["q_proj"], "use_dora": True},
+    ],
+)  # fmt: skip
+def test_no_more_is_reserved_for_an_adapter_than_its_file_holds(
+    backend: HfBackend, loras: dict[str, Path], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = tmp_path / "greedy"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(1, 1)}, folder / "adapter_model.safetensors")
+    for first in (True, False):
+        with (
+            Reserved() as reserved,
+            pytest.raises(SettingsError, match=r"does not fit itself: .* asks for \d+ numbers .*, and .* holds 1: "),
+        ):
+            backend.load_adapter("greedy", str(folder))
+        # Tensors that are neither parameters nor buffers, such as the frequencies of positions, are copied.
+        assert reserved.count < 1024
+        if first:
+            load(backend, loras)
+
+
+def test_shapes_that_a_file_has_no_bytes_for_do_not_count(backend: HfBackend, tmp_path: Path) -> None:
+    boasting = write_lora(tmp_path / "lora", 5, r=64)
+    file = boasting / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with Reserved() as reserved, pytest.raises(SettingsError, match="does not fit"):
+        backend.load_adapter("boasting", str(boasting))
+    assert reserved.count < 1024
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}, "use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
+    ],
+)
+def test_adapters_of_all_shapes_are_served(backend: HfBackend, tmp_path: Path, config: dict[str, Any]) -> None:
+    lora = write_lora(tmp_path / "lora", 3, **config)
+    (adapter,) = load(backend, {"a": lora}).values()
+    np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), atol=1e-5, rtol=0)
 
 
 # Serving

@@ -22,8 +22,9 @@ MAX_RANK = 1024
 """The largest rank of an adapter."""
 
 _CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
-FILES = (_CONFIG, _WEIGHTS)
+WEIGHTS = "adapter_model.safetensors"
+"""The file with an adapter's weights."""
+FILES = (_CONFIG, WEIGHTS)
 """The files of an adapter that are read; weights in other formats may be pickles."""
 
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
@@ -88,12 +89,12 @@ def check_places(folder: Path, places: Collection[str], model: str) -> None:
         _check_numbers(config)
     except SettingsError as error:
         raise SettingsError(f"adapters: {folder / _CONFIG}: {error}") from None
-    if not (folder / _WEIGHTS).is_file():
+    if not (folder / WEIGHTS).is_file():
         raise SettingsError(
-            f"adapters: {folder} holds no {_WEIGHTS}, and weights in other formats are not read (they may be pickles): "
+            f"adapters: {folder} holds no {WEIGHTS}, and weights in other formats are not read (they may be pickles): "
             "write it anew with peft's save_pretrained"
         )
-    tensors = _header(folder / _WEIGHTS, _MOST_ADAPTER_HEADER_BYTES)
+    tensors = _header(folder / WEIGHTS, _MOST_ADAPTER_HEADER_BYTES)
     names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
     strangers = [name for name in names if places and _place(f"{name}.weight") not in places]
     if strangers or not names:
@@ -188,7 +189,7 @@ def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int
         if held not in ranks and not (is_stacked and held and any(held % rank == 0 for rank in ranks)):
             told = ", ".join(map(str, sorted(ranks)[:5]))
             raise SettingsError(
-                f"adapters: {folder} does not fit itself: {name} in {_WEIGHTS} has rank {held}, and {_CONFIG} says "
+                f"adapters: {folder} does not fit itself: {name} in {WEIGHTS} has rank {held}, and {_CONFIG} says "
                 f"{told}: write both anew with peft's save_pretrained"
             )
 

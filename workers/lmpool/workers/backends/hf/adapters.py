@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import adapter_folder, check_places, places_of
+from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_places, places_of
 from lmpool.workers.backends.requirements import first_line, require
 
 _logger = logging.getLogger(__name__)
@@ -24,7 +29,7 @@ _logger = logging.getLogger(__name__)
 # What peft and safetensors raise for adapters that do not fit or cannot be read; there is no common type.
 _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
-    MemoryError, AssertionError, IndexError,
+    MemoryError, AssertionError, IndexError, SafetensorError,
 )  # fmt: skip
 # Ways to begin that leave the model's own weights as they are; the others are undone by converting the adapter.
 _HARMLESS_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
@@ -51,6 +56,7 @@ class HfAdapters:
         self._model: PreTrainedModel = forward.model
         self._name = name
         self._places = places_of(self._model.state_dict())
+        self._bare: PreTrainedModel | None = None
         self._peft: Any = None
         self._loaded: dict[str, _Loaded] = {}
         self._numbers = count()
@@ -122,8 +128,11 @@ class HfAdapters:
         config: Any = PeftConfig.from_pretrained(str(folder))
         _check_config(folder, config)
         config.inference_mode, config.init_lora_weights = True, True
+        if self._bare is None:
+            self._bare = _without_memory(self._model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # What it warns of is checked here.
+            _check_size(folder, self._bare, config)
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, handle)
             else:
@@ -164,6 +173,50 @@ def _check_config(folder: Path, config: Any) -> None:
         )
     if getattr(config, "alora_invocation_tokens", None):
         raise SettingsError(f"adapters: {folder} is at work after certain tokens only (aLoRA)")
+
+
+def _check_size(folder: Path, bare: PreTrainedModel, config: Any) -> None:
+    """Refuse an adapter for which peft would reserve more than its file has weights for.
+
+    Args:
+        folder: of the adapter.
+        bare: the model without adapters and memory (`_without_memory`).
+        config: of the adapter, as peft reads it. A copy is used: peft completes it for the model.
+    """
+    from peft import PeftModel
+
+    with safe_open(folder / WEIGHTS, framework="pt") as file:  # It refuses shapes that the file has no bytes for.
+        held = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    with torch.device("meta"):  # peft makes weights where tensors are made, and then moves them to the model's device.
+        tried = PeftModel(_without_memory(bare), copy.deepcopy(config), "tried")
+    # Apart: of trainable tokens peft keeps the model's own as buffers, which no file has.
+    for kind, before, after in (
+        ("parameters", bare.parameters(), tried.parameters()),
+        ("buffers", bare.buffers(), tried.buffers()),
+    ):
+        asked = _numbers(after) - _numbers(before)
+        if asked > held:
+            raise SettingsError(
+                f"adapters: {folder} does not fit itself: its config asks for {asked} numbers ({kind}), and {WEIGHTS} "
+                f"holds {held}: some weights are missing; write both anew with peft's save_pretrained"
+            )
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model whose parameters and buffers are on the device "meta": they have shapes alone."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, requires_grad=False)
+            # By what quantised weights have there, peft tells how they were made.
+            vars(bare).update(vars(tensor))
+        memo[id(tensor)] = bare
+    return copy.deepcopy(model, memo)
 
 
 def _disable_all(model: PreTrainedModel) -> None:
