@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +16,10 @@ import numpy as np
 import pytest
 
 from lmpool.synthetic import synthetic_row
+from lmpool.workers import watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.watchdog import EXIT_CODE
-from tests.pool import Pool, V, until
+from lmpool.workers.watchdog import EXIT_CODE, ProcessWatchdog
+from tests.pool import Pool, V, until, until_async
 from tests.test_adapters import serving
 
 LIMIT_S = 1.0
@@ -81,6 +84,39 @@ async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
     worker.signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == 0
+
+
+async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "_exit_on", lambda _: None)
+    refused = 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        nonlocal refused
+        refused += 1
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def is_refused_thrice() -> bool:
+        return refused >= 3
+
+    async def is_started() -> bool:
+        return watching._process is not killed and watching._process.poll() is None
+
+    watching = ProcessWatchdog(60.0)
+    monkeypatch.setattr(watchdog, "MOST_BETWEEN_S", 0.02)
+    with watching:
+        killed = watching._process
+        with monkeypatch.context() as full:
+            full.setattr(subprocess, "Popen", refuse)
+            killed.kill()
+            await until_async(is_refused_thrice, "it tries again")
+        await until_async(is_started, "it starts another one")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the process that watches this worker has ended: starting it again",
+        "the process that watches this worker cannot be started, will try again: "
+        f"[Errno {errno.EAGAIN}] Resource temporarily unavailable",
+    ]
 
 
 async def test_a_worker_in_somebody_elses_process_can_not_end_it(pool: Pool) -> None:

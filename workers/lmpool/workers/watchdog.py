@@ -103,14 +103,21 @@ class ProcessWatchdog:
         self._pipe.close()
 
     def _beat(self) -> None:
-        try:
-            self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.
-        except BrokenPipeError:
-            _log.warning("the process that watches this worker has ended: starting it again")
-            self._end()
-            self._start()
+        # At first: whatever happens here, there is a next time.
         pause = min(MOST_BETWEEN_S, self._limit_s / LOOKS)
         self._timer = asyncio.get_running_loop().call_later(pause, self._beat)
+        if is_first := not self._pipe.closed:
+            try:
+                self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.
+                return
+            except BrokenPipeError:
+                _log.warning("the process that watches this worker has ended: starting it again")
+                self._end()
+        try:
+            self._start()
+        except OSError as error:
+            if is_first:
+                _log.warning("the process that watches this worker cannot be started, will try again: %s", error)
 
 
 def _exit_on(number: int) -> None:
