@@ -25,7 +25,7 @@ from lmpool import scripts
 from lmpool.adapters import AdapterRegistry
 from lmpool.card import ModelCard
 from lmpool.embedded import EmbeddedServer
-from lmpool.keys import Keys
+from lmpool.keys import GROUP, Keys
 from lmpool.line import CommandLine
 from lmpool.producer.lobby import Lobby
 from lmpool.queue import read_queue
@@ -89,7 +89,7 @@ class _Fleet:
     def __init__(self, client: Redis, lines: Sequence[CommandLine], count: int) -> None:
         self._client, self._lines, self._count = client, lines, count
         figures = Figures()
-        names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
+        self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
         self._workers = [
             (
                 Presence(client, _KEYS, _CARD, name, _BATCH),
@@ -111,8 +111,9 @@ class _Fleet:
         await self._registry.create({}, await self._registry.read())
         for presence, _ in self._workers:
             await presence.join(_COUNTERS)
-        look = await self._server_s(self._look, 2000)
         submit = await self._submit_us()
+        self._held = [await self._hold(name) for name in self._names]
+        look = await self._server_s(self._look, 2000)
         workers = await self._workers_second()
         producers = self._count * (look + await self._server_s(self._read_replies, 4) / _READERS)
         cells = (
@@ -125,6 +126,15 @@ class _Fleet:
         )
         return f"| {' | '.join(cells)} |"
 
+    async def _hold(self, worker: str) -> list[bytes]:
+        """Have a worker hold two batches; returns their entries."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for _ in range(2 * _BATCH):
+                pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})
+            await pipe.execute()
+        found: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
+        return [entry for entry, _ in found[0][1]]
+
     async def _look(self) -> None:
         """What a producer does each second while it waits for something."""
         await self._lobby.card(_CARD.name)
@@ -135,7 +145,7 @@ class _Fleet:
         await asyncio.gather(*(line.call(*command) for line in self._lines))
 
     async def _workers_second(self) -> float:
-        """Seconds of the server's processor for one second of all workers, while they have nothing to compute."""
+        """Seconds of the server's processor for one second of all workers, beside prompts and rows."""
         beat = await self._server_s(self._beats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
         least = max(1, 200 // self._count)
@@ -150,8 +160,12 @@ class _Fleet:
             await intake.keep_queue()
 
     async def _claims(self) -> None:
-        for presence, intake in self._workers:
-            await intake.claim(_BATCH, idle=True)
+        """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
+        for (presence, intake), name, held in zip(self._workers, self._names, self._held, strict=True):
+            await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
+            further = (await intake.claim(_BATCH, idle=False)).further
+            for _ in range(further):
+                await intake.claim(_BATCH, idle=False)
             await presence.sweep()
 
     async def _take(self) -> None:
@@ -204,8 +218,9 @@ What workers and clients cost the server beside rows, on the embedded server thr
 
 A *look* is what a producer does each second while it waits for something: it reads its model's card and counts the live
 workers. *Submit* is one call of `submit.lua` for one new prompt, while others are in the stream. A *worker's second* is
-what it asks the server in one second while it has nothing to compute, with a lease of {_CARD.lease_s:g} s: heartbeats,
-claims, sweeps, adapters, reads. The last column adds as many busy producers as there are workers.
+what it asks the server in one second while it computes and holds {2 * _BATCH} prompts, with a lease of
+{_CARD.lease_s:g} s: heartbeats, renewals, claims, sweeps, adapters, reads; not the prompts and rows themselves. The
+last column adds as many busy producers as there are workers.
 
 | workers | look, ms | submit, µs | a worker's second, µs | all workers, % of a core | and as many producers, % |
 |---|---|---|---|---|---|

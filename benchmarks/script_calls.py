@@ -251,11 +251,11 @@ def _alive(queue: _Queue) -> list[float]:
 
 def _entries(queue: _Queue) -> list[float]:
     queue.empty()
-    keys = [b"lmpool:row:f:" + one for one in _digests(32)]
+    keys = [b"lmpool:row:f:" + one for one in _digests(16)]
     for key in keys:
         queue.client.set(key, b"LMPR\x01\x00\x00\x00" + (49_152).to_bytes(4, "little") + bytes(4 + 4 * 49_152))
     places = " ".join(f"{16 + 400 * i} {19 + 400 * i}" for i in range(128))
-    return [queue.ms(scripts.ENTRIES, keys, 0, *[places] * 32) for _ in range(REPEATS)]
+    return [queue.ms(scripts.ENTRIES, keys, 0, *[places] * 16) for _ in range(REPEATS)]
 
 
 def _fields(queue: _Queue) -> list[float]:
@@ -287,6 +287,6 @@ _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "sweep: 1,000 workers are dead": _sweep_workers,
     "survey: a prompt of 4 million tokens is held": _survey,
     "alive: 10,000 workers, named": _alive,
-    "entries: 128 of each of 32 rows": _entries,
+    "entries: 128 of each of 16 rows": _entries,
     "fields: 4,096 cards": _fields,
 }

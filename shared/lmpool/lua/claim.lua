@@ -20,7 +20,12 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, room_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, PART, FIRST = 64, 500, '-'
+local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
+-- Twice this worker's share of all that is held, so that all together see everything between two looks of one.
+local LEAST_PART, MOST_PART = 50, 500
+local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', rooms)) or 0) - 1)
+local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
+want = math.min(want, MOST_TAKEN)
 local taken, is_alone = {}, false
 local function field(fields, name)
   for at = 1, #fields, 2 do
@@ -60,10 +65,10 @@ end
 
 -- Look at a part of what is held. Returns from where the next look goes on.
 local function look(from)
-  local held = redis.pcall('XPENDING', jobs, group, from, '+', PART)
+  local held = redis.pcall('XPENDING', jobs, group, from, '+', part)
   if held.err then
     -- Behind the last possible id there is no place. What else is wrong is so from the first one on, too.
-    held = redis.call('XPENDING', jobs, group, FIRST, '+', PART)
+    held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
   for _, one in ipairs(held) do
     local id, deliveries = one[1], one[4]
@@ -82,7 +87,7 @@ local function look(from)
       end
     end
   end
-  return #held == PART and '(' .. held[PART][1] or FIRST
+  return #held == part and '(' .. held[part][1] or FIRST
 end
 
 local from = redis.pcall('GET', cursor)
@@ -92,5 +97,4 @@ if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
   next_from = look(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
-local workers = math.max(1, (tonumber(redis.pcall('HLEN', rooms)) or 0) - 1)
-return {is_alone and 1 or 0, taken, math.floor(of_group('pending') / (PART * workers))}
+return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers))}
