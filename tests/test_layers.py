@@ -21,7 +21,7 @@ SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / 
 BACKENDS = WORKERS / "lmpool/workers/backends"
 # What each backend may import, and nobody else.
 ENGINES = {
-    "hf": {"torch", "transformers", "peft"},
+    "hf": {"torch", "transformers", "peft", "safetensors"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm"},
     "row_encoder.py": {"torch"},
