@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,8 @@ import lmpool.testing
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer, crew
+from lmpool.producer.slot import SessionSlot
+from lmpool.producer.within import Within
 from lmpool.runtime_folder import socket_url
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
@@ -223,6 +225,115 @@ async def test_closing_at_any_step_of_opening_leaves_no_session(pool: Pool) -> N
     await until_async(is_left, "the connections are closed")
     async with producer:
         await producer.logprobs([1])
+
+
+class Openings:
+    """Sessions that need no server, and the slot that holds them.
+
+    Attributes:
+        open: what opening does.
+        slot: holds them.
+    """
+
+    def __init__(self) -> None:
+        self.open: Callable[[], Awaitable[Any]] = asyncio.Event().wait
+        self.slot = SessionSlot(lambda: cast(Any, Offline()), lambda _: cast(Any, FakeSession(self)), None)
+
+
+class Offline:
+    """A server that cannot be used."""
+
+    def explain(self, error: BaseException) -> LMPoolError:
+        return ServerUnreachable(str(error))
+
+
+class FakeSession:
+    """As much of a session as its slot sees."""
+
+    def __init__(self, openings: Openings) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.closed = False
+        self._openings = openings
+
+    async def open(self, model: str | None) -> None:
+        await self._openings.open()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def nothing() -> None:
+    pass
+
+
+def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
+    openings = Openings()
+    slot = openings.slot
+
+    async def fail() -> None:
+        raise ServerUnreachable("no server")
+
+    async def connect(seconds: float = 50) -> Any:
+        return await slot.open(Within(seconds))
+
+    for _ in range(5):
+        openings.open = fail
+        with pytest.raises(ServerUnreachable):
+            asyncio.run(connect())
+        openings.open = asyncio.Event().wait
+        with pytest.raises(ServerUnreachable):
+            asyncio.run(connect(0.01))
+        assert not slot._opening
+    openings.open = nothing
+    asyncio.run(connect())
+    assert not slot._opening
+    assert len(slot._sessions) == 1
+
+
+def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_next_one() -> None:
+    openings = Openings()
+    slot = openings.slot
+    loop = asyncio.new_event_loop()
+    left = openings.slot.open(loop.run_until_complete(within()))
+    task = loop.create_task(left)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert list(slot._opening) == [loop]
+    openings.open = nothing
+    asyncio.run(connect(slot))
+    assert not slot._opening
+    left.close()
+    assert not task.done()
+
+
+async def within() -> Within:
+    return Within(50)
+
+
+async def connect(slot: SessionSlot) -> None:
+    await slot.open(await within())
+
+
+async def test_closing_ends_what_connects_again_although_another_loop_has_connected_meanwhile() -> None:
+    openings = Openings()
+    slot = openings.slot
+    openings.open = nothing
+    first = await slot.open(Within(50))
+    first.closed = True  # type: ignore[misc]
+    connects = asyncio.Event()
+
+    async def never() -> None:
+        connects.set()
+        await asyncio.Event().wait()
+
+    openings.open = never
+    again = asyncio.create_task(slot.open(Within(50)))
+    await connects.wait()
+    openings.open = nothing
+
+    await asyncio.to_thread(asyncio.run, connect(slot))
+    await slot.close()
+    assert [type(one) for one in await ended(again)] == [ProducerClosed]
 
 
 async def test_leaving_the_context_ends_what_waits_for_trie_workers(said: Said) -> None:

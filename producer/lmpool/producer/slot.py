@@ -93,8 +93,9 @@ class SessionSlot:
         self._make = make
         self._model = model
         self._waits = when_absent == "wait"
-        # Against `close_soon` of another thread: what it does not see must see it.
-        self._changing = threading.Lock()
+        # Against `close_soon` of another thread: what it does not see must see it. Its holder may come here again, when
+        # the collector ends what a closed loop has left.
+        self._changing = threading.RLock()
         self._opening: dict[asyncio.AbstractEventLoop, _Attempt] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, Session] = {}
         self.session: Session | None = None
@@ -133,13 +134,26 @@ class SessionSlot:
             raise attempt.late(error) from own(attempt.lacks or error)
         finally:
             attempt.waiting -= 1
-            if not attempt.waiting and not attempt.task.done():
-                # Whoever comes next had better connect anew than wait for a server that does not answer.
-                attempt.is_over = True
-                attempt.task.cancel()
+            if not attempt.waiting:
+                self._end(attempt, within.loop)
         if attempt.is_over:
             raise ProducerClosed(CLOSED)
         return outcome(attempt.task)
+
+    def _end(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
+        """Nobody waits for an attempt any more: forget it as soon as it has ended."""
+        if attempt.task.done() or loop.is_closed():
+            self._forget(attempt, loop)
+        else:
+            # Whoever comes next had better connect anew than wait for a server that does not answer.
+            attempt.is_over = True
+            attempt.task.add_done_callback(lambda _: self._forget(attempt, loop))
+            attempt.task.cancel()
+
+    def _forget(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
+        with self._changing:
+            if self._opening.get(loop) is attempt:
+                del self._opening[loop]
 
     def _attempt(self) -> _Attempt:
         """The attempt that is under way in the running event loop, or a new one."""
@@ -149,6 +163,9 @@ class SessionSlot:
             attempt = _Attempt()
             attempt.task = loop.create_task(self._connect(attempt), name="lmpool-connect")
             with self._changing:
+                for old in list(self._opening):
+                    if old.is_closed():  # Without its tasks having been cancelled.
+                        self._opening.pop(old, None)
                 self._opening[loop] = attempt
         return attempt
 
@@ -192,7 +209,6 @@ class SessionSlot:
             for loop, old in list(self._sessions.items()):
                 if old.closed or loop.is_closed():
                     self._sessions.pop(loop, None)
-                    self._opening.pop(loop, None)
             self._sessions[session.loop] = self.session = session
 
     def close_soon(self) -> None:
