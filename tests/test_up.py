@@ -36,13 +36,13 @@ os.unlink(path)
 LEAVES_SLOWLY = """
 import sys
 from lmpool.workers import shared_server
-try_alone = shared_server._try_alone
+try_alone = shared_server._locks_alone
 def look(users):
     found = try_alone(users)
     print("leaving", flush=True)
     sys.stdin.read()
     return found
-shared_server._try_alone = look
+shared_server._locks_alone = look
 server = shared_server.SharedServer()
 server.join()
 print(server.leave())

@@ -111,7 +111,7 @@ class SharedServer:
         self._is_leaving = True
         # One at a time: of two that leave together, both would take the other for one that stays.
         fcntl.lockf(users, fcntl.LOCK_EX, 1, _LEAVING)
-        is_last = _try_alone(users)
+        is_last = _locks_alone(users)
         os.close(users)
         if is_last and self._watcher is not None:
             self._watcher.join(STOP_TIMEOUT_S)
@@ -121,7 +121,7 @@ class SharedServer:
         with explained(self._folder):
             # Whom it joins may be about to end.
             for _ in range(3):
-                if not _try_owner(self._folder) and ping(self._socket).startswith(b"+PONG"):
+                if not _is_unowned(self._folder) and ping(self._socket).startswith(b"+PONG"):
                     self._memory = memory_limit(self._socket) or self._memory
                     return False
                 if self._start():
@@ -209,7 +209,7 @@ def _hold(folder: Path) -> int:
     raise ServerError(f"the embedded server in {folder} does not end: kill the processes that use it")
 
 
-def _try_alone(users: int) -> bool:
+def _locks_alone(users: int) -> bool:
     """Hold the users' lock alone, if nobody else holds it."""
     try:
         fcntl.lockf(users, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _USING)
@@ -218,7 +218,7 @@ def _try_alone(users: int) -> bool:
     return True
 
 
-def _try_owner(folder: Path) -> bool:
+def _is_unowned(folder: Path) -> bool:
     """Whether nobody owns the folder's server."""
     try:
         lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_NOFOLLOW)
@@ -255,7 +255,7 @@ def main() -> None:
     _close_output()
     users = os.open(folder / _USERS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     while server.running:
-        if _try_alone(users):
+        if _locks_alone(users):
             server.stop()
             # Before the lock is released, so that whoever waits for it makes a file of its own.
             clear(folder, _USERS)
