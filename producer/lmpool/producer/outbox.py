@@ -50,6 +50,11 @@ class Outbox:
         self._retrying = False
         self._hit_rate = _LIKELY
 
+    @property
+    def is_retrying(self) -> bool:
+        """Whether there are flights that could not be sent."""
+        return self._retrying
+
     def add(self, flight: Flight) -> None:
         """Send a new flight, together with all that are added in this tick of the event loop."""
         self._unsent.append(flight)

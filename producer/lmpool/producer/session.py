@@ -295,6 +295,9 @@ class Session:
                         self._crew.rest()
                 if self._flights:
                     await self._recheck()
+                # What cannot be sent is tried again, and tells itself: the card may be there, and the rows elsewhere.
+                if not self._outbox.is_retrying:
+                    self._channel.trouble = None
             except TROUBLE as error:
                 self._crew.rest()  # Who could not be seen is not missed.
                 self._channel.note(error)
@@ -348,7 +351,6 @@ class Session:
         card = await self._channel.lobby.find(self.card.name)
         if card is None:
             return  # Between two workers; requests wait for the next one.
-        self._channel.trouble = None
         if card.fingerprint == self.card.fingerprint:
             self._channel.card = card
             return
