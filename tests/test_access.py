@@ -96,8 +96,11 @@ def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
     for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
         way = way.replace(old, new)
     way = way.replace("user guest", f"user {name}")
-    line = subprocess.run(["sh", "-c", way], cwd=SHIPPED, capture_output=True, text=True, check=True).stdout.split()
-    assert line[:2] == ["user", name]
+    # From the file with the passwords of others: none of them may be taken over.
+    way = way.replace("PASSWORD-OF-guest", f"PASSWORD-OF-{name}")
+    done = subprocess.run(["sh", "-c", way], cwd=server.folder, capture_output=True, text=True, check=True)
+    line = done.stdout.split()
+    assert line[:4] == ["user", name, "on", f"#SHA256-OF-THE-PASSWORD-OF-{name}"]
     rules = [rule for rule in line[2:] if not rule.startswith("#")]
     with server.client("admin") as admin:
         admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
@@ -374,9 +377,12 @@ def add_tenants(server: SecureServer) -> list[str]:
     (way,) = re.findall(
         r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
     )
-    way = way.replace("users.acl", str(SHIPPED / "users.acl"))
-    subprocess.run(["sh", "-c", way], cwd=server.folder, check=True)
-    first, *lines = (server.folder / "tenants.acl").read_text().splitlines()
+    # From a file with the passwords of others: none of them may be taken over.
+    (place := server.folder / "tenants").mkdir()
+    users = re.sub("SHA256-OF-THE-PASSWORD-OF-[a-z-]+", 64 * "0", (SHIPPED / "users.acl").read_text())
+    (place / "users.acl").write_text(users)
+    subprocess.run(["sh", "-c", way], cwd=place, check=True)
+    first, *lines = (place / "tenants.acl").read_text().splitlines()
     assert first.startswith("user default off ")
     names = []
     with server.client("admin") as admin:

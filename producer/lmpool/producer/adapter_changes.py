@@ -287,7 +287,7 @@ class AdapterChange:
                 confirm = partial(self._registry.confirm, line, known, self._replicas, _CONFIRM_S)
                 if (have := await self._insist(confirm)) >= self._replicas:
                     return
-                self._waits_for = f"{have} of {self._replicas} replicas have it"
+                self._waits_for = f"{have} of {self._replicas} replicas have it{'' if have else ': is any connected?'}"
         finally:
             line.close()
 

@@ -221,7 +221,8 @@ class AdapterKeeper:
         if known.owner not in ("", self._registry.fingerprint):
             # Others may serve the model's name by now: a sign of life finds out, and raises then.
             await self._on_change()
-        if await self._registry.write_back(self._seen, known):
+        has_any = bool(self._seen.adapters or known.adapters)
+        if await self._registry.write_back(self._seen, known) and has_any:
             _log.warning("the server had forgotten changes of the adapters: they are written down again")
 
     async def _serve(self, name: str, adapter: Adapter) -> None:
