@@ -185,7 +185,7 @@ async def test_a_change_returns_when_so_many_replicas_have_it(far: Pool, servers
     await start(far)
     async with far.producer("syn", cache_bytes=0) as client:
         servers.lag()
-        told = r"it is in service, but a failover could undo that \(0 of 1 replicas have it: is any connected\?\); allow more time"
+        told = r"a failover could undo that \(0 of 1 replicas have it: is any connected\?\); allow more time"
         with pytest.raises(DeadlineExceeded, match=told):
             await client.add_adapter("poet", write(tmp_path, "poet", "1"), replicas=1, timeout=4)
         await servers.follow()
