@@ -202,4 +202,5 @@ class Delivery:
 
 def _is_due(held: Held, now: float) -> bool:
     """Whether it is time for a look: a prompt is looked at when its age has doubled since the last one."""
-    return now - held.looked_at >= min(max(held.looked_at - held.since, STALE_S), _SELDOM_S)
+    last = held.looked_at or held.since
+    return now - last >= min(max(last - held.since, STALE_S), _SELDOM_S)

@@ -61,17 +61,14 @@ class Held:
         entries: the queue entries that ask for it.
         is_damaged: what the cache has as its row cannot be read.
         since: monotonic time when the worker took it.
-        looked_at: monotonic time of the last look whether somebody waits for it; `since` before the first.
+        looked_at: monotonic time of the last look whether somebody waits for it; 0 before the first.
     """
 
     job: BackendJob
     entries: dict[bytes, Wanted] = field(default_factory=dict)
     is_damaged: bool = False
     since: float = field(default_factory=time.monotonic)
-    looked_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.looked_at = self.since
+    looked_at: float = 0.0
 
     @property
     def is_only_asked(self) -> bool:
