@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from lmpool.server import Server
+from lmpool.workers.loading import Loading
 from lmpool.workers.logs import Repeats
-from tests.pool import Pool, WorkerProcess, lmpool_command
+from lmpool.workers.settings import WorkerSettings
+from tests.pool import Pool, WorkerProcess, lmpool_command, until_async
 
 
 def entries(worker: WorkerProcess) -> list[dict[str, Any]]:
@@ -66,6 +69,19 @@ def test_an_unknown_format_is_one_clear_error(pool: Pool) -> None:
     worker = pool.start("--log-format", "xml", wait=False)
     assert worker.wait() == 2
     assert worker.text == "lmpool: log_format: 'xml' is not one of text, json\n"
+
+
+async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lmpool.worker")
+
+    async def says_so() -> bool:
+        return any(record.getMessage().startswith("still loading 'syn' after ") for record in caplog.records)
+
+    async with Loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
+        assert caplog.messages[0] == "loading 'syn'"
+        await until_async(says_so, "the worker says that it loads still")
 
 
 # Repeated warnings

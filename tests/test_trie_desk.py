@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lmpool.asks import Selection, TrieAsk
+from lmpool.cores import count_cores
 from lmpool.kernels import OPS, Kernels, Op
-from lmpool.kernels.footprint import count_cores
 from lmpool.rows import VectorBlock, decode_row
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob

@@ -11,6 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
+from lmpool.cores import set_openmp_defaults
 from lmpool.errors import LMPoolError
 from lmpool.printable import LogFormatter
 from lmpool.terminal import say
@@ -51,6 +52,8 @@ def main() -> None:
     """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
     if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
         logging.lastResort.setFormatter(LogFormatter())
+    # What others have registered may import torch, whichever command is run.
+    set_openmp_defaults()
     try:
         for part in sorted(entry_points(group=_GROUP), key=lambda point: point.name):
             part.load()(app)

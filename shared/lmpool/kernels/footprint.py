@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
+from lmpool.cores import count_cores
 from lmpool.vocab import Vocabulary
 
 WIDEST = 8
 """Rows that go through the loops of the CPU kernels side by side, at most."""
-
-
-def count_cores() -> int:
-    """Cores that this process may run on: as many threads share a batch."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most_bytes(vocabulary: Vocabulary, device: str) -> int:

@@ -20,6 +20,7 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MOST_SWEPT = 200
+_SAY_EVERY_S = 30.0
 
 
 class Loading:
@@ -30,17 +31,28 @@ class Loading:
         settings: of the worker.
         worker_id: its name.
         model: what it will serve.
+        say_every_s: seconds between two lines of the log that say that it loads still.
     """
 
-    def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, model: str) -> None:
+    def __init__(
+        self,
+        server: Server,
+        settings: WorkerSettings,
+        worker_id: str,
+        model: str,
+        *,
+        say_every_s: float = _SAY_EVERY_S,
+    ) -> None:
         self._server = server
         self._keys = Keys(settings.prefix)
         self._model = self._keys.model(model)
         self._settings = settings
+        self._say_every_s = say_every_s
         self._worker_id = worker_id
         self._fields = {"model": model, "state": "loading", "started": time.time(), "lease_s": settings.lease_s}
 
     async def __aenter__(self) -> None:
+        _log.info("loading %r", self._fields["model"])
         self._redis = self._server.client()
         self._beating = asyncio.create_task(self._beat(), name="loading")
 
@@ -59,7 +71,11 @@ class Loading:
             await self._redis.aclose()
 
     async def _beat(self) -> None:
+        began = said = time.monotonic()
         while True:
+            if (now := time.monotonic()) - said >= self._say_every_s:
+                said = now
+                _log.info("still loading %r after %.0f s", self._fields["model"], now - began)
             try:
                 await self._show()
                 await self._sweep()

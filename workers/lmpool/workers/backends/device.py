@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.requirements import first_line
+
+_logger = logging.getLogger(__name__)
 
 
 def pick_device(name: str) -> torch.device:
@@ -27,3 +31,9 @@ def pick_device(name: str) -> torch.device:
     if device.type == "meta":
         raise SettingsError("device: 'meta' computes nothing")
     return device
+
+
+def log_threads(device: str) -> None:
+    """Say in the log where rows are computed, and with how many of torch's threads on the CPU."""
+    threads = torch.get_num_threads()
+    _logger.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})

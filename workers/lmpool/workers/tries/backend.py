@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Final
 
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.checks import check_number
+from lmpool.cores import count_cores
 from lmpool.errors import SettingsError
 from lmpool.kernels import open_kernels
 from lmpool.trie import Trie
@@ -17,6 +19,8 @@ from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
 from lmpool.workers.tries.desk import answer
 from lmpool.workers.tries.inputs import TrieInputs
+
+_log = logging.getLogger("lmpool.worker")
 
 REVISION: Final = "1"
 """Changes when the numbering of nodes or the meaning of an operation does."""
@@ -72,6 +76,8 @@ class TrieBackend(WithoutAdapters):
         self._jobs: OrderedDict[bytes, TrieInputs] = OrderedDict()
         self._stats = BackendStats()
         warm_up(settings.device)
+        threads = count_cores()
+        _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})
 
     @property
     def card(self) -> ModelCard:

@@ -15,6 +15,7 @@ from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.sglang.launch import launch
@@ -39,6 +40,7 @@ class SglangBackend:
         self._settings = settings
         launched = launch(settings)
         self._device = launched.device
+        log_threads(self._device)
         self._adapters = launched.adapters
         self._engine = engine = launched.engine
         facts = engine.facts

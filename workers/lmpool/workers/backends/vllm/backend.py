@@ -20,6 +20,7 @@ from lmpool.rows import VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
+from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
 from lmpool.workers.backends.vllm.sessions import Sessions
@@ -57,6 +58,7 @@ class VllmBackend:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._engine = engine = open_engine(settings)
+        log_threads(engine.captured.device)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block)
