@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from lmpool.embedded import server_binary
-from tests.pool import until
+from tests.pool import DEADLINE_S, until
 
 _MASTERS = 3
 _SLOTS = 16_384
@@ -64,12 +64,12 @@ class LocalCluster:
         for process in self._processes:
             process.terminate()
         for process in self._processes:
-            process.wait(10)
+            process.wait(DEADLINE_S)
 
     def restart(self, number: int) -> None:
         """Kill a master and start it again, without what it held."""
         self._processes[number].kill()
-        self._processes[number].wait(10)
+        self._processes[number].wait(DEADLINE_S)
         self._processes[number] = self._start(number)
         until(partial(_answers, self.ports[number]), "the master answers again")
 

@@ -16,13 +16,14 @@ import redis
 from redis.asyncio import Redis
 from redis.cluster import RedisCluster
 
-from lmpool.keys import Keys
+from lmpool.keys import GROUP, Keys
 from lmpool.producer import Producer
 from lmpool.producer.lobby import Lobby
 from lmpool.server import Server
 from lmpool.workers.backend import Backend
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
+"""Of all that is waited for. It costs nothing when all goes well; a busy machine may take 10 s to start a worker."""
 V = 512
 
 PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
@@ -116,7 +117,7 @@ class WorkerProcess:
                 raise AssertionError(f"the worker ended with {self.process.returncode}:\n{self.text}")
             return text in self.text
 
-        until(said, f"the worker prints {text!r}; it printed:\n{self.text}", 90)
+        until(said, f"the worker prints {text!r}; it printed:\n{self.text}")
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
@@ -174,8 +175,8 @@ class Pool:
         return worker
 
     def producer(self, model: str | None = None, **settings: Any) -> Producer:
-        """A producer of this pool."""
-        return Producer(model, redis=self.url, prefix=self.prefix, **settings)
+        """A producer of this pool, whose requests have plenty of time unless the settings say otherwise."""
+        return Producer(model, redis=self.url, prefix=self.prefix, **{"timeout": DEADLINE_S, **settings})
 
     def jobs(self, model: str = "syn") -> int:
         """Prompts in the queue: in the job stream, and in the backlog behind it."""
@@ -226,3 +227,9 @@ def _client(url: str) -> redis.Redis:
 async def is_held(pool: Pool) -> bool:
     """Whether a worker holds prompts."""
     return pool.held() > 0
+
+
+def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
+    """The jobs that workers hold."""
+    found: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)
+    return list(found)

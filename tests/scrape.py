@@ -26,7 +26,7 @@ def free_port() -> int:
 def get(port: int, path: str) -> Page | None:
     """A page of this machine, or None when nobody answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as answer:
             return Page(answer.status, answer.read().decode())
     except urllib.error.HTTPError as error:
         return Page(error.code, error.read().decode())

@@ -22,7 +22,7 @@ from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.tries.backend import TrieBackend, TrieSettings
-from tests.pool import WorkerProcess, lmpool_command, until, until_async
+from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, until, until_async
 from tests.secure_server import ROLES, SHIPPED, SecureServer, password_of
 from tests.trie_answers import answers_of, assert_right, draw_weights, row_weights, words
 
@@ -257,7 +257,7 @@ async def test_only_those_may_change_adapters_who_have_that_right(
     added = command(server, "adapters", "adapters", "add", "poet", str(tmp_path), "--model", "syn")
     assert "poet" in added
     for role in ("producer", "operator"):
-        async with Producer("syn", redis=server.url(role), timeout=60) as producer:
+        async with Producer("syn", redis=server.url(role)) as producer:
             before = await producer.adapters()
             for change in (producer.add_adapter("poet", tmp_path), producer.add_adapter("judge", tmp_path),
                            producer.remove_adapter("poet")):  # fmt: skip
@@ -451,7 +451,7 @@ def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
 def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
     server = SecureServer(tmp_path, tls=tls)
     (tmp_path / "users.acl").write_text((SHIPPED / "users.acl").read_text())
-    done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=10)
+    done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert done.returncode != 0
     assert server.log.count("password hash must be exactly 64 characters") == len(ROLES)
 

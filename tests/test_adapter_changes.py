@@ -42,7 +42,7 @@ from lmpool.workers.backend import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, WorkerProcess, until, until_async
+from tests.pool import DEADLINE_S, Pool, Prepared, WorkerProcess, until, until_async
 from tests.test_adapters import serving
 
 V = 64
@@ -294,7 +294,7 @@ async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
     def fetch(source: str) -> Path:
         assert source == "org/poet"
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(DEADLINE_S)
         write(tmp_path, "poet", "1")
         return tmp_path / "poet"
 
@@ -302,7 +302,7 @@ async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
     monkeypatch.setitem(sys.modules, "huggingface_hub", ModuleType("huggingface_hub"))
     async with serving(pool, FromHub(tmp_path), adapter_hub=True), pool.producer("syn") as producer:
         change = asyncio.create_task(producer.add_adapter("poet", "org/poet"))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         await check(producer, "", "")
         assert not change.done()
         may_end.set()
@@ -571,7 +571,7 @@ async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path)
     worker.signal(signal.SIGCONT)
     for change in (removal, addition):
         with pytest.raises(ProducerClosed):
-            await asyncio.wait_for(change, 1)
+            await asyncio.wait_for(change, DEADLINE_S)
 
 
 @pytest.mark.usefixtures("short_memory")
@@ -596,7 +596,7 @@ async def test_a_removal_during_a_change_ends_the_change(pool: Pool, tmp_path: P
         await until_async(is_offered(pool), "the adapter is offered")
         removal = asyncio.create_task(other.remove_adapter("poet"))
         with pytest.raises(AdapterRefused, match="somebody else has changed it meanwhile"):
-            await asyncio.wait_for(change, 20)
+            await asyncio.wait_for(change, DEADLINE_S)
         worker.signal(signal.SIGCONT)
         await removal
         assert await one.adapters() == {}
@@ -838,7 +838,7 @@ async def test_an_offer_over_which_a_worker_hangs_is_refused(pool: Pool, tmp_pat
             )
             ready = asyncio.Event()
             running = asyncio.create_task(hanging.run(lambda _: ready.set()))
-            await asyncio.wait_for(ready.wait(), 10)
+            await asyncio.wait_for(ready.wait(), DEADLINE_S)
             change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "a", "1")))
             with pytest.raises(WorkerError, match="the backend hangs"):
                 await running

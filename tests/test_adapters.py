@@ -39,7 +39,7 @@ from lmpool.workers.backend import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, until
+from tests.pool import DEADLINE_S, Pool, Prepared, until
 
 V = 64
 NAMES = ("", "one", "other")
@@ -82,10 +82,10 @@ async def serving(pool: Pool, backend: Backend, **settings: Any) -> AsyncIterato
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, **settings))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     yield worker
     worker.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 # Rows
@@ -233,10 +233,10 @@ async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
     other = Worker(Server(pool.url), Prepared(adapted([f"one={tmp_path / 'third'}"])), WorkerSettings(pool.prefix))
     async with serving(pool, adapted(folders)):
         with pytest.raises(ModelMismatch, match=r"adapters: 'one' is in service with other weights"):
-            await asyncio.wait_for(other.run(), 10)
+            await asyncio.wait_for(other.run(), DEADLINE_S)
         async with pool.producer() as producer:
             assert list(await producer.adapters()) == list(NAMES[1:])
-            row = await producer.logprobs([1], adapter="one", timeout=10)
+            row = await producer.logprobs([1], adapter="one")
             assert np.array_equal(row, await expected(producer, [1], "one"))
 
 

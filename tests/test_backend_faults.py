@@ -8,17 +8,15 @@ import random
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, WorkerError
-from lmpool.keys import GROUP
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, pending, until, until_async
 
 POISON = 99
 LONG_LEASE_S = 600
@@ -41,12 +39,6 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
 
 
-def pending(pool: Pool) -> list[dict[str, Any]]:
-    """The jobs that workers hold."""
-    found: Any = pool.redis.xpending_range(pool.keys.model("syn").jobs, GROUP, "-", "+", 1000)
-    return list(found)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: str) -> None:
     # Its jobs would be its own for ten minutes.
@@ -64,7 +56,7 @@ async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: 
         assert not pool.names("worker:*")
         assert pool.redis.hexists(pool.keys.models(), "syn"), "who waits still finds the model"
         await asyncio.to_thread(pool.start, "--lease-s", 1)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
 
 
@@ -79,9 +71,9 @@ async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_se
         poison = asyncio.create_task(producer.logprobs([POISON, 1]))
         good = asyncio.create_task(ask_all(producer, [[i] for i in range(40)]))
         with pytest.raises(WorkerError) as caught:
-            await asyncio.wait_for(poison, 30)
+            await asyncio.wait_for(poison, DEADLINE_S)
         assert f"given up after 3 deliveries: the last worker that held it ended: {FAULTS[fault]}" in str(caught.value)
-        await asyncio.wait_for(good, 30)
+        await asyncio.wait_for(good, DEADLINE_S)
     until(lambda: sum(worker.is_running for worker in pool.workers) == 1, "three workers have ended")
     assert sorted(worker.process.poll() or 0 for worker in pool.workers) == [0, 2, 2, 2]
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 1
@@ -100,7 +92,7 @@ async def test_a_worker_that_hangs_ends_though_its_server_does_not_answer(
             asked = asyncio.create_task(producer.logprobs([POISON]))
             await until_async(lambda: is_held(pool), "the worker holds the prompt")
             os.kill(pid, signal.SIGSTOP)
-            assert await asyncio.to_thread(worker.wait, 20) == 2
+            assert await asyncio.to_thread(worker.wait) == 2
             assert "cannot deregister" in worker.text
             os.kill(pid, signal.SIGCONT)
             asked.cancel()
@@ -131,7 +123,7 @@ async def test_threads_of_an_engine_that_hangs_do_not_keep_the_process(pool: Poo
     worker = pool._launch([sys.executable, "-c", WITH_THREADS, pool.url, pool.prefix], None, wait=True)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.logprobs([POISON]))
-        assert await asyncio.to_thread(worker.wait, 20) == 2
+        assert await asyncio.to_thread(worker.wait) == 2
         asked.cancel()
     assert FAULTS["hang"] in worker.text
     assert worker.text.endswith("the last thing\n")
@@ -180,7 +172,7 @@ async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_other
         assert [(job["consumer"], job["times_delivered"]) for job in held] == [(before[0]["consumer"], 2)] * 10
         assert all(job["time_since_delivered"] < 3_600_000 for job in held), "they look as they did"
         other.signal(signal.SIGCONT)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
 
 
@@ -195,7 +187,7 @@ async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(poo
         assert await asyncio.to_thread(frozen.wait) == 0
         assert len(pending(pool)) == 10, "the other still has them"
         other.signal(signal.SIGCONT)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
 
 
@@ -219,7 +211,7 @@ async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Poo
 
             await until_async(is_due, f"{done} prompts have been answered")
             victim.end()
-        for prompt, row in zip(prompts, await asyncio.wait_for(asyncio.gather(*tasks), 30), strict=True):
+        for prompt, row in zip(prompts, await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S), strict=True):
             assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
     assert pool.jobs() == 0
     assert not pool.names("*waiting*")

@@ -18,14 +18,14 @@ import pytest
 from lmpool.producer import SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, WorkerProcess, lmpool_command, until
+from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, lmpool_command, until
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `lmpool` to its end."""
     return subprocess.run(
         [*lmpool_command(), *arguments],
-        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_version_and_help() -> None:
 def test_options_are_described_where_docstrings_are_not_kept() -> None:
     command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help"]
     wide = {**os.environ, "COLUMNS": "200"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=wide)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=wide)
     assert ended.returncode == 0, ended.stderr
     assert "Prefix of all Redis keys." in ended.stdout
 
@@ -222,7 +222,7 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, smollm2_folder: 
 def test_a_worker_that_cannot_load_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     worker = pool.start("--backend", "hf", model=str(tmp_path), wait=False)
-    assert worker.wait(90) == 2
+    assert worker.wait() == 2
     assert pool.names("*") == []
 
 

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until, until_async
+from tests.clocks import SetClock
+from tests.gate import Gate
+from tests.pool import Pool, V, is_held, pending, until_async
 
-SetClock = Callable[[str], None]
-OPTIONS = ("--lease-s", 2, "--step-ms", 40, "--max-batch", 8)
-
-
-@pytest.fixture
-def clock(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    """Sets the clock of the servers that the test starts: "+1d", "-5s". Their monotonic clock stays as it is."""
-    library, offset = files("libfaketime") / "vendor/libfaketime/src/libfaketime.so.1", short_dir / "clock"
-    offset.write_text("+0")
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(offset))
-    monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
-    monkeypatch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
-
-    def set_clock(by: str) -> None:
-        written = short_dir / "written"
-        written.write_text(by)
-        written.rename(offset)
-
-    return set_clock
-
-
-@pytest.fixture
-def clocked(
-    clock: SetClock, short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Pool, SetClock]]:
-    """A pool on a server whose clock can be set."""
-    with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
-        monkeypatch.delenv("LD_PRELOAD")  # The clock of everybody else stays.
-        pool = Pool(server.url, "clock", tmp_path)
-
-        def set_and_seen(by: str) -> None:
-            before = ahead(pool)
-            clock(by)
-            until(lambda: abs(ahead(pool) - before) > 1, "the server sees its new clock")
-
-        yield pool, set_and_seen
-        pool.end()
-
-
-def ahead(pool: Pool) -> float:
-    """Seconds by which the server's clock is ahead of ours."""
-    seconds, micros = pool.redis.time()
-    return float(seconds + micros / 1e6 - time.time())
+OPTIONS = ("--lease-s", 2, "--max-batch", 8)
 
 
 async def ask(producer: Producer, start: int) -> None:
@@ -71,13 +26,14 @@ async def ask(producer: Producer, start: int) -> None:
 
 
 @pytest.mark.parametrize("by", ["+5s", "+1d", "-5s", "-1d"])
-async def test_requests_survive_a_clock_that_is_set(clocked: tuple[Pool, SetClock], by: str) -> None:
-    pool, set_clock = clocked
-    await asyncio.to_thread(pool.start, *OPTIONS)
-    async with pool.producer(timeout=60) as producer:
+async def test_requests_survive_a_clock_that_is_set(clocked: tuple[Pool, SetClock], by: str, tmp_path: Path) -> None:
+    (pool, set_clock), gate = clocked, Gate(tmp_path / "gate")
+    await asyncio.to_thread(lambda: pool.start(*OPTIONS, command=gate.command))
+    async with pool.producer() as producer:
         asked = asyncio.create_task(ask(producer, 1))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         set_clock(by)
+        gate.open()
         await asked
         await ask(producer, 2)
     assert pool.jobs() == 0
@@ -85,18 +41,23 @@ async def test_requests_survive_a_clock_that_is_set(clocked: tuple[Pool, SetCloc
 
 @pytest.mark.parametrize("by", ["+5s", "+1d", "-5s"])
 async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
-    clocked: tuple[Pool, SetClock], by: str
+    clocked: tuple[Pool, SetClock], by: str, tmp_path: Path
 ) -> None:
     """What it held is taken over a lease later, and when the clock is set back not before it has caught up."""
-    pool, set_clock = clocked
+    (pool, set_clock), gate = clocked, Gate(tmp_path / "gate")
     for _ in range(2):
-        pool.start(*OPTIONS, wait=False)
+        pool.start(*OPTIONS, command=gate.command, wait=False)
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
-    async with pool.producer(timeout=60) as producer:
+    async with pool.producer() as producer:
         asked = asyncio.create_task(ask(producer, 3))
-        await until_async(lambda: is_held(pool), "a worker holds prompts")
+
+        async def both_hold() -> bool:
+            return len({job["consumer"] for job in pending(pool)}) == 2
+
+        await until_async(both_hold, "both workers hold prompts")
         set_clock(by)
         pool.workers[0].end()
+        gate.open()
         await asked
     assert pool.jobs() == 0

@@ -22,7 +22,7 @@ from lmpool.producer import Producer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.cluster import LocalCluster
-from tests.pool import Pool, V, is_held, until_async
+from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 
 USERS = Path(__file__).parents[1] / "docker/redis/users.acl"
 
@@ -121,7 +121,7 @@ async def test_requests_survive_the_move_of_the_queue_to_another_master(cluster:
         asked = asyncio.create_task(ask_all(producer, [[i % 500, i // 500] for i in range(300)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         await asyncio.to_thread(move_slot, cluster, key_slot(pool.keys.model("syn").jobs))
-        await asyncio.wait_for(asked, 40)
+        await asyncio.wait_for(asked, DEADLINE_S)
         await ask_all(producer, [[7, 7, i] for i in range(40)])
 
 
@@ -162,7 +162,7 @@ async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, p
             asked = asyncio.create_task(ask_all(producer, [[number, i] for i in range(150)]))
             await until_async(lambda: is_held(pool), "the worker holds prompts")
             await asyncio.to_thread(cluster.restart, number)
-            await asyncio.wait_for(asked, 40)
+            await asyncio.wait_for(asked, DEADLINE_S)
 
 
 async def test_a_frozen_master_is_waited_for(cluster: LocalCluster, pool: Pool) -> None:
@@ -175,7 +175,7 @@ async def test_a_frozen_master_is_waited_for(cluster: LocalCluster, pool: Pool) 
         done, _ = await asyncio.wait([asked], timeout=1)
         cluster.signal(1, signal.SIGCONT)
         assert not done
-        await asyncio.wait_for(asked, 40)
+        await asyncio.wait_for(asked, DEADLINE_S)
 
 
 @pytest.mark.parametrize("kind", [redis.RedisCluster, RedisCluster])

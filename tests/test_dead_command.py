@@ -23,7 +23,7 @@ from lmpool.producer.dead_letters import DeadLetters, read_letter, shortened
 from lmpool.prompts import digest_of
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, lmpool_command, until
+from tests.pool import DEADLINE_S, Pool, V, lmpool_command, until
 
 NASTY = "red \x1b[31m alert\nnext [bold]line\u202e \x07" + "x" * 5000
 GIVEN_UP = Failure("WorkerError", "given up after 3 deliveries: its workers died")
@@ -86,7 +86,7 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
         assert await asyncio.to_thread(ill.wait) == 2
         await asyncio.to_thread(pool.start, "--max-deliveries", 1, "--lease-s", 0.6)
         with pytest.raises(WorkerError):
-            await asyncio.wait_for(asked, 20)
+            await asyncio.wait_for(asked, DEADLINE_S)
     (listed,) = await asyncio.to_thread(as_json, pool, "list")
     assert listed["error"] == "WorkerError"
     assert listed["reason"].startswith("given up after 1 deliveries: the last worker that held it ended: MemoryError: ")
@@ -176,7 +176,7 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
 def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
     command = [*lmpool_command(), "dead", "show", "12-34", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2
     assert ended.stderr == "lmpool: id: '12-34' is none of the dead letters: see `lmpool dead list`\n"
 

@@ -58,7 +58,7 @@ socket.socket(socket.AF_UNIX).connect(sys.argv[2])
 """
 
 
-def eventually(true: Callable[[], bool], within: float = 10.0) -> bool:
+def eventually(true: Callable[[], bool], within: float = 120.0) -> bool:
     deadline = time.monotonic() + within
     while not true():
         if time.monotonic() > deadline:

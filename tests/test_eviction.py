@@ -22,7 +22,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, V, until_async
+from tests.pool import DEADLINE_S, Pool, V, until_async
 
 
 class Evicting:
@@ -80,10 +80,10 @@ async def worker(own_pool: Pool) -> AsyncIterator[Worker]:
     worker = Worker(Server(own_pool.url), backend, WorkerSettings(own_pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     yield worker
     worker.stop()
-    await asyncio.wait_for(running, 20)
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def is_done(pool: Pool) -> bool:
 async def test_only_rows_that_are_missing_are_stored_again(own_pool: Pool, evicting: Evicting) -> None:
     unlucky = {digest_of(2), digest_of(5)}
     evicting.is_gone = lambda _, digest: digest in unlucky and evicting.stored[digest] <= 2
-    async with own_pool.producer(timeout=20) as producer:
+    async with own_pool.producer() as producer:
         await ask(producer, *range(8))
     assert evicting.stored == {digest_of(one): 3 if digest_of(one) in unlucky else 1 for one in range(8)}
 
@@ -130,7 +130,7 @@ async def test_a_row_that_never_stays_fails_with_what_to_do(
     own_pool: Pool, evicting: Evicting, is_gone: Callable[[Block, bytes], bool], kind: str
 ) -> None:
     evicting.is_gone = is_gone
-    async with own_pool.producer(timeout=20) as producer:
+    async with own_pool.producer() as producer:
         unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 2)
         failing = asyncio.ensure_future(unlucky)
         await ask(producer, 0, 1, 2, 4)
@@ -145,7 +145,7 @@ async def test_a_row_that_never_stays_fails_with_what_to_do(
 async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
     evicting.is_gone = is_the_row_of_3
     waiting = own_pool.keys.model("syn").waiting + digest_of(3)
-    async with own_pool.producer(timeout=20) as producer:
+    async with own_pool.producer() as producer:
         asked = asyncio.ensure_future(producer.logprobs([3]))
 
         async def leave() -> None:

@@ -84,7 +84,7 @@ def run(
         env={**os.environ, "COLUMNS": "160", **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 

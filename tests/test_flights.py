@@ -25,6 +25,7 @@ from lmpool.producer.together import own
 from lmpool.producer.waiters import BatchWaiter, SingleWaiter
 from lmpool.prompts import Prompt, encode_prompt
 from lmpool.rowcache import Row
+from tests.pool import DEADLINE_S
 
 
 def prompt(*ids: int) -> Prompt:
@@ -406,7 +407,7 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
     inbox = Inbox(channel, desk.flights, outbox, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (inbox.read(), inbox.collect())]
-        assert await asyncio.wait_for(channel.looked_for, 5) == [prompt(2).digest]
+        assert await asyncio.wait_for(channel.looked_for, DEADLINE_S) == [prompt(2).digest]
         for part in parts:
             part.cancel()
     assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"

@@ -377,7 +377,7 @@ async def test_a_pool_serves_replaces_and_refuses_adapters(
 ) -> None:
     pool.start("--backend", "hf", "--name", "tiny", "--adapters", f"poet={loras['poet']}", model=str(model))
     strange = write_lora(tmp_path / "strange", 4, "gpt2", target_modules=["c_attn"])
-    async with pool.producer(timeout=30) as producer:
+    async with pool.producer() as producer:
         (old,) = (await producer.adapters()).values()
         np.testing.assert_allclose(
             await producer.logprobs([1, 2], adapter="poet"), reference(loras["poet"], [1, 2]), atol=1e-5, rtol=0

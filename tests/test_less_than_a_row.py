@@ -32,7 +32,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, V, until_async
+from tests.pool import DEADLINE_S, Pool, Prepared, V, until_async
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -188,7 +188,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda card: ready.set()))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer() as knowing, pool.producer() as told_otherwise:
         # As after another worker of the model, which does, has joined.
         session = told_otherwise._rows.session
@@ -199,7 +199,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
             assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
     worker.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
@@ -310,7 +310,7 @@ async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: st
         await producer.warm(PROMPT)
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
-        asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, V - 1], timeout=25))
+        asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, V - 1]))
         await asyncio.sleep(0)
         pool.start("--encoding", "bf16" if first == "f32" else "f32", "--seed", 5)
         row = synthetic_row([1, 2], vocab_size=V, seed=5)
@@ -422,9 +422,9 @@ async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
                 await ask
         worker.end()
         for ask in (
-            producer.logprobs([1], targets=[1], timeout=20),
-            producer.topk([1], 2, timeout=20),
-            producer.score([1], [2], timeout=20),
+            producer.logprobs([1], targets=[1]),
+            producer.topk([1], 2),
+            producer.score([1], [2]),
         ):
             with pytest.raises(NoWorker):
                 await ask

@@ -25,7 +25,7 @@ from lmpool.workers.figures import Figures
 from lmpool.workers.health import Health
 from lmpool.workers.metrics import METRICS, Look, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
-from tests.pool import Pool, V, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, until, until_async
 from tests.scrape import free_port, get, scrape
 
 
@@ -222,11 +222,11 @@ def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
     port = free_port()
     worker = pool.start("--metrics-port", port, "--log-format", "json")
     for path in ("/metrics", "/healthz") * 5:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
             # Closed with a reset, as a probe whose time is up does.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10).status == 200
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=DEADLINE_S).status == 200
     worker.end()
     assert all(json.loads(line) for line in worker.text.splitlines())
 

@@ -27,7 +27,7 @@ from lmpool.testing import SyntheticModel
 from tests.pool import Pool, V, is_held, until, until_async
 from tests.scrape import free_port
 
-ENDS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 120.0
 CALLS: dict[str, Callable[[Producer], Coroutine[Any, Any, Any]]] = {
     "open": lambda producer: producer.open(),
     "a row": lambda producer: producer.logprobs([1]),

@@ -16,7 +16,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import QueueFull, SettingsError
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until_async
+from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 
 BATCH = 8
 SLOW = ("--max-batch", BATCH, "--step-ms", 20)
@@ -63,7 +63,7 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
 async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
     pool.start("--max-batch", 512)
     pool.start("--max-batch", 512)
-    async with pool.producer(timeout=100) as producer:
+    async with pool.producer() as producer:
         await asyncio.gather(*(checked(producer, [i % 500, i // 500]) for i in range(12_000)))
     assert pool.jobs() == 0
     assert not pool.names("*backlog*")
@@ -144,9 +144,9 @@ async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wa
 
         await until_async(full, "the queue is full")
         with pytest.raises(QueueFull, match="limit of 3 prompts.*--queue-limit"):
-            await asyncio.wait_for(impatient.logprobs([9]), 5)
+            await asyncio.wait_for(impatient.logprobs([9]), DEADLINE_S)
         with pytest.raises(QueueFull, match="limit of 3 prompts"):
-            await asyncio.wait_for(impatient.batch_logprobs([[8], [9]]), 5)
+            await asyncio.wait_for(impatient.batch_logprobs([[8], [9]]), DEADLINE_S)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
@@ -208,7 +208,7 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
         async def some() -> bool:
             return landed >= 3000
 
-        await until_async(some, "rows come", 90)
+        await until_async(some, "rows come")
         grown = max(taken) - taken[0]
         # What 100,000 requests themselves take, and some rows on their way.
         assert grown < 600 * 2**20, f"{grown / 2**20:.0f} MB"

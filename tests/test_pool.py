@@ -16,7 +16,7 @@ from redis.asyncio import Redis, RedisCluster
 from lmpool.errors import LMPoolError, ModelMismatch
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, is_held, until, until_async
 
 
 def row(prompt: list[int], vocab_size: int = V) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -140,7 +140,7 @@ async def test_three_clients_and_two_workers_compute_each_prompt_once(pool: Pool
         assert client.stdin is not None
         client.stdin.write("go\n")
         client.stdin.flush()
-    results = [json.loads(client.communicate(timeout=60)[0]) for client in clients]
+    results = [json.loads(client.communicate(timeout=DEADLINE_S)[0]) for client in clients]
     assert [result[0] for result in results] == [0, 0, 0]
     assert sum(result[1] for result in results) == 1200
     assert sum(result[2] for result in results) == 400
@@ -237,7 +237,7 @@ def test_a_loop_that_was_closed_without_ceremony_does_no_harm(pool: Pool) -> Non
     pool.start()
     # In a process of its own: asyncio complains about tasks that nobody cancelled whenever they are collected.
     script = [sys.executable, "-c", textwrap.dedent(CLOSED_LOOPS), pool.url, pool.prefix, str(V)]
-    ended = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.stdout == "fine\n", ended.stderr
     assert ended.returncode == 0
 

@@ -14,7 +14,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
 from lmpool.producer import Producer, SyncProducer, crew
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, lmpool_command, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, is_held, lmpool_command, until, until_async
 from tests.scrape import free_port
 
 
@@ -35,7 +35,7 @@ async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         victim.end()
         await asyncio.to_thread(pool.start, "--lease-s", 1)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
     assert not pool.names("*waiting*")
 
@@ -47,7 +47,7 @@ async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool) -> No
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         frozen.signal(signal.SIGSTOP)
         await asyncio.to_thread(pool.start, "--lease-s", 1)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
         frozen.signal(signal.SIGCONT)
         await ask_all(producer, [[500, i] for i in range(50)])
         frozen.signal(signal.SIGTERM)
@@ -76,9 +76,9 @@ async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served
     async with pool.producer() as producer:
         good = asyncio.create_task(ask_all(producer, [[i] for i in range(40)]))
         poison = asyncio.create_task(producer.logprobs([99, 1]))
-        await asyncio.wait_for(good, 30)
+        await asyncio.wait_for(good, DEADLINE_S)
         with pytest.raises(WorkerError, match="given up after 3 deliveries"):
-            await asyncio.wait_for(poison, 30)
+            await asyncio.wait_for(poison, DEADLINE_S)
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 1
     await until_async(lambda: count_running(pool, 1), "three have died")
     assert pool.jobs() == 0
@@ -122,7 +122,7 @@ async def test_a_signal_drains_and_deregisters(pool: Pool, numbers: list[signal.
         for number in numbers:
             worker.signal(number)
             await asyncio.to_thread(worker.until_says, "stopping")
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
         assert await asyncio.to_thread(worker.wait) == 0
         assert "nothing was left unfinished" in worker.text
         assert not pool.names("worker:*")
@@ -150,7 +150,7 @@ def test_a_second_signal_stops_at_once(pool: Pool) -> None:
             worker.signal(signal.SIGINT)
             await asyncio.to_thread(worker.until_says, "stopping")
             worker.signal(signal.SIGINT)
-            assert await asyncio.to_thread(worker.wait, 5) == 130
+            assert await asyncio.to_thread(worker.wait) == 130
             request.cancel()
 
     asyncio.run(ask())
@@ -166,7 +166,7 @@ async def test_a_rolling_restart_fails_no_request(pool: Pool) -> None:
             await asyncio.to_thread(pool.start, *options)
             pool.workers[-2].signal(signal.SIGTERM)
             assert await asyncio.to_thread(pool.workers[-2].wait) == 0
-        await asyncio.wait_for(asked, 60)
+        await asyncio.wait_for(asked, DEADLINE_S)
 
 
 @pytest.mark.parametrize("appendonly", [True, False])
@@ -181,7 +181,7 @@ async def test_requests_survive_a_restart_of_redis(short_dir: Path, tmp_path: Pa
             await until_async(lambda: is_held(pool), "the worker holds prompts")
             await asyncio.to_thread(server.stop)
             await asyncio.to_thread(server.start)
-            await asyncio.wait_for(asked, 40)
+            await asyncio.wait_for(asked, DEADLINE_S)
             await ask_all(producer, [[400, i] for i in range(50)])
     finally:
         pool.end()
@@ -198,7 +198,7 @@ async def test_requests_survive_flushall_and_cut_connections(own_server: Embedde
                 asked = asyncio.create_task(ask_all(producer, prompts))
                 await until_async(lambda: is_held(pool), "the worker holds prompts")
                 pool.redis.execute_command(*trouble.split())  # type: ignore[no-untyped-call]
-                await asyncio.wait_for(asked, 30)
+                await asyncio.wait_for(asked, DEADLINE_S)
     finally:
         pool.end()
 
@@ -211,7 +211,7 @@ async def test_evicted_bookkeeping_costs_no_row(pool: Pool) -> None:
         for pattern in ("*waiting*", "*reply*"):
             for key in pool.redis.scan_iter(match=f"{pool.prefix}:{pattern}", count=1000):
                 pool.redis.delete(key)
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(asked, DEADLINE_S)
 
 
 async def test_undecodable_jobs_are_set_aside_with_a_reason(pool: Pool) -> None:
@@ -234,7 +234,7 @@ async def test_a_refused_row_is_an_error_and_not_a_hang(own_server: EmbeddedServ
     pool = Pool(own_server.url, "full", tmp_path)
     try:
         pool.start()
-        async with pool.producer(timeout=20) as producer:
+        async with pool.producer() as producer:
             await ask_all(producer, [[1]])
             pool.redis.config_set("maxmemory-policy", "noeviction")
             pool.redis.config_set("maxmemory", pool.redis.info("memory")["used_memory"] + 20_000)

@@ -155,7 +155,7 @@ async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way:
 
 async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool)
-    async with far_pool.producer(timeout=20) as producer:
+    async with far_pool.producer() as producer:
 
         async def trouble() -> None:
             for way in Way:
@@ -167,7 +167,7 @@ async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
 
 async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool, *PATIENT)
-    async with far_pool.producer(timeout=20) as producer:
+    async with far_pool.producer() as producer:
 
         async def trouble() -> None:
             for share in (0.5, 1.0):
@@ -183,7 +183,7 @@ async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Pr
 async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
     shaken: Pool, monkeypatch: pytest.MonkeyPatch, wrong: object
 ) -> None:
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
         call, wrongs = CommandLine.call, [wrong]
 
         async def lossy(line: CommandLine, *arguments: Argument) -> Any:
@@ -197,7 +197,7 @@ async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
 
 async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
     await start(far_pool, *PATIENT)
-    async with far_pool.producer(timeout=12) as producer:
+    async with far_pool.producer() as producer:
         for way in Way:
 
             async def trouble(way: Way = way) -> None:
@@ -209,7 +209,7 @@ async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) 
 async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far_pool: Pool, proxy: Proxy) -> None:
     far_pool.url += "?socket_connect_timeout=0.5"
     await start(far_pool, *PATIENT)
-    async with far_pool.producer(timeout=15) as producer:
+    async with far_pool.producer() as producer:
 
         async def trouble() -> None:
             proxy.stall()
@@ -237,7 +237,7 @@ async def _has_made(proxy: Proxy, connections: int) -> bool:
 
 async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
     draw = random.Random(1)
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
 
         async def trouble() -> None:
             ours = int(shaken.redis.client_id())
@@ -261,7 +261,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
 ) -> None:
     monkeypatch.setattr(session, "_MOST_RECHECKED", 50)
     await start(pool, *LEASE, "--step-ms", 60_000, "--max-batch", 1)
-    async with pool.producer(timeout=20) as producer:
+    async with pool.producer() as producer:
         stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]
         last = asyncio.ensure_future(producer.logprobs([2]))
         await until_async(lambda: is_held(pool), "the worker holds a prompt")
@@ -281,7 +281,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
 
 async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
     most = str(shaken.redis.config_get("maxmemory")["maxmemory"])
-    async with shaken.producer(timeout=25, cache_bytes=0) as producer:
+    async with shaken.producer(cache_bytes=0) as producer:
         evicted = shaken.redis.info("stats")["evicted_keys"]
         shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)
         try:
@@ -292,7 +292,7 @@ async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(
 
 
 async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: Pool) -> None:
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
 
         async def trouble() -> None:
             # The replica of a master that does not exist: reads are answered, writes refused.
@@ -319,7 +319,7 @@ async def test_requests_survive_a_failover(
         far_pool.redis.config_set("repl-diskless-sync-delay", 0)
         other.replicaof("127.0.0.1", str(port))
         await until_async(lambda: _is_in_sync(other), "the replica has everything")
-        async with far_pool.producer(timeout=20) as producer:
+        async with far_pool.producer() as producer:
 
             async def trouble() -> None:
                 proxy.redirect(short_dir / "r" / "redis.sock")
@@ -344,7 +344,7 @@ async def _is_in_sync(replica: redis.Redis) -> bool:
 
 async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool) -> None:
     shaken.redis.config_set("lua-time-limit", 50)
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
 
         async def trouble() -> None:
             endless = asyncio.create_task(asyncio.to_thread(_never_ends, shaken.url))
@@ -365,7 +365,7 @@ def _never_ends(url: str) -> None:
 
 
 async def test_requests_survive_a_server_that_forgets_its_scripts(shaken: Pool) -> None:
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
 
         async def trouble() -> None:
             for _ in range(4):
@@ -377,7 +377,7 @@ async def test_requests_survive_a_server_that_forgets_its_scripts(shaken: Pool) 
 
 async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_server: EmbeddedServer) -> None:
     in_the_way = shaken_server.log_path.with_name("dump.rdb")
-    async with shaken.producer(timeout=20) as producer:
+    async with shaken.producer() as producer:
 
         async def trouble() -> None:
             shaken.redis.config_set("save", "3600 1")
@@ -408,7 +408,7 @@ async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: P
             for number in range(10_000):  # It answers after every 1,024 of them.
                 many.set(f"other:{number}", b"")
             many.execute()
-            async with pool.producer(timeout=20) as producer:
+            async with pool.producer() as producer:
 
                 async def trouble() -> None:
                     await asyncio.to_thread(server.stop)

@@ -21,7 +21,7 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, until_async
+from tests.pool import DEADLINE_S, Pool, Prepared, until_async
 
 V = 64
 FAIL = 50
@@ -122,7 +122,7 @@ class Told:
         async def met() -> bool:
             return condition()
 
-        await until_async(met, what, 5)
+        await until_async(met, what)
 
 
 @asynccontextmanager
@@ -130,9 +130,9 @@ async def stepping(backend: Backend) -> AsyncIterator[tuple[Stepper, Told]]:
     """A stepper that has started, and what it tells."""
     told = Told()
     stepper = Stepper(lambda: backend, told.finished.append, told.broken.append)
-    await asyncio.wait_for(stepper.start(), 5)
+    await asyncio.wait_for(stepper.start(), DEADLINE_S)
     yield stepper, told
-    await asyncio.wait_for(stepper.close(), 5)
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
 
 
 def jobs(*tokens: int) -> list[BackendJob]:
@@ -201,19 +201,19 @@ async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Poo
     worker = Worker(Server(pool.url), Prepared(Faulty(spoil)), settings)
     ready = asyncio.Event()
     first = asyncio.create_task(worker.run(lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer("syn") as producer:
         asked = [asyncio.create_task(producer.logprobs([token])) for token in range(20)]
         with pytest.raises(WorkerError, match=f"^the backend broke: the backend 'synthetic' .*{message}"):
-            await asyncio.wait_for(first, 10)
+            await asyncio.wait_for(first, DEADLINE_S)
         assert not pool.names("row:*"), "nothing was published"
         assert not any(request.done() for request in asked)
         healthy = Worker(Server(pool.url), SyntheticSettings(name="syn", vocab_size=V), settings)
         second = asyncio.create_task(healthy.run())
-        for token, row in enumerate(await asyncio.wait_for(asyncio.gather(*asked), 20)):
+        for token, row in enumerate(await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)):
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
     healthy.stop()
-    await asyncio.wait_for(second, 10)
+    await asyncio.wait_for(second, DEADLINE_S)
     assert pool.jobs() == 0
 
 
@@ -271,7 +271,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
     async with held_back(backend) as (stepper, finished, _):
         stepper.submit([job(0)])
         # All others come during this step, so that they wait in the backend when the adapter is dropped.
-        assert await asyncio.to_thread(backend.is_stepping.wait, 10)
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         stepper.submit([job(1, adapter), job(2), job(3, adapter)])
         stepper.drop_adapter(adapter)
         stepper.submit([job(4, adapter), job(5)])
@@ -281,7 +281,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         async def ended() -> bool:
             return not stepper.is_busy
 
-        await until_async(ended, "all have ended", 10)
+        await until_async(ended, "all have ended")
         stale = {digest[0] for one in finished for digest in one.stale}
         assert stale == {1, 3, 4}
         assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
@@ -292,7 +292,7 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
     backend = Adapted(adapter_folder)
     async with held_back(backend) as (stepper, _, broken):
         stepper.submit([job(0)])
-        assert await asyncio.to_thread(backend.is_stepping.wait, 10)
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         room = stepper.room
         stepper.submit([job(1), job(2), job(3)])
         # The first is being computed: it is answered all the same.
@@ -304,7 +304,7 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
         async def ended() -> bool:
             return not stepper.is_busy and stepper.room == room + 1
 
-        await until_async(ended, "all have ended and there is room again", 10)
+        await until_async(ended, "all have ended and there is room again")
         assert not broken
         assert sorted(digest[0] for digest in backend.stepped) == [0, 2, 3]
 
@@ -323,4 +323,4 @@ async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> N
         async def is_broken() -> bool:
             return bool(broken)
 
-        await until_async(is_broken, "the worker hears that its backend broke", 10)
+        await until_async(is_broken, "the worker hears that its backend broke")

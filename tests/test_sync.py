@@ -20,7 +20,7 @@ import pytest
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, until
+from tests.pool import DEADLINE_S, Pool, until
 
 WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
     "a row": lambda producer, folder: producer.logprobs([1]),
@@ -51,7 +51,7 @@ def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, wh
     if what != "a change of adapters":
         until(lambda: pool.jobs(), "the request is queued")
     producer.close()
-    thread.join(10)
+    thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert [type(error) for error in ended] == [ProducerClosed]
     with pytest.raises(ProducerClosed, match="this SyncProducer is closed"):
@@ -77,8 +77,10 @@ def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         child = context.Process(target=ask_in_child, args=(producer, said))
         child.start()
-        assert said.get(timeout=20) == "this SyncProducer was made before a fork: make another one in this process"
-        child.join(20)
+        assert (
+            said.get(timeout=DEADLINE_S) == "this SyncProducer was made before a fork: make another one in this process"
+        )
+        child.join(DEADLINE_S)
         assert child.exitcode == 0
         producer.logprobs([1])
 
@@ -110,7 +112,7 @@ PROGRAM = """
 def test_the_interpreter_ends_whoever_closes_it_last(pool: Pool) -> None:
     pool.start()
     arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), pool.url, pool.prefix]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 

@@ -71,7 +71,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

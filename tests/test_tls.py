@@ -27,7 +27,7 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, Server
 from lmpool.producer import Producer, SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import WorkerProcess, lmpool_command, until
+from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, until
 from tests.scrape import free_port
 from tests.secure_server import SHIPPED, SecureServer, password_of
 
@@ -287,7 +287,7 @@ def refused(arguments: list[str], **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=DEADLINE_S,
         env={**os.environ, **environment},
     )
     assert SECRET not in done.stdout + done.stderr

@@ -15,7 +15,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
 from lmpool.producer.survey import Survey
 from lmpool.producer.tables import seconds, status_models, status_workers, top_models, top_workers
-from tests.pool import Pool, WorkerProcess, lmpool_command, until
+from tests.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until
 
 LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
@@ -139,7 +139,7 @@ def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
         until(lambda: b"ready" in read(), "it shows the worker")
         process.send_signal(signal.SIGINT)
         until(lambda: read() == b"ended", "it ends")
-        assert process.wait(10) in (0, 130)
+        assert process.wait(DEADLINE_S) in (0, 130)
     finally:
         process.kill()
         os.close(ours)

@@ -25,7 +25,7 @@ from lmpool.vocab import MAX_BYTES, Vocabulary
 from lmpool.weights import name_of
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.tries.backend import TrieSettings
-from tests.pool import Pool, until_async
+from tests.pool import DEADLINE_S, Pool, until_async
 from tests.test_adapters import serving
 from tests.trie_answers import answers, assert_right, draw_weights, words
 
@@ -50,7 +50,7 @@ def shared(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 async def producer(shared: Pool) -> AsyncIterator[Producer]:
-    async with shared.producer("syn", timeout=15) as producer:
+    async with shared.producer("syn") as producer:
         yield producer
 
 
@@ -306,12 +306,12 @@ async def test_hostile_jobs_fail_alone(shared: Pool, producer: Producer) -> None
         asked.append(asyncio.ensure_future(good(trie, range(number, number + 3))))
         await asyncio.sleep(0)
     worker.signal(signal.SIGCONT)
-    await asyncio.wait_for(asyncio.gather(*asked), 30)
+    await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
 
     async def ended() -> bool:
         return shared.jobs("trie") == 0
 
-    await until_async(ended, "all hostile jobs have ended", 10)
+    await until_async(ended, "all hostile jobs have ended")
     assert worker.is_running
     assert "Traceback" not in worker.text
 
@@ -342,7 +342,7 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
                 told[fields[b"d"][at : at + 16]] = unpack_failure(fields[b"e"]).text if b"e" in fields else None
         return len(told) >= len(reasons)
 
-    await until_async(all_told, f"all {len(reasons)} are told", 10)
+    await until_async(all_told, f"all {len(reasons)} are told")
     for digest, reason in reasons.items():
         text = told[digest]
         assert (text is None) == (reason is None), (text, reason)
@@ -373,7 +373,7 @@ async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, produ
     async def ended() -> bool:
         return shared.jobs() == 0
 
-    await until_async(ended, "all hostile jobs have ended", 10)
+    await until_async(ended, "all hostile jobs have ended")
     assert shared.workers[0].is_running
 
 

@@ -29,7 +29,7 @@ from lmpool.workers import feeder
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.backend import TrieSettings
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, until_async
+from tests.pool import DEADLINE_S, Pool, until_async
 from tests.test_adapters import adapted, expected, serving, write_adapters
 from tests.trie_answers import Values, answers, answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
@@ -263,10 +263,10 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
     worker = Worker(Server(pool.url), TrieSettings(), WorkerSettings(pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), 30)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     yield
     worker.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 # What travels, and what stays
@@ -390,7 +390,7 @@ async def test_cancelled_requests_leave_no_weights(shared: Pool) -> None:
         async def gone() -> bool:
             return not shared.names("weights:*") and not shared.jobs("trie")
 
-        await until_async(gone, "the weights are gone", 5)
+        await until_async(gone, "the weights are gone")
         # What a worker published after its client had left lives shortly.
         for name in set(leftovers(shared)) - set(before):
             assert name.startswith("tries:row:")
@@ -403,7 +403,7 @@ async def test_requests_whose_time_is_up_leave_no_weights(shared: Pool) -> None:
         with frozen(shared):
             with pytest.raises(DeadlineExceeded, match=r"within 0.3 s: .* 'trie'"):
                 await trie.weight_sum(draw_weights(1, 400), timeout=0.3)
-            await until_async(_none_of(shared, "weights:*"), "the weights are gone", 5)
+            await until_async(_none_of(shared, "weights:*"), "the weights are gone")
         assert_right(await trie.weight_sum(draw_weights(1, 400), nodes=[0]), [1.0])
 
 
@@ -576,7 +576,7 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
         async with pool.producer() as producer:
             trie = await producer.trie()
             with pytest.raises(UnknownModel, match=r"no trie worker serves: .*`lmpool trie-worker`.*local=True"):
-                await trie.weight_sum(prompt=[5], timeout=20)
+                await trie.weight_sum(prompt=[5])
             exact = told.of("sum", row_weights([5], size, "sum"))
             assert_right(await trie.weight_sum(prompt=[5], local=True), exact)
     able = pool.start(*LEASE, "--vocab-size", size, "--max-batch", 2, "--with-trie", wait=False)

@@ -23,7 +23,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Call, Stepper
 from lmpool.workers.watchdog import Watchdog
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, is_held, until_async
+from tests.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
 
 V = 64
 LIMIT_S = 0.3
@@ -69,11 +69,11 @@ class Running:
 
     async def ready(self) -> None:
         """Wait until it serves."""
-        await asyncio.wait_for(self._ready.wait(), 10)
+        await asyncio.wait_for(self._ready.wait(), DEADLINE_S)
 
     async def end(self) -> None:
         """Wait for its end."""
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, DEADLINE_S)
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
         async def is_told() -> bool:
             return bool(told)
 
-        await until_async(is_told, "it hangs", 10)
+        await until_async(is_told, "it hangs")
     # One look a second: the first sees the call, the frozen time counts as two.
     assert looks == 8
 
@@ -207,7 +207,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._duty.broken is not None and not fetches
 
-        await until_async(is_ending, "the worker takes nothing more", 10)
+        await until_async(is_ending, "the worker takes nothing more")
         await publish(block, wants, overwrite)
 
     running.worker._publisher.publish = slow_publish  # type: ignore[method-assign]
@@ -216,7 +216,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
         with pytest.raises(WorkerError, match="the backend broke: MemoryError: no memory"):
             await running.end()
         for token in range(2):
-            row = await asyncio.wait_for(asked[token], 10)
+            row = await asyncio.wait_for(asked[token], DEADLINE_S)
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
         assert pool.jobs() == 2
         for request in asked:

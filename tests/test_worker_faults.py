@@ -27,7 +27,7 @@ from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
-from tests.pool import Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
+from tests.pool import DEADLINE_S, Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
 
 
 def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
@@ -164,23 +164,23 @@ def make(backend: Backend) -> Callable[[], Backend]:
 async def test_a_backend_that_fails_after_it_was_made_ends_the_start() -> None:
     stepper = Stepper(make(_Faulty("capacity")), lambda _: None, lambda _: None)
     with pytest.raises(RuntimeError, match="no capacity"):
-        await asyncio.wait_for(stepper.start(), 5)
-    await asyncio.wait_for(stepper.close(), 5)
+        await asyncio.wait_for(stepper.start(), DEADLINE_S)
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
 
 
 @pytest.mark.parametrize("at", ["step", "close"])
 async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None:
     broken: list[BaseException] = []
     stepper = Stepper(make(_Faulty(at)), lambda _: None, broken.append)
-    await asyncio.wait_for(stepper.start(), 5)
+    await asyncio.wait_for(stepper.start(), DEADLINE_S)
     if at == "step":
         stepper.submit([BackendJob(bytes(16), bytes(4))])
 
         async def told() -> bool:
             return bool(broken)
 
-        await until_async(told, "the fault is told", 5)
-    await asyncio.wait_for(stepper.close(), 5)
+        await until_async(told, "the fault is told")
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
     await asyncio.sleep(0)
     assert [str(error) for error in broken] == [f"no {at}"]
 
@@ -206,7 +206,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
     ids = np.array([1, 2], "<u4").tobytes()
     digest, jobs = digest_of(ids, ""), pool.keys.model("syn").jobs
     fingerprint = worker._card.fingerprint
@@ -222,7 +222,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
             async def taken() -> bool:
                 return len(worker._held[digest].entries) == 2
 
-            await until_async(taken, "the second entry is held", 10)
+            await until_async(taken, "the second entry is held")
 
     worker._publisher.publish = slow_publish  # type: ignore[method-assign]
     pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
@@ -230,13 +230,13 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     async def ended() -> bool:
         return len(overwritten) == 2 and not worker._held
 
-    await until_async(ended, "both entries have ended", 10)
+    await until_async(ended, "both entries have ended")
     assert overwritten == [False, True]
     assert backend.stats().rows == 2
     assert pool.jobs() == 0
     assert pool.held() == 0
     worker.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) -> None:
@@ -268,9 +268,9 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     async def ended() -> bool:
         return pool.jobs() == 0
 
-    await until_async(ended, "all prompts have ended", 20)
+    await until_async(ended, "all prompts have ended")
     worker.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, DEADLINE_S)
     assert [step for step in steps if suspect in step] == [{suspect}]
     assert not pool.names("worker:*")
 
@@ -281,7 +281,7 @@ def test_a_worker_that_holds_nothing_stops_without_its_server(own_server: Embedd
         worker = pool.start("--lease-s", 1)
         own_server.stop()
         worker.signal(signal.SIGTERM)
-        assert worker.wait(15) == 0
+        assert worker.wait() == 0
         assert "cannot deregister" in worker.text
         assert "Traceback" not in worker.text
     finally:
@@ -298,7 +298,7 @@ async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: Embedd
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         await asyncio.to_thread(own_server.stop)
         worker.signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 20) == 2
+        assert await asyncio.to_thread(worker.wait) == 2
         assert "1 prompts could not be published" in worker.text
     finally:
         pool.end()

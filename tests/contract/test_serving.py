@@ -73,7 +73,7 @@ def served(
     )  # fmt: skip
     served = Served(pool, worker, subject)
     if subject.spy is not None:
-        until(lambda: served.states() == ["loading"] or not worker.is_running, "the worker is seen to load", 60)
+        until(lambda: served.states() == ["loading"] or not worker.is_running, "the worker is seen to load")
         assert worker.is_running, worker.text
     worker.until_says("serving ")
     yield served

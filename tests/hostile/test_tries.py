@@ -17,7 +17,7 @@ from lmpool.workers.tries.backend import TrieSettings
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
 from tests.hostile.commands import execute
-from tests.pool import Pool, until
+from tests.pool import DEADLINE_S, Pool, until
 from tests.trie_answers import answers, assert_right, draw_weights
 
 A_BATCH = 25
@@ -50,7 +50,7 @@ def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
     pool.start("--lease-s", 1, "--vocab-size", len(TOKENS))
     jobs, keys = pool.keys.model("trie").jobs, pool.keys
     redis = pool.redis
-    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=30) as producer:
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
         trie = producer.trie(list(TOKENS))
         expected = answers(TOKENS)
         asked = draw_weights(1, len(TOKENS))

@@ -20,7 +20,7 @@ from lmpool.synthetic import synthetic_row
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
 from tests.hostile.commands import execute
-from tests.pool import Pool, V, WorkerProcess, is_held, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, until, until_async
 
 A_BATCH = 25
 LEASE_S = 1.0
@@ -39,7 +39,7 @@ def worker(pool: Pool) -> WorkerProcess:
 
 @pytest.fixture
 def producer(pool: Pool, worker: WorkerProcess) -> Iterator[SyncProducer]:
-    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=30, cache_bytes=0) as producer:
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S, cache_bytes=0) as producer:
         yield producer
 
 
@@ -49,7 +49,7 @@ def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
     assert worker.is_running, worker.text
     assert "Traceback" not in worker.text
     assert pool.redis.xlen(pool.keys.model("syn").dead) <= 11_000
-    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=10) as producer:
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
         assert np.array_equal(producer.logprobs([5, 6]), row(5, 6))
 
 
@@ -151,7 +151,7 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(pool: Pool, entry: s
     """After the largest id nothing can be added; after any other that is far ahead no entry is ever old."""
     jobs = pool.keys.model("syn").jobs
     worker = await asyncio.to_thread(pool.start, "--lease-s", LEASE_S, "--step-ms", 500, "--max-batch", 1)
-    async with pool.producer(timeout=15, cache_bytes=0) as producer:
+    async with pool.producer(cache_bytes=0) as producer:
         held = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         behind = asyncio.create_task(producer.logprobs([2]))
@@ -205,7 +205,7 @@ async def test_adapters_that_cannot_be_read_do_not_fill_a_worker_with_jobs(pool:
     ids = np.array([1], "<u4").tobytes()
     for number in range(200):
         pool.redis.xadd(model.jobs, {"m": Job(ids, f"poet@{number}", hostile.CARD.fingerprint).pack()})
-    async with pool.producer("syn", timeout=20) as producer:
+    async with pool.producer("syn") as producer:
         found = await asyncio.gather(*(producer.logprobs([number]) for number in range(20)))
     assert all(np.array_equal(one, row(number)) for number, one in enumerate(found))
     await asyncio.to_thread(assert_serves, pool, worker)
