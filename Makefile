@@ -34,7 +34,7 @@ export HF_HUB_OFFLINE ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster model-check lint scan bench clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster model-check lint scan bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -121,6 +121,11 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
+
+# Whether the pool is no worse than at another commit, the best one so far unless BASE names it; COMPARE takes options of
+# benchmarks/compare.py such as `--measures tiny cached --pairs 100`.
+bench-compare: $(INSTALLED)
+	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE)
 
 # torch comes first and pinned, so that nothing else brings another build of it.
 $(INSTALLED): pyproject.toml constraints.txt Makefile

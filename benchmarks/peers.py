@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.processes import REPOSITORY, BenchmarkError
+from benchmarks.processes import REPOSITORY, BenchmarkError, run
 
 VARIABLE = "LMPOOL_BENCH_PEERS"
 
@@ -46,19 +45,12 @@ def peers_python() -> str:
 def versions(python: str) -> dict[str, str]:
     """Package -> version in the peers' environment."""
     code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {_SHOWN!r}}}))"
-    return dict(json.loads(_run(python, "-I", "-c", code)))
+    return dict(json.loads(run(python, "-I", "-c", code)))
 
 
 def _build(folder: Path) -> None:
     print(f"installing the peers into {folder} (once; some minutes)", file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
-    _run(sys.executable, "-m", "venv", str(folder))
+    run(sys.executable, "-m", "venv", str(folder))
     for step in _STEPS:
-        _run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *step)
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BenchmarkError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
+        run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *step)

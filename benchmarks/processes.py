@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import subprocess
@@ -28,6 +29,27 @@ class BenchmarkError(Exception):
 
 class LeftOut(Exception):
     """A measure does not apply here, such as one of a device that this machine has not; the message says why."""
+
+
+def run(*command: str) -> str:
+    """What a program prints that ends by itself.
+
+    Raises:
+        BenchmarkError: it cannot be started, or its exit code is not 0.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BenchmarkError(f"{command[0]} cannot be run: {error}") from None
+    if done.returncode:
+        raise BenchmarkError(f"{' '.join(command)} failed:\n{done.stderr[-2000:].strip()}")
+    return done.stdout
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time of a process and all its threads so far; not a number where the system has no such clock."""
+    # The clock that clock_getcpuclockid(3) names, which Python lacks.
+    return time.clock_gettime(~pid << 3 | 2) if sys.platform == "linux" else math.nan
 
 
 class Process:
@@ -56,6 +78,11 @@ class Process:
             )
 
     _answers = False
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def check(self) -> None:
         """See that it still runs.

@@ -17,6 +17,9 @@ import redis
 from benchmarks.pairs import Result, Side, show
 from benchmarks.processes import REPOSITORY
 
+BEST_COMMIT = "bcb71ebb0fcc"
+"""The best commit so far: what `make bench-compare` compares with unless told otherwise."""
+
 NOTES_BEGIN = "<!-- notes: kept when this page is rewritten -->"
 NOTES_END = "<!-- end of notes -->"
 
@@ -37,7 +40,13 @@ docs/benchmarks.md`), [benchmarks-engines.md](benchmarks-engines.md) for vLLM an
 for genlm programs and less than a row (the group `genlm`). One measure by itself, quickly: `python -m benchmarks
 new-f32 --quick`. The peers are installed from PyPI into an environment of their own, `.cache/peers-venv` (or the one
 that `LMPOOL_BENCH_PEERS` names); the engines are in those that `make test` makes (or in the folder that
-`LMPOOL_BENCH_ENGINES` names)."""
+`LMPOOL_BENCH_ENGINES` names).
+
+**No worse than** another commit is what `make bench-compare BASE=<commit>` says, not two of these pages: it has both
+pools on one machine at the same time, each with an environment, a server, workers and a client of its own, asks them in
+turns, and prints the ratios of the pairs with the interval in which they lie in 19 of 20 cases, and those of the
+processor time a row. It ends with 1 when an interval of rates is below 0.98 as a whole. Without BASE it compares with
+the best commit so far, `{best}`; options go into COMPARE (`COMPARE="--measures tiny cached --pairs 100"`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class Surroundings:
         return cls(
             {
                 "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-                "commit": _commit(),
+                "commit": present_commit(),
                 "machine": f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB",
                 "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
                 "load before the run (1, 5, 15 minutes)": " ".join(f"{load:.2f}" for load in os.getloadavg()),
@@ -104,7 +113,7 @@ def render(results: Sequence[Result], failures: Failures, surroundings: Surround
     table += [f"| {name} | | | **did not run** | | |" for name in failures.did_not_run]
     table += [f"| {name} | | | left out | | |" for name in failures.left_out]
     parts = [
-        _HEAD.format(repeats=repeats),
+        _HEAD.format(repeats=repeats, best=BEST_COMMIT),
         "## Results",
         "\n".join(table),
         *["## Did not run\n\n" + _bullets(failures.did_not_run)] * bool(failures.did_not_run),
@@ -163,7 +172,9 @@ def _version(package: str) -> str:
         return ""
 
 
-def _commit() -> str:
+def present_commit() -> str:
+    """The commit that is checked out, and whether there are changes."""
+
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -21,7 +21,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.keys import GROUP, Keys
 
 # Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
-_MEMORY_BYTES = 4 * 2**30
+MEMORY_BYTES = 4 * 2**30
 _FILLER_BYTES = 196_608
 _FILLER_TTL_S = 3600
 _WORKERS_READY_S = 180.0
@@ -40,12 +40,16 @@ class Workplace:
         folder: for logs; goes with the run.
         repeats: samples to take of each side.
         quick: take smaller samples.
+        server: process id of the server.
+        memory_bytes: what the server holds at most.
     """
 
     url: str
     folder: Path
     repeats: int
     quick: bool
+    server: int
+    memory_bytes: int
     _numbers: Iterator[int] = field(default_factory=count)
 
     def scaled(self, full: int, quick: int) -> int:
@@ -77,7 +81,7 @@ class Workplace:
         with redis.Redis.from_url(self.url) as server:
             server.flushall()
             server.config_resetstat()
-            for start in range(0, 2 * _MEMORY_BYTES // _FILLER_BYTES, 32):
+            for start in range(0, 2 * self.memory_bytes // _FILLER_BYTES + 32, 32):
                 pipe = server.pipeline(transaction=False)
                 for index in range(start, start + 32):
                     pipe.set(f"filler:{index}", value, ex=_FILLER_TTL_S)
@@ -146,13 +150,13 @@ class Workplace:
 
 
 @contextmanager
-def open_workplace(repeats: int, quick: bool) -> Iterator[Workplace]:
-    """Start the server, in a folder of its own."""
+def open_workplace(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) -> Iterator[Workplace]:
+    """Start a server, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="lmpool-bench-") as name:
         folder = Path(name)
         os.environ["LMPOOL_RUNTIME_DIR"] = str(folder / "server")
-        with EmbeddedServer(_MEMORY_BYTES) as server:
-            yield Workplace(server.url, folder, repeats, quick)
+        with EmbeddedServer(memory_bytes) as server:
+            yield Workplace(server.url, folder, repeats, quick, server.pid, memory_bytes)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -1,0 +1,63 @@
+"""`make bench-compare` compares two pools, and says worse only when that is certain."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from benchmarks.compare import main, verdict
+from benchmarks.compare_measures import Burst
+from benchmarks.pairs import Interval
+
+
+def rounds(*ratios: float) -> list[list[tuple[Burst, Burst]]]:
+    """Five rounds whose pairs have these ratios of rates."""
+    return [[(Burst(100 * ratio, {}), Burst(100, {})) for ratio in ratios] for _ in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "says"),
+    [
+        ((0.95, 0.96, 0.97), "worse"),
+        ((0.99, 1.0, 1.01), "no worse"),
+        ((1.03, 1.04, 1.05), "better"),
+        ((0.9, 1.0, 1.1), "cannot tell"),
+    ],
+)
+def test_a_verdict_needs_the_whole_interval(ratios: tuple[float, ...], says: str) -> None:
+    assert verdict(rounds(*ratios)).startswith(says)
+
+
+def test_few_pairs_have_no_verdict() -> None:
+    assert verdict(rounds(0.5)).startswith("cannot tell from fewer")
+
+
+def test_interval_holds_the_median_and_knows_that_rounds_differ() -> None:
+    alike = Interval.of([[0.9, 1.0, 1.1, 1.2]] * 5)
+    apart = Interval.of([[ratio] * 4 for ratio in (0.8, 0.9, 1.0, 1.1, 1.2)])
+    assert alike.low <= alike.median <= alike.high
+    # Four equal pairs of one process tell no more than one of them.
+    assert apart.median == 1.0
+    assert apart.low <= 0.9
+    assert apart.high >= 1.1
+
+
+def test_a_pool_is_compared_with_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "")  # Set anew for the servers, and put back after the test.
+    sides = ["--base-python", sys.executable, "--new-python", sys.executable]
+    assert main([*sides, "--quick", "--pairs", "1", "--measures", "tiny"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "of 1 pairs" in next(line for line in shown if line.startswith("tiny: "))
+    measured = [line.split(":")[0].split()[-1] for line in shown if line.startswith("  processor time")]
+    assert measured == ["client", "workers", "server", "together"]
+
+
+@pytest.mark.parametrize("commit", ["no-such-commit", "--all", "HEAD:README.md", "0" * 40])
+def test_an_unknown_commit_is_named(commit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--new-python", sys.executable, "--", commit]) == 2
+    assert f"has no commit {commit!r}" in capsys.readouterr().err
+
+
+def test_a_missing_interpreter_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--base-python", "/nowhere/bin/python", "--new-python", sys.executable]) == 2
+    assert "there is no /nowhere/bin/python" in capsys.readouterr().err
