@@ -51,6 +51,19 @@ def test_version_and_help() -> None:
         assert re.search(rf"\b{command}\b", ended.stdout)
 
 
+@pytest.mark.parametrize("command", [[], ["up"], ["worker"], ["logprobs"], ["trie", "show"], ["dead", "retry"]])
+def test_every_command_has_a_short_option_for_its_help(command: list[str]) -> None:
+    ended = run(*command, "-h")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == run(*command, "--help").stdout
+
+
+def test_the_command_is_a_module_too_and_the_package_knows_its_version() -> None:
+    for code in (["-m", "lmpool", "--version"], ["-c", "import lmpool; print('lmpool', lmpool.__version__)"]):
+        ended = subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.stdout, ended.stderr) == (run("--version").stdout, "")
+
+
 def test_options_are_described_where_docstrings_are_not_kept() -> None:
     command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help"]
     wide = {**os.environ, "COLUMNS": "200"}

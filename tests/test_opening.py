@@ -142,7 +142,7 @@ async def test_closing_while_it_connects_ends_all_who_wait_and_leaves_nothing(
     found = await ended(*asked)
     assert [type(one) for one in found] == [ProducerClosed] * len(CALLS)
     assert len({id(one) for one in found}) == len(CALLS), "each has an exception of its own"
-    assert repr(producer) == "Producer(model=None, closed)"
+    assert repr(producer).endswith(", closed)")
 
     async def is_quiet() -> bool:
         return len(asyncio.all_tasks() - before) == mute.is_open == 0  # The server has a task for each connection.

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
 
 from lmpool import tls
-from lmpool.address import CLUSTER, cluster_nodes, parse_url
+from lmpool.address import CLUSTER, cluster_nodes, mask, parse_url
 from lmpool.cluster import Cluster, Place, client_settings
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
 from lmpool.link import CommandLink
@@ -256,6 +256,27 @@ class Server:
                 f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
             )
         return ServerError(f"{self} answered with an error: {text}")
+
+
+def where(redis: RedisLike | None) -> str:
+    """Where the server is that somebody has named, without password; nothing but the environment is read.
+
+    Args:
+        redis: as `Server` takes it, good or not.
+    """
+    if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
+        nodes, _, is_tls = client_settings(redis)
+        return f"{'rediss' if is_tls else 'redis'}{CLUSTER}://{','.join(f'{host}:{port}' for host, port in nodes)}"
+    if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
+        taken = redis.connection_pool.connection_kwargs
+        if path := taken.get("path"):
+            return f"unix://{path}"
+        kind = redis.connection_pool.connection_class
+        is_tls = issubclass(kind, (connections.SSLConnection, redis_sync.SSLConnection))
+        place = f"{taken.get('host', 'localhost')}:{taken.get('port', 6379)}"
+        return f"{'rediss' if is_tls else 'redis'}://{place}"
+    url = os.environ.get(URL_VARIABLE) if redis is None else redis
+    return mask(url) if url else "your embedded server"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

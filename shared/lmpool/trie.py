@@ -306,3 +306,6 @@ class Trie:
 
     def __repr__(self) -> str:
         return f"<Trie {self.digest[:8]}: {self.n_tokens} tokens, {self.n_nodes} nodes, {self.n_inner} inner>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trie, (self.vocabulary,)

@@ -18,6 +18,7 @@ from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.adapters import by_revision
 from lmpool.producer.checks import check_timeout, encode, iterate
+from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.figures import Figures
 from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
@@ -38,15 +39,18 @@ from lmpool.producer.trie_asker import TrieAsker
 from lmpool.producer.waiters import BatchWaiter
 from lmpool.producer.within import Within, begin
 from lmpool.prompts import Prompt
-from lmpool.server import RedisLike, Server
+from lmpool.server import RedisLike, Server, where
 from lmpool.vocab import Vocabulary
 
 
-class Producer(Picking):
+class Producer(CopiedAsItself, Picking):
     """Asks a pool for rows, and for less than a row (see `Picking`).
 
     Use it as an async context manager, or as it is: the first request connects. One producer serves any
     number of concurrent awaits, and survives several `asyncio.run` calls in a row.
+
+    A pickle holds the arguments below, a password in the URL included, and no rows or connections: what is unpickled,
+    in another process, connects with its first request, to the same model. A copy is the producer itself.
 
     Args:
         model: name of a served model; None means the only one that is served. Trie workers have the name `trie`
@@ -93,6 +97,14 @@ class Producer(Picking):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
         self._timeout = check_timeout(timeout)
         self._model = model
+        self._redis = redis
+        self._options = {
+            "timeout": timeout,
+            "cache_bytes": cache_bytes,
+            "prefix": prefix,
+            "when_full": when_full,
+            "when_absent": when_absent,
+        }
         self._keys = Keys(prefix)
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
@@ -346,9 +358,32 @@ class Producer(Picking):
     ) -> None:
         await self.close()
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether it has a model's card."""
+        return self._rows.session is not None
+
+    @property
+    def _name(self) -> str | None:
+        """The model's name, as far as it is known."""
+        return self._model if self._rows.session is None else self._rows.session.card.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._redis is not None and not isinstance(self._redis, str):
+            raise SettingsError(
+                "redis: a producer that was made with a redis-py client cannot be pickled: make it with the server's "
+                "URL, or make one where it is unpickled"
+            )
+        return _reopened, (type(self), self._name, {"redis": self._redis, **self._options})
+
     def __repr__(self) -> str:
         state = "open" if self._rows.is_open else "closed"
-        return f"Producer(model={self._model!r}, {state})"
+        return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
+
+
+def _reopened(kind: type[Producer], model: str | None, options: dict[str, Any]) -> Producer:
+    """A producer that has been pickled."""
+    return kind(model, **options)
 
 
 def _expire_first(session: Session, waits: list[tuple[Flight, Waiter]], seconds: float) -> None:

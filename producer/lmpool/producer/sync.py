@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
-from lmpool.errors import ProducerClosed
+from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.picks import TopK
+from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.picking import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
+from lmpool.server import where
 from lmpool.tasks import end_tasks
 from lmpool.vocab import Vocabulary
 
@@ -34,7 +36,7 @@ _CLOSED = "this SyncProducer is closed"
 Wait = Callable[[Coroutine[Any, Any, Values]], Values]
 
 
-class SyncTrie:
+class SyncTrie(CopiedAsItself):
     """Offers the calls of `PooledTrie` to synchronous code; made by `SyncProducer.trie`.
 
     Args:
@@ -52,6 +54,12 @@ class SyncTrie:
 
     def __repr__(self) -> str:
         return f"SyncTrie({self.structure!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise LMPoolError(
+            "a SyncTrie is its producer's and cannot be pickled: pickle the SyncProducer, and have the unpickled one "
+            "make the trie: `producer.trie(vocabulary)`"
+        )
 
     def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `PooledTrie.weight_sum`."""
@@ -84,17 +92,27 @@ class SyncTrie:
         return self._wait(self._trie.batch_logsumexp(logws, prompts=prompts, **options))
 
 
-class SyncProducer:
+class SyncProducer(CopiedAsItself):
     """Offers the calls of `Producer` to synchronous code, by an event loop in a background thread.
 
-    Takes the arguments of `Producer`, and connects at once. It may be called from any number of threads.
+    Takes the arguments of `Producer`, and connects at once. It may be called from any number of threads. What is
+    pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Raises:
         As `Producer` and `Producer.open`.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._producer = Producer(model, **settings)
+        self._start(Producer(model, **settings))
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, producer: Producer) -> None:
+        """Give a producer a thread with an event loop."""
+        self._producer = producer
         self._process = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -104,11 +122,6 @@ class SyncProducer:
         # Dropped without being closed: in whatever thread the garbage collector runs, so without waiting.
         self._abandoned = weakref.finalize(self, _abandon, self._producer, self._loop)
         self._abandoned.atexit = False
-        try:
-            self._connect()
-        except BaseException:
-            self.close()
-            raise
 
     def _connect(self) -> None:
         """Connect, when it has been made."""
@@ -192,7 +205,13 @@ class SyncProducer:
 
     @property
     def model(self) -> ModelCard:
-        """As `Producer.model`."""
+        """The card of the model; connects where there is no connection yet.
+
+        Raises:
+            As `Producer.open`.
+        """
+        if not self._producer._is_connected:
+            self._wait_for(self._producer.open())
         return self._producer.model
 
     def stats(self) -> ProducerStats:
@@ -224,6 +243,14 @@ class SyncProducer:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (type(self), self._producer)
+
+    def __repr__(self) -> str:
+        producer = self._producer
+        state = "closed" if self._closed else "open"
+        return f"SyncProducer({producer._name!r}, redis={where(producer._redis)!r}, {state})"
+
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         if sys.is_finalizing():  # Its thread has stopped and would never answer.
             work.close()
@@ -248,6 +275,13 @@ class SyncProducer:
         """End everything in the event loop: whoever waits in another thread must hear of it."""
         await self._producer.close()
         await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+def _reopened(kind: type[SyncProducer], producer: Producer) -> SyncProducer:
+    """A producer that has been pickled; it connects with its first call."""
+    reopened = kind.__new__(kind)
+    reopened._start(producer)
+    return reopened
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

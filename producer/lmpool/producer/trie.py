@@ -10,10 +10,11 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
 from lmpool.producer.adapters import ask_by_revision, is_base
 from lmpool.producer.checks import iterate
+from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.together import all_of, shared
 from lmpool.producer.trie_asker import Choice, TrieAsker
 from lmpool.producer.within import Within, begin
@@ -48,7 +49,7 @@ _OPTIONS = TrieOptions.__annotations__.keys()
 _MOST_REMEMBERED = 4096
 
 
-class PooledTrie:
+class PooledTrie(CopiedAsItself):
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
     Every node stands for a prefix of some tokens; its value is the sum or the maximum of the weights of the
@@ -207,6 +208,12 @@ class PooledTrie:
 
     def __repr__(self) -> str:
         return f"PooledTrie({self.structure!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise LMPoolError(
+            "a PooledTrie is its producer's and cannot be pickled: pickle the producer, and have the unpickled one "
+            "make the trie: `await producer.trie(vocabulary)`"
+        )
 
 
 def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:

@@ -143,6 +143,9 @@ class MemoryPool:
         names = ", ".join(repr(model.name) for model in self.models)
         return f"MemoryPool({names}; {self._url or 'closed'})"
 
+    def __reduce__(self) -> str:
+        raise LMPoolError("an in-memory pool is this process's and cannot be pickled: give other processes its `url`")
+
     @asynccontextmanager
     async def _open(self, front: Callable[[Path], AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
         """The server while it is open; whatever happens, nothing is left of it and of the workers."""

@@ -10,7 +10,6 @@ import weakref
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from lmpool.card import ModelCard
 from lmpool.errors import ProducerClosed
 from lmpool.producer.producer import Producer
 from lmpool.producer.session import WhenAbsent
@@ -50,16 +49,6 @@ class LazyProducer(SyncProducer):
 
     def _connect(self) -> None:
         pass
-
-    @property
-    def model(self) -> ModelCard:
-        """The card of the model; connects.
-
-        Raises:
-            As `Producer.open`.
-        """
-        self._wait_for(self._producer.open())
-        return super().model
 
 
 class Owned(Protocol):

@@ -13,6 +13,7 @@ import torch
 
 from lmpool.card import ModelCard
 from lmpool.errors import NotTokenIds, SettingsError, UnknownAdapter
+from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned
 from lmpool.producer.session import WhenAbsent
@@ -41,7 +42,7 @@ def _as_genlm_says() -> Iterator[None]:
         raise UnknownLora(str(error)) from None
 
 
-class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
+class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
     """A genlm-backend `AsyncLM` whose rows come from a pool; make it with `from_name`.
 
     Coroutines ask in their own event loop, one `asyncio.run` after another; the synchronous methods work inside a
@@ -285,12 +286,6 @@ class PooledLM(AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._connection.aclose()
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         redis = self._address.redis
