@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from lmpool.card import ModelCard
 from lmpool.vocab import Vocabulary
+from lmpool.workers.backends import vocabulary
 from lmpool.workers.backends.sglang.launch import _place
 from lmpool.workers.backends.vocabulary import read_vocabulary
 from tests.contract.model import PIECES, write_tokenizer
@@ -99,12 +100,16 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
         raise OSError("not here")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    trouble = ["", "no way there"]
+    monkeypatch.setattr(vocabulary, "hub_trouble", lambda: trouble.pop(0))
+    read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
     read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
     read_vocabulary(replace(CARD, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
-    # What a folder lacks is not looked for elsewhere.
+    # What a folder lacks is not looked for elsewhere, nor anything on a hub that does not answer.
+    cached = {**hub, "local_files_only": True}
     local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
-    assert asked == [("org/model", hub), (str(tmp_path), local)]
+    assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]
 
 
 def test_a_mistake_of_the_program_is_not_taken_for_a_bad_tokenizer(

@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shutil
+import socket
+import threading
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends import places
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
 
 Write = Callable[..., Path]
@@ -92,10 +96,71 @@ def test_what_is_too_long_for_a_path_is_refused(name: str) -> None:
         checkpoint_folder("adapters", name)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(SettingsError, match=r"^model: .*model\.gguf cannot be loaded: there is no such folder"):
-        checkpoint_folder("model", str(tmp_path / "model.gguf"))
+@pytest.mark.parametrize(
+    ("file", "beside", "message"),
+    [
+        ("model.gguf", "config.json", "it is a GGUF file, which only --backend hf serves"),
+        ("model.safetensors", "config.json", "it is a file of weights, and a model is a folder: name {folder}"),
+        ("model.bin", "config.json", "it is a file of weights, and a model is a folder: name {folder}"),
+        (
+            "model.pt",
+            "model.bin",
+            "it is a file of weights, and a model is a folder with config.json.* has no config.json",
+        ),
+        ("tokenizer.json", "config.json", "it is a file, and a model is a folder: name {folder}"),
+    ],
+)
+@pytest.mark.parametrize("written_as", ["from the root", "from here", "like a hub name"])
+def test_a_file_is_no_folder(
+    file: str, beside: str, message: str, written_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / file).write_bytes(b"GGUF")
+    (folder / beside).write_bytes(b"{}")
+    monkeypatch.chdir(tmp_path)
+    name = {"from the root": str(folder / file), "from here": f"./m/{file}", "like a hub name": f"m/{file}"}[written_as]
+    with pytest.raises(SettingsError, match=f"^model: {name} cannot be loaded: {message.format(folder=folder)}"):
+        checkpoint_folder("model", name)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ((), "the folder is empty"),
+        (("tokenizer.json", "tokenizer_config.json"), "it holds a tokenizer and no model"),
+        (
+            ("adapter_config.json", "adapter_model.safetensors"),
+            "it holds a LoRA adapter .* its base model org/base, with",
+        ),
+        (("model.safetensors",), "it has weights and no config.json"),
+        (("b.gguf", "a.gguf"), "it has no config.json. .* name the file: .*a.gguf"),
+        (("inner/config.json",), "it has no config.json. Models are in .*/inner$"),
+        (("notes.txt",), "it has no config.json: it is not the folder of a model"),
+    ],
+)
+def test_a_folder_without_a_model_is_refused_with_what_is_in_it(
+    files: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(SettingsError, match=f"^model: {tmp_path} cannot be loaded: {message}"):
+        checkpoint_folder("model", str(tmp_path))
+
+
+def test_a_name_that_is_misspelt_is_told_the_nearest_folders(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("smollm2")
+    monkeypatch.chdir(tmp_path)
+    for name in ("./smolm2", str(tmp_path / "smolm2"), "smolm2"):
+        with pytest.raises(SettingsError, match="; there is .*smollm2$"):
+            checkpoint_folder("model", name)
+        # Whoever may offer an adapter is told nothing of what else the worker's machine has.
+        with pytest.raises(SettingsError) as caught:
+            checkpoint_folder("adapters", name)
+        assert "smollm2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +217,72 @@ def test_the_hubs_copy_is_found_without_the_hub(hub_cache: Path) -> None:
         SettingsError, match="^model: '?nobody/tiny'? is no folder here and cannot be had from the hub: "
     ):
         checkpoint_folder("model", "nobody/tiny", "none")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that nobody reaches, and what its package would have asked it for."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    asked: list[str] = []
+
+    def unreachable(self: object, method: str, url: str, **_: object) -> object:
+        asked.append(f"{method} {url}")
+        raise ConnectionError("no way")
+
+    client = type(_http.get_session())
+    monkeypatch.setattr(client, "request", unreachable)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # Nobody listens on this port, which is not one that is given to anybody.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    return asked
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_for_files(hub_cache: Path, asked: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        checkpoint_folder("model", "nobody/nothing")
+    refusal = "model: 'nobody/nothing' is no folder here and cannot be had from the hub: "
+    assert str(caught.value).startswith(f"{refusal}http://127.0.0.1:1 cannot be reached (")
+    assert f"its cache {hub_cache} has no copy" in str(caught.value)
+    assert "`hf download nobody/nothing`" in str(caught.value)
+    copy = hub_cache / "models--nobody--tiny"
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs" / "main").write_text("a" * 40)
+    (copy / "snapshots" / ("a" * 40)).mkdir(parents=True)
+    assert checkpoint_folder("model", "nobody/tiny") == copy / "snapshots" / ("a" * 40)
+    assert asked == []
+
+
+def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(places, "HUB_PATIENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        assert "cannot be reached (" in places.hub_trouble()
+
+
+@pytest.mark.parametrize("status", [200, 401, 503])
+def test_a_hub_that_answers_anything_is_there(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with HTTPServer(("127.0.0.1", 0), Answer) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+        thread = threading.Thread(target=hub.handle_request)
+        thread.start()
+        assert places.hub_trouble() == ""
+        thread.join()
 
 
 # Its digest

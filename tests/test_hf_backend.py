@@ -500,11 +500,15 @@ def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:
     ("values", "message"),
     [
         ({"model": "/nowhere/at-all"}, "model: /nowhere/at-all cannot be loaded: there is no such folder"),
-        ({"model": "no-such-owner/no-such-model"}, "model: no-such-owner/no-such-model cannot be loaded"),
-        ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded"),
-        ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used"),
-        ({"device": "toaster"}, "device: 'toaster' cannot be used"),
-        ({"device": "meta"}, "device: 'meta'"),
+        (
+            {"model": "no-such-owner/no-such-model"},
+            "model: 'no-such-owner/no-such-model' is no folder here and cannot be had from the hub: HF_HUB_OFFLINE is ",
+        ),
+        ({"gguf_file": "missing.gguf"}, "gguf_file: missing.gguf of .* cannot be loaded: there is no such file"),
+        ({"device": "cuda:77"}, "device: 'cuda:77' cannot be used: this machine has 'cpu'"),
+        ({"device": "toaster"}, "device: 'toaster' cannot be used: this machine has 'cpu'[^.:]*$"),
+        ({"device": "meta"}, "device: 'meta' computes nothing: this machine has 'cpu'"),
+        ({"device": "xla"}, "device: 'xla' cannot be used: this machine has 'cpu'[^.:]*$"),
         ({"max_prompt_tokens": 65}, "max_prompt_tokens: 65 is more than the 64 positions"),
     ],
 )
@@ -516,6 +520,35 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(
     with pytest.raises(SettingsError, match=f"^{message}") as caught:
         HfBackend(HfSettings(**given))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an Apple GPU")
+def test_an_apple_gpu_is_refused_elsewhere_by_its_name(tiny: Tiny) -> None:
+    with pytest.raises(SettingsError, match=r"^device: 'mps' cannot be used: this machine has 'cpu'.* Apple silicon"):
+        HfBackend(HfSettings(str(tiny.folder("llama")), device="mps"))
+
+
+def test_a_model_in_the_hubs_cache_is_served_while_the_hub_cannot_be_reached(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    copy = tmp_path / "models--org--tiny"
+    (copy / "refs").mkdir(parents=True)
+    (copy / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(tiny.folder("llama"), copy / "snapshots" / ("a" * 40))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it waits before it asks the hub again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
+    backend = HfBackend(HfSettings("org/tiny", device="cpu"))
+    assert backend.card.source == "org/tiny"
+    tiny.reference("llama").check(serve(backend, [(1, 2, 3)]))
+    assert backend.vocabulary() is None
 
 
 def test_an_encoder_is_not_a_causal_language_model(tmp_path: Path) -> None:
@@ -537,6 +570,12 @@ def test_weights_that_are_missing_are_not_made_up(tiny: Tiny, tmp_path: Path) ->
         HfBackend(HfSettings(str(tmp_path), device="cpu"))
 
 
+def test_a_damaged_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03")
+    with pytest.raises(SettingsError, match=r"^gguf_file: m\.gguf of .* cannot be loaded: the file is damaged or cut"):
+        HfBackend(HfSettings(str(tmp_path / "m.gguf"), device="cpu"))
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(requirements, "find_spec", lambda name: None if name == "transformers" else find(name))
@@ -556,10 +595,10 @@ def test_the_wire_keeps_bfloat16_logits(tmp_path: Path) -> None:
 def test_a_gguf_file_gives_the_rows_of_the_folder_made_from_it(smollm2_folder: Path) -> None:
     gguf = gguf_path()
     rows = []
-    for chosen in (
-        HfSettings(str(gguf.parent), gguf_file=gguf.name, device="cpu", dtype="float32"),
-        HfSettings(str(smollm2_folder), device="cpu"),
-    ):
+    named = HfSettings(str(gguf), device="cpu", dtype="float32")
+    assert named == HfSettings(str(gguf.parent), gguf.stem, gguf_file=gguf.name, device="cpu", dtype="float32")
+    assert named.served_as == gguf.stem
+    for chosen in (named, HfSettings(str(smollm2_folder), device="cpu")):
         backend = HfBackend(chosen)
         prompt = encode_prompt([504, 3575, 282], vocab_size=backend.card.vocab_size, max_tokens=10)
         backend.submit([BackendJob(prompt.digest, prompt.ids)])

@@ -27,6 +27,7 @@ ENGINES = {
     "row_encoder.py": {"torch"},
     "device.py": {"torch"},
     "checkpoint.py": {"huggingface_hub"},
+    "places.py": {"huggingface_hub"},
     "vocabulary.py": {"transformers"},
 }
 # What each of these files may import, and nobody else.

@@ -30,7 +30,9 @@ _log = logging.getLogger("lmpool.worker")
 _OURS = ("hf", "vllm", "sglang", "synthetic")
 _COMMON = ("backend", "redis", "memory_mb")
 
-Model = Annotated[str, typer.Argument(help="Hub name or folder of the model; for synthetic just a name.")]
+Model = Annotated[
+    str, typer.Argument(help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name.")
+]
 BackendName = Annotated[
     str, typer.Option(help=f"What computes the rows: {', '.join(_OURS)}, or one of a package of yours.")
 ]

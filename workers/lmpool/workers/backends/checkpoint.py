@@ -12,6 +12,7 @@ import numpy as np
 
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.places import check_model_folder, hub_trouble, nearest_folders, not_on_hub
 from lmpool.workers.backends.requirements import first_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -27,7 +28,7 @@ _TABLE = _ROW * _ROW
 
 
 def checkpoint_folder(
-    field: str, model: str, revision: str | None = None, *, only: Sequence[str] | None = None
+    field: str, model: str, revision: str | None = None, *, only: Sequence[str] | None = None, has_gguf: bool = False
 ) -> Path:
     """The folder of a checkpoint: `model` itself, or where the hub's copy of it lies.
 
@@ -36,34 +37,53 @@ def checkpoint_folder(
         model: folder or hub name.
         revision: branch, tag or commit on the hub.
         only: the files that are fetched from the hub; None for all that engines may read.
+        has_gguf: a GGUF file in it is named, so that it needs no others.
 
     Raises:
-        SettingsError: there is no such folder, nor such a copy, nor can one be had.
+        SettingsError: there is no such folder, it holds no model, or there is no such copy, nor can one be had.
     """
     try:
         folder = Path(model).expanduser()
     except RuntimeError as error:  # ~somebody who is not known here
         raise SettingsError(f"{field}: {model} cannot be loaded: {error}") from error
+    if field == "model":
+        check_model_folder(model, has_gguf=has_gguf)
     if _is_folder(folder):
         if revision is not None:
             raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
         return folder.resolve()
     if not is_on_hub(model):
-        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder")
+        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{_nearest(field, model)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    trouble = hub_trouble()
     try:
         return Path(
             snapshot_download(
-                model, revision=revision, allow_patterns=None if only is None else [*only], ignore_patterns=_UNWANTED
+                model,
+                revision=revision,
+                allow_patterns=None if only is None else [*only],
+                ignore_patterns=_UNWANTED,
+                local_files_only=bool(trouble),
             )
         )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = first_line(error)
-        raise SettingsError(
-            f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}"
-        ) from error
+    except LocalEntryNotFoundError as error:
+        raise not_had(field, model, not_on_hub(model, trouble) if trouble else first_line(error)) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise not_had(field, model, first_line(error)) from error
+
+
+def not_had(field: str, model: str, reason: str) -> SettingsError:
+    """The refusal of a name that is no folder and cannot be had from the hub."""
+    return SettingsError(
+        f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{_nearest(field, model)}"
+    )
+
+
+def _nearest(field: str, model: str) -> str:
+    # What else lies on a worker's machine is not for those who offer adapters.
+    return nearest_folders(model) if field == "model" else ""
 
 
 def is_on_hub(model: str) -> bool:

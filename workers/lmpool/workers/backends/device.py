@@ -7,7 +7,6 @@ import logging
 import torch
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.requirements import first_line
 
 _logger = logging.getLogger(__name__)
 
@@ -25,11 +24,11 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # AssertionError is how a torch without CUDA answers.
-        raise SettingsError(f"device: {name!r} cannot be used: {first_line(error)}") from error
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        # What torch says is of its own builds and kernels; AssertionError is how one without CUDA answers.
+        raise SettingsError(f"device: {name!r} cannot be used: {_why(name)}") from error
     if device.type == "meta":
-        raise SettingsError("device: 'meta' computes nothing")
+        raise SettingsError(f"device: 'meta' computes nothing: {_why(name)}")
     return device
 
 
@@ -37,3 +36,22 @@ def log_threads(device: str) -> None:
     """Say in the log where rows are computed, and with how many of torch's threads on the CPU."""
     threads = torch.get_num_threads()
     _logger.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
+
+
+def _why(name: str) -> str:
+    kind = name.partition(":")[0]
+    here = f"this machine has {', '.join(_devices())}"
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f"{here}, and this torch is built without CUDA: install one with it"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"{here}: torch finds no GPU (`nvidia-smi` tells whether the driver does)"
+    if kind == "mps":
+        return f"{here}. 'mps' is the GPU of a Mac with Apple silicon, macOS 14 or later"
+    return here
+
+
+def _devices() -> list[str]:
+    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        found.append("'mps'")
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 from lmpool.card import ModelCard
 from lmpool.errors import InvalidVocabulary
 from lmpool.vocab import Vocabulary, decode_vocab
+from lmpool.workers.backends.places import hub_trouble
 from lmpool.workers.backends.requirements import first_line
 
 _logger = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ def _read(card: ModelCard, revision: str | None, trust_remote_code: bool) -> Voc
         gguf_file=card.gguf_file or None,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        # Nobody must be asked for what is not in a folder.
-        local_files_only=Path(card.source).is_dir(),
+        # Nobody must be asked for what is not in a folder, nor a hub that does not answer.
+        local_files_only=Path(card.source).is_dir() or bool(hub_trouble()),
     )
     # For some kinds of models transformers makes up a tokenizer where there are no files of one.
     if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):

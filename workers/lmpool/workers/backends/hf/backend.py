@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from lmpool.errors import SettingsError
 from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
@@ -95,8 +95,7 @@ class HfBackend:
             encoding=encoding.name.lower(),
             scores=True,
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
-            # A relative folder means another one to a client in another folder.
-            source=str(Path(settings.model).resolve()) if Path(settings.model).is_dir() else settings.model,
+            source=checkpoint_source(settings.model),
             gguf_file=settings.gguf_file or "",
         )
         self._adapters = HfAdapters(self._forward, settings.model)

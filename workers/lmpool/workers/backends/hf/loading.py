@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import struct
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub, not_had
 from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.places import cached_folder, check_model_folder, hub_trouble, nearest_folders, not_on_hub
 from lmpool.workers.backends.requirements import first_line
 
 UNLIMITED = 1 << 20
@@ -47,6 +49,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
         SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
     """
     device = pick_device(settings.device)
+    place, is_local = _find(settings)
     # It writes to standard error by itself, beside the worker's log: twice, and not as the log is wanted.
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
@@ -57,14 +60,15 @@ def load_model(settings: HfSettings) -> LoadedModel:
         "trust_remote_code": settings.trust_remote_code,
         "dtype": _DTYPES.get(settings.dtype, "auto"),
         "output_loading_info": True,
+        "local_files_only": is_local,
     }
     if settings.gguf_file is not None:
         arguments["gguf_file"] = settings.gguf_file
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(settings.model, **arguments)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **arguments)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own: these are what missing files, unknown
-        # architectures, missing packages and broken checkpoints end in.
+        # architectures, missing packages, broken checkpoints and broken GGUF files end in.
         _refuse(settings, error)
     model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -98,13 +102,31 @@ def prompt_limit(config: PreTrainedConfig, wanted: int | None) -> int:
     return wanted
 
 
+def _find(settings: HfSettings) -> tuple[str, bool]:
+    """Folder or hub name to load, and whether the hub is to be left alone; a model that is nowhere is refused."""
+    model, file = settings.model, settings.gguf_file
+    check_model_folder(model, has_gguf=file is not None)
+    if not is_on_hub(model):
+        folder = checkpoint_folder("model", model, has_gguf=file is not None)
+        if file is not None and not (folder / file).is_file():
+            raise SettingsError(f"gguf_file: {file} of {model} cannot be loaded: there is no such file")
+        return str(folder), True
+    if not (trouble := hub_trouble()):
+        return model, False
+    try:
+        copy = cached_folder(model, file or "config.json", settings.revision)
+    except ValueError as error:
+        raise not_had("model", model, first_line(error)) from error
+    if copy is None:
+        raise not_had("model", model, not_on_hub(model, trouble))
+    # By its name transformers would ask the hub all the same, for an adapter's config.
+    return str(copy), True
+
+
 def _refuse(settings: HfSettings, error: Exception) -> NoReturn:
     field, name = "model", settings.model
     if settings.gguf_file is not None:
         field, name = "gguf_file", f"{settings.gguf_file} of {settings.model}"
-    reason = first_line(error)
-    if settings.model.startswith(("/", ".", "~")) and not Path(settings.model).exists():
-        reason = "there is no such folder"
-    elif "connect to" in reason:
-        reason += f" Without that hub, name a folder with the model's files: there is no folder {settings.model} here."
-    raise SettingsError(f"{field}: {name} cannot be loaded: {reason}") from error
+    nearest = nearest_folders(settings.model) if is_on_hub(settings.model) else ""
+    damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
+    raise SettingsError(f"{field}: {name} cannot be loaded: {damaged}{first_line(error)}{nearest}") from error

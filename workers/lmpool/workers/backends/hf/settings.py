@@ -21,7 +21,7 @@ class HfSettings:
         SettingsError: a value is malformed, or a package that it needs is not installed.
     """
 
-    model: str = field(metadata={"help": "Hub name or folder of the model."})
+    model: str = field(metadata={"help": "Hub name or folder of the model, or a GGUF file."})
     name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
     gguf_file: str | None = field(
         default=None, metadata={"help": "A GGUF file in the model's folder or repository, dequantised when loaded."}
@@ -60,6 +60,7 @@ class HfSettings:
     def __post_init__(self) -> None:
         for name in ("model", "gguf_file", "revision", "device"):
             _check_text(name, getattr(self, name), optional=name in ("gguf_file", "revision"))
+        self._take_gguf_path()
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
@@ -73,6 +74,14 @@ class HfSettings:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
         if self.adapter_folders:
             require("adapters", "lmpool[lora]", "peft")
+
+    def _take_gguf_path(self) -> None:
+        """Take the path of a GGUF file as its folder and its name."""
+        path = Path(self.model).expanduser()
+        if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
+            object.__setattr__(self, "name", self.name or path.stem)
+            object.__setattr__(self, "model", str(path.parent))
+            object.__setattr__(self, "gguf_file", path.name)
 
     @property
     def served_as(self) -> str:
