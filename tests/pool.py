@@ -21,6 +21,7 @@ from lmpool.producer import Producer
 from lmpool.producer.lobby import Lobby
 from lmpool.server import Server
 from lmpool.workers.backend import Backend
+from tests.fork_server import ForkedCommand, can_fork
 
 DEADLINE_S = 120.0
 """Of all that is waited for. It costs nothing when all goes well; a busy machine may take 10 s to start a worker."""
@@ -87,17 +88,27 @@ class Prepared:
 
 
 class WorkerProcess:
-    """One `lmpool worker` process with its log."""
+    """One `lmpool worker` process with its log.
 
-    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    Args:
+        command: the command line. Where it is `lmpool_command()` with arguments, the process is forked.
+        log: where its output goes.
+        environment: what is added to that of this process.
+        installed: have the installed command started in any case, for a test of how it starts or ends.
+    """
+
+    def __init__(
+        self, command: list[str], log: Path, environment: Mapping[str, str] | None = None, *, installed: bool = False
+    ) -> None:
         self.log = log
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **(environment or {})},
-            )
+        log.write_bytes(b"")
+        whole = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        self.process: subprocess.Popen[bytes] | ForkedCommand
+        if not installed and command[:1] == lmpool_command() and can_fork(whole):
+            self.process = ForkedCommand(command, log, whole)
+        else:
+            with log.open("wb") as out:
+                self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=whole)
 
     @property
     def text(self) -> str:
@@ -152,6 +163,7 @@ class Pool:
         wait: bool = True,
         command: Callable[[], list[str]] = lmpool_command,
         environment: Mapping[str, str] | None = None,
+        installed: bool = False,
     ) -> WorkerProcess:
         """Start a worker process; without options a synthetic one. `command` is what stands for `lmpool`."""
         chosen = [str(option) for option in options]
@@ -160,15 +172,20 @@ class Pool:
             if "--vocab-size" not in chosen:
                 chosen += ["--vocab-size", str(V)]
         arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
-        return self._launch([*command(), *arguments], environment, wait=wait)
+        return self._launch([*command(), *arguments], environment, wait=wait, installed=installed)
 
-    def start_trie_worker(self, *options: str | int | float, wait: bool = True) -> WorkerProcess:
+    def start_trie_worker(
+        self, *options: str | int | float, wait: bool = True, installed: bool = False
+    ) -> WorkerProcess:
         """Start a trie worker process."""
         arguments = ["trie-worker", "--redis", self.url, "--prefix", self.prefix, *map(str, options)]
-        return self._launch([*lmpool_command(), *arguments], None, wait=wait)
+        return self._launch([*lmpool_command(), *arguments], None, wait=wait, installed=installed)
 
-    def _launch(self, command: list[str], environment: Mapping[str, str] | None, *, wait: bool) -> WorkerProcess:
-        worker = WorkerProcess(command, self.folder / f"worker-{len(self.workers)}.log", environment)
+    def _launch(
+        self, command: list[str], environment: Mapping[str, str] | None, *, wait: bool, installed: bool = False
+    ) -> WorkerProcess:
+        log = self.folder / f"worker-{len(self.workers)}.log"
+        worker = WorkerProcess(command, log, environment, installed=installed)
         self.workers.append(worker)
         if wait:
             worker.until_says("serving ")

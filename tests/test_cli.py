@@ -312,7 +312,7 @@ def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Pa
 
 
 def test_up_that_was_killed_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
-    first = WorkerProcess([*lmpool_command(), *UP], tmp_path / "first.log")
+    first = WorkerProcess([*lmpool_command(), *UP], tmp_path / "first.log", installed=True)
     try:
         first.until_says("serving ")
         pid = int((runtime / "server.pid").read_text())
@@ -336,7 +336,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Path, smollm2_folder: Path) -> None:
-    owner = WorkerProcess([*lmpool_command(), "up", str(smollm2_folder)], tmp_path / "up.log")
+    owner = WorkerProcess([*lmpool_command(), "up", str(smollm2_folder)], tmp_path / "up.log", installed=True)
     try:
         owner.until_says("your server runs at")
         pid = int((runtime / "server.pid").read_text())

@@ -41,7 +41,10 @@ LEASE = ("--lease-s", 2)
 def shared(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """One model worker and one trie worker, which the tests of this file share."""
     pool = Pool(server_url, "tries", tmp_path_factory.mktemp("tries"))
-    started = [pool.start(*LEASE, "--vocab-size", V, wait=False), pool.start_trie_worker(*LEASE, wait=False)]
+    started = [
+        pool.start(*LEASE, "--vocab-size", V, wait=False),
+        pool.start_trie_worker(*LEASE, wait=False, installed=True),
+    ]
     for worker in started:
         worker.until_says("serving ")
     yield pool

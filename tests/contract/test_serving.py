@@ -69,7 +69,7 @@ def served(
     adapters = adapter_folders if subject.has_adapters else {}
     worker = pool.start(
         "--backend", subject.name, "--name", NAME, *subject.options(model_folder, adapters), "--lease-s", 5,
-        model=str(model_folder), wait=False, command=subject.command, environment=subject.environment,
+        model=str(model_folder), wait=False, command=subject.command, environment=subject.environment, installed=True,
     )  # fmt: skip
     served = Served(pool, worker, subject)
     if subject.spy is not None:

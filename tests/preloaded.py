@@ -1,0 +1,38 @@
+"""What the fork server imports before it forks: all that the `lmpool` command does, and a worker when it starts.
+
+No thread may start here, and nothing may be opened: neither outlives a fork. Torch stays out, for it reads its
+environment as it is imported, and a worker that needs no torch must do without.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import typer
+
+_LATER = (
+    "lmpool.kernels.cpu",
+    "lmpool.workers.tries.backend",
+    "prometheus_client",
+    "pythonjsonlogger.json",
+    "uvloop",
+)
+"""What a worker imports when it has read its command line; not every environment has all of it."""
+
+
+def _command(text: str) -> None:
+    pass
+
+
+for _group in ("lmpool.commands", "lmpool.backends"):
+    for _part in entry_points(group=_group):
+        _part.load()
+for _name in _LATER:
+    with suppress(ImportError):
+        import_module(_name)
+# Typer imports more when it first reads a command line.
+_app = typer.Typer()
+_app.command()(_command)
+_app(["text"], standalone_mode=False)
