@@ -38,15 +38,18 @@ class ForkedCommand:
 
     Args:
         command: the command line; its first word is only what the process believes to be called.
-        log: where its output goes.
         environment: all of its environment.
+        out: a file for its output.
+        err: a file for its errors; None for the same.
     """
 
-    def __init__(self, command: list[str], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: list[str], environment: Mapping[str, str], out: Path, err: Path | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
         # A daemon is ended with this process.
-        self._process = context.Process(target=_run, args=(command, str(log), dict(environment)), daemon=True)
+        self._process = context.Process(
+            target=_run, args=(command, dict(environment), str(out), str(err or "")), daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -82,11 +85,14 @@ class ForkedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-def _run(command: list[str], log: str, environment: dict[str, str]) -> None:
+def _run(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
     """Become what `command` would have started."""
-    with Path(log).open("wb") as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
+    with Path(out).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if err:
+        with Path(err).open("wb") as file:
+            os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = command

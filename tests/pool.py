@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import redis
@@ -34,6 +35,21 @@ PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
 def lmpool_command() -> list[str]:
     """The `lmpool` command of the environment that runs the tests."""
     return [str(Path(sys.executable).with_name("lmpool"))]
+
+
+def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run an `lmpool` command to its end, forked where that is as good."""
+    command, whole = [*lmpool_command(), *arguments], {**os.environ, **environment}
+    if not can_fork(whole):
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=whole)
+    with TemporaryDirectory(prefix="lmp") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = ForkedCommand(command, whole, out, err)
+        try:
+            code = process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, code, out.read_text("utf-8"), err.read_text("utf-8"))
 
 
 def spoken(url: str) -> str:
@@ -105,7 +121,7 @@ class WorkerProcess:
         whole = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **(environment or {})}
         self.process: subprocess.Popen[bytes] | ForkedCommand
         if not installed and command[:1] == lmpool_command() and can_fork(whole):
-            self.process = ForkedCommand(command, log, whole)
+            self.process = ForkedCommand(command, whole, log)
         else:
             with log.open("wb") as out:
                 self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.tries.backend import TrieBackend, TrieSettings
-from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, until, until_async
+from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 from tests.secure_server import ROLES, SHIPPED, SecureServer, password_of
 from tests.trie_answers import answers_of, assert_right, draw_weights, row_weights, words
 
@@ -147,8 +146,7 @@ class Workers:
 
 def command(server: SecureServer, role: str, *arguments: str) -> str:
     """Run a command line; returns what it prints."""
-    environment = {**os.environ, "LMPOOL_REDIS_URL": server.url(role)}
-    done = subprocess.run([*lmpool_command(), *arguments], capture_output=True, text=True, check=False, env=environment)
+    done = run_lmpool(*arguments, LMPOOL_REDIS_URL=server.url(role))
     assert done.returncode == 0, done.stderr
     assert "s3cr3t" not in done.stdout + done.stderr
     return done.stdout
@@ -265,9 +263,8 @@ async def test_only_those_may_change_adapters_who_have_that_right(
                     await change
             assert list(before) == ["poet"]
             assert await producer.adapters() == before
-    environment = {**os.environ, "LMPOOL_REDIS_URL": server.url("producer")}
-    remove = [*lmpool_command(), "adapters", "remove", "poet", "--model", "syn"]
-    done = subprocess.run(remove, capture_output=True, text=True, check=False, env=environment)
+    remove = ("adapters", "remove", "poet", "--model", "syn")
+    done = run_lmpool(*remove, LMPOOL_REDIS_URL=server.url("producer"))
     assert done.returncode != 0
     assert "name the server as the user `adapters`" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

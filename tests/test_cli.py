@@ -19,14 +19,7 @@ from lmpool.producer import SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, lmpool_command, until
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `lmpool` to its end."""
-    return subprocess.run(
-        [*lmpool_command(), *arguments],
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+from tests.pool import run_lmpool as run
 
 
 def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:

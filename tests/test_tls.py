@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import re
 import socket
 import ssl
@@ -27,7 +26,7 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, Server
 from lmpool.producer import Producer, SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, until
+from tests.pool import WorkerProcess, lmpool_command, run_lmpool, until
 from tests.scrape import free_port
 from tests.secure_server import SHIPPED, SecureServer, password_of
 
@@ -282,14 +281,7 @@ def answers(port: int) -> bool:
 
 def refused(arguments: list[str], **environment: str) -> str:
     """Run a command line that must end at once with exit code 2; returns the line that it prints."""
-    done = subprocess.run(
-        [*lmpool_command(), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-        env={**os.environ, **environment},
-    )
+    done = run_lmpool(*arguments, **environment)
     assert SECRET not in done.stdout + done.stderr
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("lmpool: ")]

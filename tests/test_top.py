@@ -15,7 +15,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
 from lmpool.producer.survey import Survey
 from lmpool.producer.tables import seconds, status_models, status_workers, top_models, top_workers
-from tests.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until
+from tests.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
 
 LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
@@ -66,15 +66,15 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     for name in ("syn", LONG):
         with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
             producer.batch_logprobs([[i] for i in range(20)])
-    command = [*lmpool_command(), "top", "--once", "--redis", pool.url, "--prefix", pool.prefix]
-    found = json.loads(subprocess.check_output([*command, "--json"]))
+    command = ("top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
+    found = json.loads(run_lmpool(*command, "--json").stdout)
     assert [model["name"] for model in found] == [LONG, "syn"]
     for model in found:
         assert (model["queued"], model["age_s"], model["dead"]) == (0, 0, 0)
         (worker,) = model["workers"]
         assert 0 <= worker["silent_s"] < 1
         assert worker["state"] == "ready"
-    text = subprocess.check_output(command, text=True, env={**os.environ, "COLUMNS": "80"})
+    text = run_lmpool(*command, COLUMNS="80").stdout
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
     assert "no room for rows, held, reuse, heard" in " ".join(text.split()), "what is not shown is named"
@@ -85,15 +85,13 @@ def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
     ids = [worker.text.rpartition("as worker ")[2].strip() for worker in workers]
     for name, counts in zip(ids, ("3:98", "8:2"), strict=True):
         pool.redis.hset(pool.keys.worker(name), "job_counts", counts)
-    command = [*lmpool_command(), "top", "--once", "--json", "--redis", pool.url, "--prefix", pool.prefix]
-    (model,) = json.loads(subprocess.check_output(command))
+    (model,) = json.loads(run_lmpool("top", "--once", "--json", "--redis", pool.url, "--prefix", pool.prefix).stdout)
     assert 0.0005 < model["p50_s"] <= 0.001
     assert 0.025 < model["p99_s"] <= 0.05
 
 
 def test_json_of_a_live_view_is_refused(pool: Pool) -> None:
-    command = [*lmpool_command(), "top", "--json", "--redis", pool.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_lmpool("top", "--json", "--redis", pool.url)
     assert done.returncode == 2
     assert done.stderr == "lmpool: json: a live view is for people; print one look as JSON with --once --json\n"
 

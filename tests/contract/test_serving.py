@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lmpool.prompts import digest_of
 from tests.contract.driver import prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject
-from tests.pool import Pool, WorkerProcess, lmpool_command, until, until_async
+from tests.pool import Pool, WorkerProcess, run_lmpool, until, until_async
 
 NAME = "contract"
 
@@ -37,8 +36,8 @@ class Served:
 
     def states(self) -> list[str]:
         """The states of the workers, as `lmpool status` shows them."""
-        command = [*lmpool_command(), "status", "--json", "--redis", self.pool.url, "--prefix", self.pool.prefix]
-        found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        done = run_lmpool("status", "--json", "--redis", self.pool.url, "--prefix", self.pool.prefix)
+        found = json.loads(done.stdout)
         return [worker["state"] for model in found for worker in model["workers"]]
 
     def failure_of(self, ids: bytes, adapter: str = "") -> tuple[str, str]:
