@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
-from lmpool.errors import AuthenticationFailed
+from lmpool.errors import AuthenticationFailed, QueueCleared
 from lmpool.keys import GROUP, Keys
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
@@ -81,7 +81,7 @@ NOT_THEIRS = {
     ),
     "operator": (
         "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs",
-        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XRANGE lmpool:{m}:reply:c - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
         "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS,
     ),
@@ -298,6 +298,42 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
             assert np.array_equal(await one, synthetic_row([1, 2], vocab_size=V))
             assert (await many).shape == (400, V)
     assert not (refused := server.refusals()), "\n".join(refused)
+
+
+async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: SecureServer, workers: Workers) -> None:
+    busy = workers.start("worker", "worker", "busy", *SYNTHETIC[:-2], "--max-batch", "2", "--step-ms", "600000")
+    await asyncio.to_thread(busy.until_says, "serving ")
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+        keys = KEYS.model("busy")
+        async with Producer("busy", redis=server.url("producer")) as producer:
+            asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(300)]
+
+            async def is_held() -> bool:
+                groups: Any = admin.xinfo_groups(keys.jobs)
+                return bool(groups[0]["pending"] and admin.xlen(keys.jobs) + admin.zcard(keys.backlog) == 300)
+
+            await until_async(is_held, "all are queued")
+            clear = ("queue", "clear", "busy", "--yes", "--json")
+            for role in ("producer", "adapters"):
+                done = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url(role))
+                assert done.returncode == 2
+                assert "emptying a queue is a right of operators" in done.stderr
+                assert await is_held(), "nothing was removed"
+            assert server.refusals()
+            admin.acl_log_reset()
+            assert "300 prompts" in command(server, "operator", "queue", "show", "busy")
+            told = json.loads(command(server, "operator", *clear))
+            assert told["removed"] == 300 - told["held"]
+
+            async def has_told() -> bool:
+                return bool(sum(one.done() for one in asked) == told["removed"])
+
+            await until_async(has_told, "who waited has been told")
+            ended = [one.exception() for one in asked if one.done()]
+            assert all(isinstance(error, QueueCleared) for error in ended)
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert not (refused_now := server.refusals()), "\n".join(refused_now)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 import subprocess
@@ -13,17 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.messages import Failure, Job
-from lmpool.producer.dead_command import dead_app
+from lmpool.producer.dead_command import dead_app, letters_table
 from lmpool.producer.dead_letters import DeadLetters, read_letter, shortened
 from lmpool.prompts import digest_of
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import DEADLINE_S, Pool, V, lmpool_command, until
+from tests.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool, until
 
 NASTY = "red \x1b[31m alert\nnext [bold]line\u202e \x07" + "x" * 5000
 GIVEN_UP = Failure("WorkerError", "given up after 3 deliveries: its workers died")
@@ -173,6 +175,58 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert as_json(pool, "list") == []
 
 
+def test_the_beginning_of_an_id_or_a_digest_is_enough_if_only_one_has_it(pool: Pool) -> None:
+    pool.start()
+    ids = [bury(pool, job([number]), entry=f"176{number}000000000-0") for number in range(4)]
+    twins = [bury(pool, job([9]), entry=f"1800000000000-{number}") for number in range(2)]
+    digest = digest_of(ids_of([2])).hex()
+    for name in ("1762", ids[2][:-1], digest[:9], digest.upper(), ids[2]):
+        assert as_json(pool, "show", name)["ids"] == [2], name
+    for name, meant in (("176", ids), ("180", twins), (digest_of(ids_of([9])).hex(), twins)):
+        for command in ("show", "retry", "drop"):
+            line = refusal(dead(pool, command, name))
+            assert f"'{name}' may be any of {', '.join(meant)}" in line
+    assert pool.redis.xlen(pool.keys.model("syn").dead) == 6
+    assert as_json(pool, "drop", twins[0], "1763", digest[:9], ids[2]) == {"dropped": 3}
+    assert [one["id"] for one in as_json(pool, "list")] == [twins[1], ids[1], ids[0]]
+
+
+def test_an_ambiguous_beginning_names_a_few_of_those_that_may_be_meant(pool: Pool) -> None:
+    for number in range(30):
+        bury(pool, job([number]))
+    line = refusal(dead(pool, "show", "1"))
+    assert "and 22 more" in line
+    assert line.count("-") == 8
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100])
+def test_ids_are_whole_however_narrow_the_terminal_is(width: int) -> None:
+    letters = [read_letter(b"1763800000000-%d" % number, {b"e": GIVEN_UP.pack(), b"m": job([1])}) for number in (0, 17)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(letters_table(letters, width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    cells = [line.strip("│┃┏┡└├").split("│")[0].strip() for line in lines]
+    if width >= 40:
+        assert {"1763800000000-0", "1763800000000-17"} <= set(cells)
+    else:
+        assert "1763800000000-17" in "".join(cells)
+    columns = zip(*(line.strip("│").split("│") for line in lines if line.startswith("│")), strict=True)
+    shown = ["".join(column).replace(" ", "") for column in columns]
+    assert any("3deliveries:itsworkersdied" in column for column in shown), "the reason is folded, not cut"
+
+
+def test_without_a_terminal_the_table_is_whole(pool: Pool) -> None:
+    reason = Failure("WorkerError", "a long reason " * 20 + "and its end")
+    entry = bury(pool, job([1, 2], adapter="an-adapter-of-some-length@" + "0" * 32), reason.pack())
+    command = ["dead", "list", "--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
+    told = run_lmpool(*command, COLUMNS="60").stdout
+    (line,) = [line for line in told.splitlines() if entry in line]
+    for text in ("and its end", "0" * 32, digest_of(ids_of([1, 2]), "an-adapter-of-some-length@" + "0" * 32).hex()):
+        assert text in line
+    assert "\x1b" not in told
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     options = ["--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
     command = [*lmpool_command(), "dead", "show", "12-34", *options]
@@ -209,7 +263,7 @@ async def test_any_number_is_read_a_few_at_a_time_in_order(pool: Pool, letters: 
 @pytest.mark.parametrize("entry", ["", "-", "+", "1", "1-", "-1", "1-1-1", "(1-1", "$", f"{2**64}-0", "1-" + "9" * 30])
 async def test_what_is_no_id_is_none(letters: DeadLetters, entry: str) -> None:
     with pytest.raises(SettingsError, match="none of the dead letters"):
-        await letters.find(entry)
+        await letters.find([entry])
 
 
 @given(data=st.binary(max_size=200), failure=st.binary(max_size=100), has=st.sampled_from(["em", "e", "m", ""]))

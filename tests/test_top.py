@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import re
+import select
 import signal
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 from rich.console import Console
@@ -55,6 +60,24 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         assert text in widest
 
 
+def on_a_terminal(command: list[str], width: int) -> str:
+    """What a command shows on a terminal that is so wide, without colours."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width)}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **settings})
+    seen, has_ended = b"", False
+    # Our own end stays open: with the last one what has not been read yet may go.
+    while not has_ended or select.select([ours], [], [], 0.1)[0]:
+        has_ended = process.poll() is not None
+        if select.select([ours], [], [], 0.1)[0]:
+            seen += os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+
+
 def test_times_are_written_for_people() -> None:
     written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
     assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
@@ -75,6 +98,10 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
         assert 0 <= worker["silent_s"] < 1
         assert worker["state"] == "ready"
     text = run_lmpool(*command, COLUMNS="80").stdout
+    assert "no room" not in text, "without a terminal there is room for all"
+    assert "\x1b" not in text
+    assert any(LONG in line and "ready" in line for line in text.splitlines())
+    text = on_a_terminal([*lmpool_command(), *command], 80)
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
     assert "no room for rows, held, reuse, heard" in " ".join(text.split()), "what is not shown is named"

@@ -28,6 +28,7 @@
     │   ├── WorkerError                 the backend failed on this prompt
     │   ├── SourceMissing               the row or the weights that a trie job names are not in the cache
     │   ├── AdapterChanged              the adapter that a job names is not in service any more
+    │   ├── QueueCleared                an operator has taken the prompt out of the queue
     │   ├── CorruptRow                  what the cache holds is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was under way
     └── ProtocolError (ValueError)      a message or row does not decode
@@ -152,6 +153,10 @@ class SourceMissing(RequestFailed):
 
 class AdapterChanged(RequestFailed):
     """The adapter that a job names is not in service any more; the client asks for the one that is."""
+
+
+class QueueCleared(RequestFailed):
+    """An operator has emptied the model's queue while the prompt waited in it."""
 
 
 class CorruptRow(RequestFailed):

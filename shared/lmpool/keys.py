@@ -23,6 +23,13 @@ SINCE_FIELD = b"t"
 """The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
 
 
+REPLY_CAP = 1000
+"""About the most messages in a reply stream."""
+
+REPLY_TTL_MS = 120_000
+"""Lifetime of a reply stream behind its last message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Names the keys of one deployment.

@@ -99,6 +99,7 @@ SURVEY = Script("survey")
 KEEP = Script("keep")
 RETIRE = Script("retire")
 TRIAL = Script("trial")
+CLEAR = Script("clear")
 
 MOST_AT_ONCE = 200
 """Prompts in one call of a script: while it runs, the server serves nobody else."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -26,8 +27,12 @@ def say_json(value: Any) -> None:
     typer.echo(to_json(value))
 
 
+# Wider than any table.
+_WHOLE = 1_000_000
+
+
 class Terminal(Console):
-    """Where tables are printed: in their strings rich sees no markup.
+    """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain.
 
     Args:
         settings: as of `Console`.
@@ -35,6 +40,10 @@ class Terminal(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        # With FORCE_COLOR in its environment rich sees a terminal, whose width COLUMNS tells.
+        is_told = "width" in settings or (self.is_terminal and "COLUMNS" in os.environ)
+        if not is_told and not self.file.isatty():
+            self.width = _WHOLE
 
     def render_str(self, text: str, **options: Any) -> Text:
         """The text that a string becomes; every string in what is printed comes through here."""

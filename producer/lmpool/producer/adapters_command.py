@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, Timeout, Waits, run, when_absent
 from lmpool.producer.producer import Producer
+from lmpool.producer.tables import Column, fitting
 from lmpool.terminal import Terminal, say, say_json
 
 adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
@@ -43,10 +43,9 @@ def list_adapters(
     if not found:
         say("the model has no adapters")
         return
-    table = Table("adapter", "revision")
-    for name, revision in sorted(found.items()):
-        table.add_row(name, revision)
-    Terminal().print(table)
+    console = Terminal()
+    columns = [Column("adapter", sorted(found), 0), Column("revision", [found[name] for name in sorted(found)], 0)]
+    console.print(fitting(None, columns, console.width))
 
 
 @adapters_app.command()

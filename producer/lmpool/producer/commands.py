@@ -30,6 +30,7 @@ from lmpool.producer.dead_command import dead_app
 from lmpool.producer.lobby import Lobby
 from lmpool.producer.measuring import Measurement, measure
 from lmpool.producer.producer import Producer
+from lmpool.producer.queue_command import queue_app
 from lmpool.producer.survey import Survey, survey
 from lmpool.producer.tables import status_models, status_workers
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(trie_app)
     app.add_typer(adapters_app)
     app.add_typer(dead_app)
+    app.add_typer(queue_app)
 
 
 def logprobs(

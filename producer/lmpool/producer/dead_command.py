@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
@@ -18,6 +18,7 @@ from lmpool.keys import Keys
 from lmpool.producer.commandline import AsJson, ModelName, Prefix, RedisUrl, run
 from lmpool.producer.dead_letters import DeadLetter, DeadLetters, shortened
 from lmpool.producer.lobby import Lobby
+from lmpool.producer.tables import WHOLE, Column, fitting
 from lmpool.prompts import decode_ids
 from lmpool.server import Server
 from lmpool.terminal import Terminal, say, say_json
@@ -27,11 +28,13 @@ T = TypeVar("T")
 _MOST_IDS = 64
 _MOST_BYTES = 256
 _MOST_REASONS = 5
+_LEAST_REASON = 20
 
 dead_app = typer.Typer(name="dead", help="Prompts that were given up, with the reason.", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(help="Id, as `lmpool dead list` shows it.")]
-Ids = Annotated[list[str] | None, typer.Argument(help="Ids, as `lmpool dead list` shows them.")]
+_WAYS = "as `lmpool dead list` shows them; so much of one as tells which is meant."
+Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
+Ids = Annotated[list[str] | None, typer.Argument(help=f"Ids or digests, {_WAYS}")]
 All = Annotated[bool, typer.Option("--all", help="All that there are.")]
 
 
@@ -57,14 +60,38 @@ def list_letters(
     if not found:
         say(_joined("nothing was given up", doubt))
         return
-    table = Table("id", "given up", "error", "reason", "tokens", "adapter", "asked for", "digest")
-    for letter in found:
-        summary = _summary(letter)
-        names = ("id", "given_up", "error", "reason", "tokens", "adapter", "asked", "digest")
-        table.add_row(*("" if summary[name] is None else str(summary[name]) for name in names))
-    Terminal().print(table)
+    console = Terminal()
+    console.print(letters_table(found, console.width))
     if count > len(found):
         say(f"and {count - len(found)} older ones: see --limit")
+
+
+def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
+    """Dead letters as a table with their ids whole: what they are called by.
+
+    Args:
+        letters: what to show.
+        width: characters of a line.
+    """
+    summaries = [_summary(letter) for letter in letters]
+
+    def column(title: str, name: str, rank: int, least: int = WHOLE) -> Column:
+        return Column(title, [str(one[name]) if one[name] is not None else "" for one in summaries], rank, least)
+
+    return fitting(
+        None,
+        [
+            column("id", "id", 0),
+            column("given up", "given_up", 3),
+            column("error", "error", 1),
+            column("reason", "reason", 0, _LEAST_REASON),
+            column("tokens", "tokens", 2),
+            column("adapter", "adapter", 5),
+            column("asked for", "asked", 4),
+            column("digest", "digest", 6),
+        ],
+        width,
+    )
 
 
 @dead_app.command()
@@ -74,7 +101,7 @@ def show(
     """Show one prompt that was given up, with its token ids."""
 
     async def look(letters: DeadLetters, _: Lobby, __: str) -> DeadLetter:
-        return await letters.find(entry)
+        return (await letters.find([entry]))[0]
 
     letter = run(_with_letters(model, redis, prefix, look))
     if as_json:
@@ -140,9 +167,8 @@ def drop(
         if entries is None or every:
             count = await letters.drop_all()
             return count, "" if count else await _doubt(lobby, name)
-        for entry in entries:
-            await letters.find(entry)  # With one that is unknown nothing is dropped.
-        return await letters.drop(entries), ""
+        # With one that is unknown nothing is dropped.
+        return await letters.drop([letter.entry for letter in await letters.find(entries)]), ""
 
     dropped, doubt = run(_with_letters(model, redis, prefix, change))
     if as_json:
@@ -182,7 +208,7 @@ async def _chosen(letters: DeadLetters, entries: list[str] | None) -> AsyncGener
         async for letter in letters.oldest_first():
             yield letter
         return
-    for letter in [await letters.find(entry) for entry in dict.fromkeys(entries)]:
+    for letter in await letters.find(entries):
         yield letter
 
 

@@ -26,6 +26,8 @@ MOST_TEXT = 500
 
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_BEGINNING = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
+_MOST_NAMED = 8
 # A letter may hold a job of 16 MB.
 _AT_ONCE = 8
 _DROPPED_AT_ONCE = 500
@@ -124,17 +126,39 @@ class DeadLetters:
                     yield letter
                 first = f"({page[-1].entry}"
 
-    async def find(self, entry: str) -> DeadLetter:
-        """One of them.
+    async def find(self, names: Sequence[str]) -> list[DeadLetter]:
+        """Those that are called so, each once.
+
+        Args:
+            names: ids or digests (in hexadecimal), or beginnings of them that only one letter has.
 
         Raises:
-            SettingsError: there is none of that id.
+            SettingsError: a name is that of none, or of several.
         """
+        found: dict[str, DeadLetter] = {}
+        begun: dict[str, list[str]] = {}
+        for name in names:
+            if letter := await self._at(name):
+                found[letter.entry] = letter
+            else:
+                begun[name] = []
+        if any(map(_BEGINNING.fullmatch, begun)):
+            async for letter in self.oldest_first():
+                for name, meant in begun.items():
+                    if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
+                        meant.append(letter.entry)
+        for name, meant in begun.items():
+            letter = await self._at(_the_one(name, meant))
+            if letter is None:
+                raise SettingsError(f"id: {meant[0]} is gone: somebody else has taken it meanwhile")
+            found[letter.entry] = letter
+        return list(found.values())
+
+    async def _at(self, entry: str) -> DeadLetter | None:
+        """The letter of an id."""
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
         found = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
-        if not found:
-            raise SettingsError(f"id: {shortened(entry, 60)!r} is none of the dead letters: see `lmpool dead list`")
-        return found[0]
+        return found[0] if found else None
 
     async def drop(self, entries: Sequence[str]) -> int:
         """Remove some; returns how many there were."""
@@ -177,6 +201,16 @@ class DeadLetters:
         """The adapters in service, as jobs call them: "name@revision"."""
         known = await AdapterRegistry(self._redis, self._keys, card.fingerprint).read()
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
+
+
+def _the_one(name: str, meant: Sequence[str]) -> str:
+    """The only id of those that a name may mean."""
+    if len(meant) == 1:
+        return meant[0]
+    if not meant:
+        raise SettingsError(f"id: {shortened(name, 60)!r} is none of the dead letters: see `lmpool dead list`")
+    more = f" and {len(meant) - _MOST_NAMED} more" if len(meant) > _MOST_NAMED else ""
+    raise SettingsError(f"id: {name!r} may be any of {', '.join(meant[:_MOST_NAMED])}{more}: name one of them")
 
 
 def _letters(reply: Any) -> list[DeadLetter]:

@@ -118,13 +118,12 @@ class Inbox:
     def _on_message(self, fields: dict[bytes, bytes]) -> None:
         digests = fields.get(b"d", b"")
         failure = fields.get(b"e")
-        if failure is not None:
-            flight = self._flights.get(digests)
-            if flight is not None:
-                self._on_failure(flight, failure)
-            return
         parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
         flights = [flight for part in parts if (flight := self._flights.get(part)) is not None]
+        if failure is not None:
+            for flight in flights:
+                self._on_failure(flight, failure)
+            return
         if fields.get(b"f") == self._channel.fingerprint.encode():
             self._announce([flight.prompt.digest for flight in flights])
         elif flights:

@@ -1,4 +1,4 @@
-"""Tables of models and workers that fit a terminal: what matters least goes first, and names are never cut."""
+"""Tables that fit a terminal: what matters least goes first, and names are never cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lmpool.printable import printable
 from lmpool.producer.survey import Survey, number
 
 _FRAME, _PADDING = 1, 3
-_LEAST_NAME = 12
+
+WHOLE = 1_000_000
+"""What a column keeps in a line that is not folded as long as there is room for it."""
 
 
 class Column(NamedTuple):
@@ -22,11 +24,13 @@ class Column(NamedTuple):
         title: its header.
         cells: its texts.
         rank: how much it matters; the highest are left out first. 0 for names, which are folded instead.
+        least: characters that names keep in a line, if they have so many.
     """
 
     title: str
     cells: list[str]
     rank: int
+    least: int = 12
 
     @property
     def width(self) -> int:
@@ -34,11 +38,11 @@ class Column(NamedTuple):
         return max(map(cell_len, map(printable, (self.title, *self.cells))))
 
 
-def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
+def fitting(title: str | None, columns: Sequence[Column], width: int) -> Table:
     """A table for a `Terminal`, of those columns that there is room for; it names the others.
 
     Args:
-        title: stands above it.
+        title: stands above it, if anything does.
         columns: all that there may be, of equal length.
         width: characters of a line.
     """
@@ -51,7 +55,8 @@ def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
         if column.rank:
             table.add_column(column.title, no_wrap=True, justify="right")
         else:
-            table.add_column(column.title, overflow="fold")
+            is_whole = column.width <= min(column.least, width - _needed(kept) + column.width)
+            table.add_column(column.title, overflow="fold", no_wrap=is_whole)
     for cells in zip(*(column.cells for column in kept), strict=True):
         table.add_row(*cells)
     return table
@@ -59,7 +64,7 @@ def fitting(title: str, columns: Sequence[Column], width: int) -> Table:
 
 def _needed(columns: Sequence[Column]) -> int:
     """Characters of a line, when names are folded as far as they may be."""
-    least = [column.width if column.rank else min(column.width, _LEAST_NAME) for column in columns]
+    least = [column.width if column.rank else min(column.width, column.least) for column in columns]
     return _FRAME + sum(least) + _PADDING * len(columns)
 
 

@@ -99,10 +99,7 @@ class TriePicture:
 
     def show(self) -> None:
         """Print it: to a terminal cut to its width, elsewhere as wide as it is."""
-        console = Terminal()
-        if not console.is_terminal:
-            console = Terminal(width=self._width)
-        console.print(self._body)
+        Terminal().print(self._body)
 
     def svg(self) -> str:
         """It as an SVG document that needs no other file."""

@@ -27,29 +27,15 @@
 
 -- include stream
 
-local DIGEST, HEAD = 16, 8
-local MOST_CLIENTS, MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 10000, 16, 1048576
--- What one call tells: beyond it no more jobs are begun.
-local MOST_TOLD = 250
+local HEAD = 8
+
+-- include tell
+
+local MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 16, 1048576
 local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
-local entries, ended, stored, done, told, left, unfinished = {}, {}, {}, {}, {}, {}, {}
-local looked_at = 0
--- Whether something else than a stream is there, or one that has come to its last id.
-local function is_spoilt(outcome)
-  return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
-end
-local function tell(reply, ...)
-  local outcome = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
-  if type(outcome) == 'table' then
-    if is_spoilt(outcome) then
-      redis.call('DEL', reply)
-    end
-    redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
-  end
-  told[reply] = true
-end
+local entries, ended, stored, left, unfinished = {}, {}, {}, {}, {}
 local function bury(failure, entry)
   local found = redis.call('XRANGE', jobs, entry, entry)
   if #found == 0 then
@@ -66,37 +52,6 @@ local function bury(failure, entry)
   if type(outcome) == 'table' and not is_spoilt(outcome) then
     redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
   end
-end
--- Tell who waits there: of a failure now, of a row in the end with all others. Returns whether these are all.
-local function tell_all(waiting, failure)
-  if looked_at >= MOST_TOLD then
-    return false
-  end
-  -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
-  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HRANDFIELD', waiting, MOST_TOLD) or {}
-  local is_whole = #clients < MOST_TOLD
-  -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
-    return true
-  end
-  -- All but the field of the job.
-  looked_at = looked_at + #clients - 1
-  for _, reply in ipairs(clients) do
-    local digests = done[reply]
-    if digests and not failure then
-      digests[#digests + 1] = digest
-    elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
-      if failure then
-        tell(reply, 'd', digest, 'e', failure)
-      else
-        done[reply] = {digest}
-      end
-    end
-    if not is_whole and reply ~= 'job' then
-      redis.call('HDEL', waiting, reply)
-    end
-  end
-  return is_whole
 end
 -- Number of a job -> where its failure is.
 local failures = {}
@@ -137,14 +92,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end
-for reply, digests in pairs(done) do
-  tell(reply, 'd', table.concat(digests), 'f', fingerprint)
-end
-local clients = 0
-for reply in pairs(told) do
-  redis.call('PEXPIRE', reply, ARGV[4])
-  clients = clients + 1
-end
+local clients = tell_gathered('f', fingerprint)
 -- XACK alone would leave the entries in the stream's memory for ever.
 if #entries > 0 then
   redis.call('XACK', jobs, group, unpack(entries))

@@ -16,7 +16,7 @@ from lmpool import scripts
 from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import LMPoolError, ProtocolError, ServerError
-from lmpool.keys import GROUP, ModelKeys
+from lmpool.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.messages import Failure
 from lmpool.rowcache import RowCache
 from lmpool.rows import Block, RowBlock
@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("lmpool.worker")
 
-_REPLY_CAP = 1000
-_REPLY_TTL_MS = 120_000
 _DEAD_CAP = 10_000
 _MARK_MS = 10_000
 _FRUITLESS_TRIES = 6
@@ -192,7 +190,7 @@ class Publisher:
             if self._rows.is_seen:
                 keys += [self._row_prefix + ending.digest for ending in part]
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
-            args: list[bytes | str | int] = [GROUP, self._fingerprint, _REPLY_CAP, _REPLY_TTL_MS, _DEAD_CAP]
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
             args += (self._worker_id, mark_ms, len(part), *(ending.entry for ending in part))
             for number, ending in enumerate(part, 1):
                 if ending.failure is not None:
