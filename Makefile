@@ -28,13 +28,19 @@ DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
+VLLM_RUNS := $(addprefix test-vllm-,first async v2 v2-async)
 
 export HF_HUB_OFFLINE ?= 1
 # On shared cores spinning OpenMP threads cost five to forty times.
 export OMP_WAIT_POLICY ?= PASSIVE
 export LMPOOL_TEST_CACHE ?= $(MODELS)
+# Hundreds of processes import the package: its bytecode is kept, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE =
+# What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
+export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-vllm test-sglang test-servers test-cluster model-check lint scan bench bench-compare clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-smoke test-vllm $(VLLM_RUNS) test-sglang test-servers test-cluster model-check lint \
+	scan bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -46,13 +52,17 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
 
-# In three processes: most tests wait for processes to start, or for a lease to pass.
-test: lint $(DEBIAN_REDIS) $(REDIS_PY_5_3)
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+# In four processes: many tests wait for a lease to pass. Each takes a run of neighbours, and then half of what another
+# has left: the longest file would be what all wait for.
+test: lint
+	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(MAKE) -j2 --output-sync=target test-vllm test-sglang test-smoke
+
+# The oldest Redis that has users, and the oldest redis-py: the part of `make test-servers` that `make test` does.
+test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
-		$(BIN)/python -m pytest -n 2 tests/test_pool.py tests/test_recovery.py -k "$(SMOKE_OF_POOL)"
+		$(BIN)/python -m pytest tests/test_pool.py tests/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
-	$(MAKE) -j2 --output-sync=target test-vllm test-sglang
 
 # As `test` does with 2,000 of them, with many more hostile jobs, replies, cards and rows: new ones in every run.
 FUZZ_CASES ?= 120000
@@ -61,11 +71,19 @@ fuzz: $(INSTALLED)
 
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
 # scheduling ahead.
-test-vllm: $(VLLM_INSTALLED)
+test-vllm: $(VLLM_RUNS)
+
+test-vllm-first: $(VLLM_INSTALLED)
 	LMPOOL_CONTRACT=vllm $(VLLM)/bin/python -m pytest tests/contract tests/engines
+
+test-vllm-async: $(VLLM_INSTALLED)
 	LMPOOL_CONTRACT=vllm-async $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/engines
+
+test-vllm-v2: $(VLLM_INSTALLED)
 	LMPOOL_CONTRACT=vllm-v2 TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py \
 		tests/contract/test_reopening.py tests/engines
+
+test-vllm-v2-async: $(VLLM_INSTALLED)
 	LMPOOL_CONTRACT=vllm-v2-async TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py
 
 test-sglang: $(SGLANG_INSTALLED)

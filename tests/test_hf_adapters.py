@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,6 +35,9 @@ _numbers = count()
 
 def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> Path:
     """An adapter for a tiny model, as peft makes and writes it."""
+    # Imported here: in each process that collects tests it takes seconds.
+    from peft import LoraConfig, get_peft_model
+
     targets = config.pop("target_modules", ["q_proj", "v_proj", "up_proj"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -290,7 +292,7 @@ def test_what_would_cost_memory_or_freeze_the_worker_is_refused_before_peft_read
     spoiled = write_lora(tmp_path / "lora", 6)
     file = spoiled / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    monkeypatch.setattr(PeftConfig, "from_pretrained", lambda *_: pytest.fail("peft reads it"))
+    monkeypatch.setattr("peft.PeftConfig.from_pretrained", lambda *_: pytest.fail("peft reads it"))
     with pytest.raises(SettingsError, match=message):
         backend.load_adapter("bad", str(spoiled))
 

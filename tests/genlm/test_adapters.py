@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from lmpool.errors import UnknownAdapter
 from lmpool.producer.genlm import PooledLM
@@ -21,6 +19,10 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def folders(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two adapters of SmolLM2 with random weights."""
+    # Imported here: in each process that collects tests it takes seconds.
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
     written = []
     for seed in (1, 2):
         torch.manual_seed(seed)

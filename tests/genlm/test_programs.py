@@ -1,4 +1,7 @@
-"""What runs on genlm-backend runs on the pool, with the same results: genlm-control, genlm-bytes and llamppl."""
+"""What runs on genlm-backend runs on the pool, with the same results: genlm-control, genlm-bytes and llamppl.
+
+The programs are imported where they are used: that takes seconds, in each process that collects the tests.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ import multiprocessing
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from genlm.bytes import BeamParams, ByteBeamState
-from genlm.control import AWRS, BoolFSA, PromptedLLM, direct_token_sampler
-from genlm.control.potential import multi_proc
 from llamppl import CachedCausalLM, LMContext
 
 from lmpool.producer.genlm import PooledLM
 from tests.genlm.small import END, RowsOfThePool
+
+if TYPE_CHECKING:
+    from genlm.control import PromptedLLM
 
 TOLERANCE = 1e-4
 TEXTS = ["The capital of France is", "Once upon a time", "The capital of France is Paris", "1"]
@@ -71,6 +74,8 @@ def test_vocabularies_are_equal(real: PooledLM, theirs: Any) -> None:
 @pytest.fixture(scope="module")
 def prompted(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> tuple[PromptedLLM, PromptedLLM]:
     """Ours and theirs."""
+    from genlm.control import PromptedLLM
+
     ours = PromptedLLM(real, prompt_ids=prompts[0])
     return ours, PromptedLLM(theirs, prompt_ids=prompts[0], token_maps=ours.token_maps)
 
@@ -90,6 +95,7 @@ async def test_potentials_weigh_alike(prompted: tuple[PromptedLLM, PromptedLLM])
 
 def constrained(potential: PromptedLLM, seed: int) -> list[Any]:
     """Sequences and weights of SMC under a regular expression, in an event loop of its own."""
+    from genlm.control import AWRS, BoolFSA
 
     async def run() -> Any:
         fsa = BoolFSA.from_regex(r" (Paris|Lyon|[a-z]+ city)[a-z .,]*").coerce(potential, f=b"".join)
@@ -109,6 +115,8 @@ def test_awrs_finds_the_same_sequences(prompted: tuple[PromptedLLM, PromptedLLM]
 
 
 def test_samplers_run_in_one_event_loop_after_another(prompted: tuple[PromptedLLM, PromptedLLM]) -> None:
+    from genlm.control import direct_token_sampler
+
     ours = prompted[0].spawn()
     for _ in range(3):
         sampler = direct_token_sampler(copy.deepcopy(ours.spawn(temperature=0.5)))
@@ -125,6 +133,8 @@ def test_samplers_run_in_one_event_loop_after_another(prompted: tuple[PromptedLL
 
 
 def make_potential(model: PooledLM, prompt: list[int]) -> PromptedLLM:
+    from genlm.control import PromptedLLM
+
     return PromptedLLM(model, prompt_ids=prompt)
 
 
@@ -134,6 +144,8 @@ def test_potentials_of_other_processes_ask_the_same_pool(
     prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from genlm.control.potential import multi_proc
+
     # Not forked: torch's OpenMP, which this process has used, stands still in a fork.
     spawning = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"))
     monkeypatch.setattr(multi_proc, "ProcessPoolExecutor", spawning)
@@ -150,6 +162,8 @@ def test_potentials_of_other_processes_ask_the_same_pool(
 
 
 async def test_beams_over_bytes_weigh_alike(small: PooledLM, tokenizer: Any) -> None:
+    from genlm.bytes import BeamParams, ByteBeamState
+
     found = []
     for llm in (small, RowsOfThePool(tokenizer)):
         beam = await ByteBeamState.initial(llm, BeamParams(K=3, eos_byte_strings=[END.encode()]))
