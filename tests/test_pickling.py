@@ -120,7 +120,7 @@ CLIENT: Any = {"host": "h", "port": 7, "password": "hunter2"}
         (redis_async.RedisCluster(**CLIENT), "redis+cluster://h:7"),
         (None, "your embedded server"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # The same in each process.
 )  # fmt: skip
 def test_a_producer_shows_model_server_and_state(redis: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMPOOL_REDIS_URL", raising=False)
