@@ -50,7 +50,8 @@ CHANGING_ADAPTERS = (
 # What belongs to somebody else: by role.
 NOT_THEIRS = {
     "producer": (
-        "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
+        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x",
+        "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
         "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
         "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
         "GETRANGE lmpool:weights:x 0 1", "SET lmpool:weights:x x GET", "SETRANGE lmpool:weights:x 0 x",
@@ -64,7 +65,8 @@ NOT_THEIRS = {
         "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
     ),
     "adapters": (
-        "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
+        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x",
+        "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
         "HSET lmpool:{m}:trying:n w 0", "DEL lmpool:{m}:trying:n",
@@ -77,10 +79,10 @@ NOT_THEIRS = {
     "trie-worker": (
         "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
         "XADD lmpool:{m}:jobs * m x", "XRANGE lmpool:{m}:jobs - +", "XADD lmpool:{m}:reply:c * d x",
-        "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b",
+        "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b", "UNLINK lmpool:{m}:jobs",
     ),
     "operator": (
-        "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs",
+        "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs", "INFO all",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XRANGE lmpool:{m}:reply:c - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
         "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS,

@@ -68,6 +68,13 @@ class Keys:
         """Prefix of the strings that hold the weights of trie jobs (append their name); each has a TTL."""
         return f"{self.prefix}:weights:".encode()
 
+    def probe(self, model: str, client_id: str) -> bytes:
+        """String: what a client writes to see whether the server of a model's queue takes writes; expires at once.
+
+        Among the weights, for those are what every client may write; with the model's tag, to be on its master.
+        """
+        return f"{self.prefix}:weights:{{{model}}}{client_id}".encode()
+
     def model(self, name: str) -> ModelKeys:
         """The keys of one model, all in one cluster slot."""
         return ModelKeys(f"{self.prefix}:{{{name}}}".encode())

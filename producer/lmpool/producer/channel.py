@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import inf
+from time import monotonic
 
 import numpy as np
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from lmpool.card import ModelCard
 from lmpool.clusterrows import rows_on
@@ -16,7 +19,9 @@ from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
 from lmpool.rowcache import Row, RowCache
+from lmpool.rows import encoded_size
 from lmpool.server import Server
+from lmpool.server_memory import ServerMemory, read_memory
 
 TROUBLE = (RedisError, OSError, LMPoolError)
 """What any use of the server may raise."""
@@ -24,6 +29,7 @@ TROUBLE = (RedisError, OSError, LMPoolError)
 CLOSED = "the producer was closed while the request was under way"
 
 _NO_ROW = np.empty(0, np.float32)
+_MEMORY_LOOK_S = 5.0
 
 
 class Channel:
@@ -61,6 +67,8 @@ class Channel:
         self.line = CommandLine(server)
         self.lobby = Lobby(self.redis, keys)
         self.closed = False
+        self._memory: ServerMemory | None = None
+        self._next_memory_look = 0.0
         self.trouble: LMPoolError | None = None
 
     def adopt(self, card: ModelCard) -> None:
@@ -178,6 +186,41 @@ class Channel:
             f"the queue of {self.card.name!r} is at its limit of {self.card.queue_limit} prompts; "
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
+
+    async def note_lost(self, flights: Iterable[Flight]) -> None:
+        """Remember that rows were said to be there and were gone: evicted, unless they were damaged."""
+        self._flights.count_lost(one for one in flights if not one.damaged and self._flights.is_open(one))
+        now = monotonic()
+        if now >= self._next_memory_look:
+            self._next_memory_look = now + _MEMORY_LOOK_S
+            self._memory = await read_memory(self.redis)
+            if self._memory is None:
+                self._next_memory_look = inf  # This user is not told.
+
+    def lost(self, flight: Flight) -> str:
+        """What to say of a row that was evicted before it could be fetched; "" when it was not."""
+        times = self._flights.times_lost(flight)
+        if not times:
+            return ""
+        gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
+        if self._memory is not None and not self._memory.evicted_keys:
+            return f"{gone}, although the server has evicted nothing ({self._memory}): does somebody drop rows?"
+        memory = f" ({self._memory})" if self._memory is not None else ""
+        size = encoded_size(self.card.vocab_size, self.card.row_encoding) / 1e6
+        rows = "" if self.card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
+        return (
+            f"{gone}: evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer rows under "
+            "way at once, or serve rows of a smaller dtype"
+        )
+
+    async def check_writes(self) -> None:
+        """Write something that is gone at once, to see whether the server takes writes; a user's rights do not count.
+
+        Raises:
+            RedisError, OSError: it does not, or cannot be used.
+        """
+        with suppress(NoPermissionError):
+            await self.redis.set(self._keys.probe(self.card.name, self._client_id), b"", px=1)
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

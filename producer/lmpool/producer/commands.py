@@ -37,6 +37,7 @@ from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.top_command import top
 from lmpool.producer.trie_command import trie_app
 from lmpool.server import Server
+from lmpool.server_memory import ServerMemory, read_memory
 from lmpool.terminal import Terminal, say, say_json
 
 _GLOB = re.compile(rb"[\\*?\[\]]")
@@ -102,14 +103,15 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     """Show models, workers, queue depths and rates."""
     server, keys = Server(redis), key_names(prefix)
 
-    async def look() -> tuple[Survey, str | None]:
-        return await survey(server, keys), await read_doubt(server)
+    async def look() -> tuple[Survey, str | None, ServerMemory | None]:
+        return await survey(server, keys), await read_doubt(server), await _memory(server)
 
-    found, doubt = run(look())
-    if doubt:
-        say(doubt, err=True)
+    found, doubt, memory = run(look())
+    for one in (doubt, memory and memory.doubt()):
+        if one:
+            say(one, err=True)
     if as_json:
-        say_json(found)
+        say_json([{**model, "server_memory": memory and memory._asdict()} for model in found])
         return
     if not found:
         say(f"no model is served under the prefix {prefix!r} at {server}")
@@ -117,6 +119,17 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     console = Terminal()
     console.print(status_models(found, console.width))
     console.print(status_workers(found, console.width))
+    if memory:
+        say(f"server: {memory}")
+
+
+async def _memory(server: Server) -> ServerMemory | None:
+    """The server's memory, as far as this user is told."""
+    redis = server.client()
+    try:
+        return await read_memory(redis)
+    finally:
+        await redis.aclose()
 
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
@@ -156,7 +169,12 @@ def bench(
 ) -> None:
     """Measure a served model: new rows, the same rows from the cache, and one request alone."""
 
-    async def ask() -> Measurement:
+    server = Server(redis)
+
+    async def ask() -> tuple[Measurement, int | None]:
+        before = await _memory(server)
+        if before and (doubt := before.doubt()):
+            say(doubt, err=True)
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
         ) as producer:
@@ -164,11 +182,17 @@ def bench(
                 limit = producer.model.max_prompt_tokens
                 raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
             say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
-            return await measure(producer, prompts, length, concurrency, seed)
+            measured = await measure(producer, prompts, length, concurrency, seed)
+        after = await _memory(server)
+        evicted = after.evicted_keys - before.evicted_keys if before and after else None
+        if evicted:
+            text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
+            say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)
+        return measured, evicted
 
-    found = run(ask())
+    found, evicted = run(ask())
     if as_json:
-        say_json(found._asdict())
+        say_json({**found._asdict(), "evicted_keys": evicted})
         return
     table = Table("", "rows/s", "p50 ms", "p99 ms")
     table.add_row("new", f"{found.new_per_s:.1f}", f"{found.new_p50_ms:.2f}", f"{found.new_p99_ms:.2f}")

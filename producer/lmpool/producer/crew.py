@@ -50,7 +50,10 @@ class Crew:
         self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self._count or self._is_loading:
             self._missing_since = None
-        elif self._missing_since is None:
+            return None
+        # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
+        await self._channel.check_writes()
+        if self._missing_since is None:
             self._missing_since = now
         elif now - self._missing_since >= max(card.lease_s, _RESTART_S):
             seconds = now - self._missing_since

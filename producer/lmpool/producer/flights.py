@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from time import monotonic
 
@@ -111,6 +111,8 @@ class FlightTable:
         self._stats = stats
         # Flights that the server has, and the bytes of their prompts.
         self._away = self._away_bytes = 0
+        # How often a row was said to be there and was not: of those flights alone, for there are hardly ever any.
+        self._lost: dict[bytes, int] = {}
         self.on_end: Callable[[], None] | None = None
         self.figures = figures or Figures(stats, cache)
 
@@ -174,12 +176,24 @@ class FlightTable:
     def _end(self, flight: Flight) -> None:
         prompt = flight.prompt
         del self._flights[prompt.digest]
+        if self._lost:
+            self._lost.pop(prompt.digest, None)
         if flight.is_away:
             flight.is_away = False
             self._away -= 1
             self._away_bytes -= len(prompt.ids)
         if self.on_end is not None:
             self.on_end()
+
+    def count_lost(self, flights: Iterable[Flight]) -> None:
+        """Count that rows were said to be there, and were gone before they could be fetched."""
+        for flight in flights:
+            digest = flight.prompt.digest
+            self._lost[digest] = self._lost.get(digest, 0) + 1
+
+    def times_lost(self, flight: Flight) -> int:
+        """How often that has happened to a flight under way."""
+        return self._lost.get(flight.prompt.digest, 0)
 
     def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> bool:
         """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""

@@ -107,6 +107,7 @@ class Inbox:
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.
                     await self._outbox.submit(lost, again=True)
+                    await self._channel.note_lost(lost)
             except TROUBLE as error:
                 self._channel.note(error)
 

@@ -106,6 +106,7 @@ class Outbox:
             if gone and not again:
                 # Evicted since: a row is a pure function, so ask for it once more.
                 await self.submit(gone, again=True)
+                await channel.note_lost(gone)
 
     async def _submit_parts(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
+    DeadlineExceeded,
     LMPoolError,
     ProducerClosed,
     QueueFull,
@@ -236,6 +237,8 @@ class Session:
             return type(channel.trouble)(f"{within}: {channel.trouble}")
         if flight.stage is Stage.REFUSED:
             return QueueFull(f"{within}: {channel.full()}")
+        if lost := channel.lost(flight):
+            return DeadlineExceeded(f"{within}: {lost}")
         return self._crew.late(within)
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ def status_models(found: Survey, width: int) -> Table:
 
 def status_workers(found: Survey, width: int) -> Table:
     """The workers, for `lmpool status`."""
-    return fitting("Workers", _workers(found), width)
+    return fitting("Workers", [*_workers(found), _heard(found)], width)
 
 
 def top_models(found: Survey, width: int) -> Table:
@@ -107,7 +107,7 @@ def top_workers(found: Survey, width: int) -> Table:
         Column("batch", [_text(worker.get("batch")) for worker in workers], 6),
         Column("p50", [seconds(number(worker, "p50_s")) for worker in workers], 5),
         Column("p99", [seconds(number(worker, "p99_s")) for worker in workers], 4),
-        Column("heard", [seconds(worker.get("silent_s")) for worker in workers], 7),
+        _heard(found),
     ]
     return fitting("Workers", [*_workers(found), *more], width)
 
@@ -136,6 +136,11 @@ def _workers(found: Survey) -> list[Column]:
         Column("failed", [_text(worker.get("failures")) for worker in workers], 3),
         Column("reuse", [_reuse(worker) for worker in workers], 9),
     ]
+
+
+def _heard(found: Survey) -> Column:
+    """How long ago each worker has given its last sign of life."""
+    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(found)], 7)
 
 
 def _each_worker(found: Survey) -> list[dict[str, Any]]:

@@ -198,9 +198,7 @@ class Presence:
         if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
-            # Trie workers have no part in the queues of models.
-            if model == self._card.name or not self._card.is_trie:
-                await scripts.RETIRE(self._redis, keys.queue, [_QUEUE_TTL_MS])
+            await scripts.RETIRE(self._redis, keys.queue, [_QUEUE_TTL_MS])
 
     async def _keep_vocabulary(self) -> None:
         """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""

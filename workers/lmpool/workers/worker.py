@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool import scripts
 from lmpool.adapters import AdapterRegistry
@@ -22,6 +22,7 @@ from lmpool.line import CommandLine, reply_timeout
 from lmpool.patch_level import read_doubt
 from lmpool.queue import read_queue
 from lmpool.server import Server
+from lmpool.server_memory import read_memory
 from lmpool.tasks import end_tasks
 from lmpool.workers.adapter_sources import AdapterSources
 from lmpool.workers.adapter_trials import AdapterTrials
@@ -142,12 +143,14 @@ class Worker:
         redis = self._server.client()
         try:
             await redis.ping()
+            memory = await read_memory(redis)
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
             await redis.aclose()
-        if doubt := await read_doubt(self._server):
-            _log.warning("%s", doubt)
+        for doubt in (await read_doubt(self._server), memory and memory.doubt()):
+            if doubt:
+                _log.warning("%s", doubt)
 
     async def _run(self, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
         """Join the model, serve it until `stop`, and leave it."""
@@ -319,7 +322,10 @@ class Worker:
             asked_at = time.time()
             self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
         except (RedisError, OSError, LMPoolError) as error:
-            self.health.trouble = str(self._server.explain(error))
+            text = str(self._server.explain(error))
+            if isinstance(error, ResponseError) and not self.health.trouble:
+                _log.warning("clients will not see this worker any more, for its heartbeat is refused: %s", text)
+            self.health.trouble = text
             raise
         self.health.answered()
 
