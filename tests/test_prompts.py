@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+from transformers import BatchEncoding
 
 from lmpool.errors import EmptyPrompt, InvalidPrompt, NotTokenIds, PromptTooLong, TokenOutOfRange
 from lmpool.prompts import DIGEST_SIZE, Prompt, check_encoded, decode_ids, digest_of, encode_prompt
@@ -236,6 +238,14 @@ NOT_IDS: dict[str, tuple[Any, str]] = {
     "3-D array": (np.zeros((1, 1, 1), np.int64), "(1, 1, 1)"),
     "0-d array": (np.array(5), "5"),
     "0-d tensor": (torch.tensor(5), "tensor(5)"),
+    "what a tokenizer gives": (BatchEncoding({"input_ids": [1, 2]}), 'pass its ["input_ids"]'),
+    "what it gives for several texts": (BatchEncoding({"input_ids": [[1], [2, 3]]}), 'pass its ["input_ids"][0]'),
+    "what it gives as tensors": (BatchEncoding({"input_ids": torch.tensor([[1]])}), 'pass its ["input_ids"][0]'),
+    "what the library tokenizers gives": (Tokenizer(models.BPE({"a": 0}, [])).encode("a"), "pass its .ids"),
+    "text that can be encoded": ("Hello", "tokenizer.encode(text)"),
+    "list of texts": (["Hello"], "tokenizer.encode(text)"),
+    "rows of a tensor": (torch.tensor([[1, 2]]), "such as ids[0]"),
+    "rows of a list": ([[1, 2]], "such as ids[0]"),
     "int": (5, "5"),
     "numpy int": (np.int64(5), "5"),
     "float": (1.5, "1.5"),
@@ -289,7 +299,9 @@ def test_a_huge_bad_prompt_gives_a_short_message() -> None:
 
 
 def test_the_exceptions_are_also_the_builtin_ones() -> None:
-    for bad, kind in (([], ValueError), ([-1], ValueError), ([1] * 99, ValueError), ("a", TypeError)):
+    for bad, kind in (
+        *(([], ValueError), ([-1], ValueError), ([-1], IndexError), ([1] * 99, ValueError), ("a", TypeError)),
+    ):
         with pytest.raises(kind) as caught:
             encode(bad)
         assert isinstance(caught.value, InvalidPrompt)

@@ -4,7 +4,7 @@
     ├── InvalidPrompt (ValueError)      the prompt itself is at fault; nothing was sent
     │   ├── NotTokenIds (TypeError)     floats, bools, strings, nested lists, arrays that are not 1-D
     │   ├── EmptyPrompt                 no ids
-    │   ├── TokenOutOfRange             an id below 0 or not below V
+    │   ├── TokenOutOfRange (IndexError)  an id below 0 or not below V
     │   └── PromptTooLong               more ids than the model takes
     ├── TrieError (ValueError)          what is asked of a trie is at fault; nothing was computed
     │   ├── InvalidVocabulary           not byte strings, none at all, or over a limit
@@ -59,7 +59,7 @@ class EmptyPrompt(InvalidPrompt):
     """The prompt has no ids."""
 
 
-class TokenOutOfRange(InvalidPrompt):
+class TokenOutOfRange(InvalidPrompt, IndexError):
     """An id is negative or not below the model's vocabulary size."""
 
 
@@ -108,7 +108,13 @@ class ModelError(LMPoolError, LookupError):
 
 
 class UnknownModel(ModelError):
-    """No model of that name is served."""
+    """No model of that name is served.
+
+    Attributes:
+        is_loading: whether a worker is loading it just now.
+    """
+
+    is_loading = False
 
 
 class AmbiguousModel(ModelError):

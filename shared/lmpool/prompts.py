@@ -90,6 +90,23 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
     return Prompt(data, digest_of(data, adapter), adapter)
 
 
+def not_token_ids(ids: Any) -> NotTokenIds:
+    """What is wrong with something that is no sequence of token ids at all, and where it may have some."""
+    if isinstance(ids, _TEXT):
+        return NotTokenIds(
+            f"the prompt is text, {_described(ids)}: encode it with the model's tokenizer and pass the token ids, "
+            "tokenizer.encode(text)"
+        )
+    hint = ""
+    if isinstance(ids, Mapping) and "input_ids" in ids:
+        found = ids["input_ids"]
+        has_rows = getattr(found, "ndim", 1) == 2 or (isinstance(found, list) and list in map(type, found))
+        hint = f'; pass its ["input_ids"]{"[0]" if has_rows else ""}'
+    elif isinstance(getattr(ids, "ids", None), list):
+        hint = "; pass its .ids"  # What the library `tokenizers` gives.
+    return NotTokenIds(f"the prompt is {_described(ids)}: it must be a sequence of token ids{hint}")
+
+
 def decode_ids(data: bytes) -> NDArray[np.uint32]:
     """The ids of an encoded prompt: a read-only uint32 array of shape (n,)."""
     return np.frombuffer(data, _LITTLE_ENDIAN)
@@ -145,20 +162,20 @@ def _as_int(value: Any, index: int) -> int:
     # Arrays and tensors of no dimension are among what samplers return.
     if getattr(value, "shape", None) == () and (number := np.asarray(value)).dtype.kind in "iu":
         return int(number)
-    raise NotTokenIds(f"element {index} of the prompt is {_described(value)}: token ids are integers")
+    text = isinstance(value, (str, bytes))
+    hint = "; encode text by tokenizer.encode(text)" if text else _one_of_several(value)
+    raise NotTokenIds(f"element {index} of the prompt is {_described(value)}: token ids are integers{hint}")
 
 
 def _from_other(ids: Any, max_tokens: int) -> tuple[bytes, int, int, int]:
     """Arrays, and whatever else can be read like a list."""
     if isinstance(ids, _TEXT):
-        raise NotTokenIds(
-            f"the prompt is text, {_described(ids)}: encode it with the model's tokenizer and pass the token ids"
-        )
+        raise not_token_ids(ids)
     if hasattr(ids, "__array__") or hasattr(ids, "__array_interface__") or hasattr(ids, "__dlpack__"):
         return _from_array(ids)
     kind = type(ids)
     if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")) or isinstance(ids, Mapping):
-        raise NotTokenIds(f"the prompt is {_described(ids)}: it must be a sequence of token ids")
+        raise not_token_ids(ids)
     # Not through numpy, which makes integers of bools.
     try:
         values = list(ids) if len(ids) <= max_tokens else ids
@@ -173,16 +190,21 @@ def _from_array(ids: Any) -> tuple[bytes, int, int, int]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise NotTokenIds(f"the prompt is {_described(ids)}: {error}") from error
     if values.ndim != 1:
-        raise NotTokenIds(
-            f"the prompt has shape {values.shape}: one prompt is 1-D; use batch_logprobs for several"
-            if values.ndim
-            else f"the prompt is {_described(ids)}: it must be a sequence of token ids"
-        )
+        if not values.ndim:
+            raise not_token_ids(ids)
+        raise NotTokenIds(f"the prompt has shape {values.shape}: one prompt is 1-D{_one_of_several(values)}")
     if values.size == 0:
         return b"", 0, 0, 0
     if values.dtype.kind not in "iu":
         raise NotTokenIds(f"the prompt's dtype is {values.dtype}: token ids are integers")
     return values.astype(_LITTLE_ENDIAN).tobytes(), int(values.min()), int(values.max()), values.size
+
+
+def _one_of_several(value: Any) -> str:
+    """A hint for whoever has passed several prompts, as tokenizers give them, in place of one."""
+    if not hasattr(value, "__len__"):
+        return ""
+    return "; pass one of its rows, such as ids[0], or use batch_logprobs for several prompts"
 
 
 def _described(value: object) -> str:

@@ -112,6 +112,7 @@ class Adapters:
 
     async def _read_since(self, begin: float, within: Within) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
+        within = within.bounded()
         seen: BaseException | None = None
         doubt = ""
         try:

@@ -10,6 +10,12 @@ from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.prompts import Prompt, encode_prompt
 
+ENDLESS_S = 9e8
+"""What stands for no deadline at all: a request ends in its row, or when nobody could have answered it for long.
+
+Infinity would make deadlines that cannot be reckoned with.
+"""
+
 
 def encode(card: ModelCard, ids: Any, adapter: str) -> Prompt:
     """A prompt for a model.

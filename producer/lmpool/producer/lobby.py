@@ -70,9 +70,7 @@ class Lobby:
         served = ", ".join(cards) or "none"
         if not cards:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
-            raise UnknownModel(
-                f"{wanted}: {await self._advice(name, 'start a worker with `lmpool worker MODEL --name NAME`')}"
-            )
+            raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
         if name is None:
             # The card of a model whose workers were killed may still be there.
             live = [card for card in cards.values() if await self._is_served(card.name)] if len(cards) > 1 else []
@@ -81,7 +79,7 @@ class Lobby:
             return live[0] if live else next(iter(cards.values()))
         if name not in cards:
             otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
-            raise UnknownModel(f"the model {name!r} is not served; {await self._advice(name, otherwise)}")
+            raise await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
         return cards[name]
 
     async def find(self, name: str) -> ModelCard | None:
@@ -102,16 +100,18 @@ class Lobby:
         except NoPermissionError:
             return False
 
-    async def _advice(self, name: str | None, otherwise: str) -> str:
-        """What to do when a model is not served: wait, when a worker is loading it just now.
+    async def _unknown(self, name: str | None, what: str, otherwise: str) -> UnknownModel:
+        """That a model is not served, and what to do: wait, when a worker is loading it just now.
 
         However many workers load, this costs the same, for who waits for a model looks again every second.
         """
         loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
-            return f"a worker is loading {models}, try again in a moment"
-        return f"{otherwise} (being loaded: {models})" if loading else otherwise
+            error = UnknownModel(f"{what}a worker is loading {models}, try again in a moment")
+            error.is_loading = True
+            return error
+        return UnknownModel(f"{what}{otherwise} (being loaded: {models})" if loading else f"{what}{otherwise}")
 
     async def _some_loading(self) -> set[str]:
         """Some of the models that workers are loading: those that this user may look at."""

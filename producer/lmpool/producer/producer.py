@@ -263,7 +263,7 @@ class Producer(CopiedAsItself, Picking):
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = begin(timeout, self._timeout)
+        within = begin(timeout, self._timeout).bounded()
         return await AdapterChange(await self._rows.open(within), name, within, replicas).add(source)
 
     async def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
@@ -283,7 +283,7 @@ class Producer(CopiedAsItself, Picking):
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = begin(timeout, self._timeout)
+        within = begin(timeout, self._timeout).bounded()
         await AdapterChange(await self._rows.open(within), name, within, replicas).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:

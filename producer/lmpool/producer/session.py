@@ -18,6 +18,7 @@ from lmpool.keys import Keys
 from lmpool.line import reply_timeout
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import CLOSED, TROUBLE, Channel
+from lmpool.producer.checks import ENDLESS_S
 from lmpool.producer.crew import Crew
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
 from lmpool.producer.figures import Figures
@@ -30,7 +31,7 @@ from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.vocabularies import Vocabularies
 from lmpool.producer.waiters import SingleWaiter
-from lmpool.producer.within import Within
+from lmpool.producer.within import ALONE_S, Within
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
 from lmpool.server import Server
@@ -80,6 +81,7 @@ class Session:
         self._supervisor: asyncio.Task[None] | None = None
         self._waits_when_absent = when_absent == "wait"
         self._has_told_of_absence = False
+        self._alone_since: float | None = None
         self._tasks = Tasks()
         self.loop = self._tasks.loop
         self._cache = cache
@@ -287,13 +289,15 @@ class Session:
         """The slow timer: notifications are hints, so look at the truth from time to time."""
         while True:
             await asyncio.sleep(_WATCH_S)
+            absence = None
             try:
                 # redis-py's client was opened before the lease was known.
                 async with asyncio.timeout(reply_timeout(self.card.lease_s)):
                     await self._reload_card()
                     await self.adapters.renew()
                     if self._flights:
-                        self._on_look(await self._crew.look(self.loop.time()))
+                        absence = await self._crew.look(self.loop.time())
+                        self._on_look(absence)
                     else:
                         self._crew.rest()
                 if self._flights:
@@ -305,6 +309,7 @@ class Session:
                 self._crew.rest()  # Who could not be seen is not missed.
                 self._channel.note(error)
                 await self._channel.reconnect(error)
+            self._bear(absence or self._channel.trouble)
 
     async def _recheck(self) -> None:
         """Look for rows that were never announced; resubmit what has been silent for a lease."""
@@ -325,13 +330,24 @@ class Session:
         if absence is None:
             self._has_told_of_absence = False
         elif not self._waits_when_absent:
-            self._give_up(absence)
+            self._give_up(list(self._flights), absence)
         elif not self._has_told_of_absence:
             self._has_told_of_absence = True
             _log.warning("%s; requests wait until their deadlines", absence)
 
-    def _give_up(self, error: LMPoolError) -> None:
-        for flight in self._flights:
+    def _bear(self, why: LMPoolError | None) -> None:
+        """End the requests without a deadline when they could not have been answered for long, for this reason."""
+        now = self.loop.time()
+        if why is None or not self._flights:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif (seconds := now - self._alone_since) >= ALONE_S:
+            error = type(why)(f"no row could be had for {seconds:.0f} s: {why}")
+            self._give_up([flight for flight in self._flights if flight.until - now > ENDLESS_S / 2], error)
+
+    def _give_up(self, flights: list[Flight], error: LMPoolError) -> None:
+        for flight in flights:
             self._flights.land(flight, error)
             self._outbox.take_back(flight)
 

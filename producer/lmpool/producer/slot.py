@@ -115,6 +115,8 @@ class SessionSlot:
     async def open(self, within: Within) -> Session:
         """The session of the running event loop; concurrent callers share one attempt to open it.
 
+        Without a deadline this waits as long as a worker loads the model.
+
         Raises:
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
@@ -123,6 +125,16 @@ class SessionSlot:
         """
         if (session := self.current(within.loop)) is not None:
             return session
+        while True:
+            part = within.bounded()
+            try:
+                return await self._open(part)
+            except NoWorker as error:
+                lacks = error.__cause__
+                if part is within or not isinstance(lacks, UnknownModel) or not lacks.is_loading:
+                    raise
+
+    async def _open(self, within: Within) -> Session:
         attempt = self._attempt()
         attempt.waiting += 1
         try:

@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lmpool.errors import DeadlineExceeded
-from lmpool.producer.checks import check_timeout
+from lmpool.producer.checks import ENDLESS_S, check_timeout
+
+ALONE_S = 60.0
+"""For how long what has no deadline bears that nobody could answer it: no worker, or no server."""
 
 
 def begin(timeout: float | Within | None, default: float) -> Within:
@@ -56,6 +59,10 @@ class Within:
         if left <= 0:
             raise self._late()
         return left
+
+    def bounded(self) -> Within:
+        """This deadline; where there is none, that of something which no worker has to compute."""
+        return Within(ALONE_S) if self.seconds == ENDLESS_S else self
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time (timeout=)")

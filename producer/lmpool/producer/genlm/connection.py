@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import math
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from lmpool.errors import ProducerClosed
+from lmpool.producer.checks import ENDLESS_S, check_timeout
 from lmpool.producer.producer import Producer
 from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
@@ -25,7 +27,7 @@ class Address:
     Attributes:
         model: name of the served model; None for the only one.
         redis: URL or redis-py client; None for the environment's, then this user's embedded server.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request may take; infinity for no deadline.
         cache_bytes: bytes of rows that a producer keeps.
         prefix: prefix of the pool's Redis keys.
         when_absent: what connecting and asking do while no worker serves the model.
@@ -33,7 +35,7 @@ class Address:
 
     model: str | None = None
     redis: RedisLike | None = field(default=None, repr=False)  # It may hold a password.
-    timeout: float = 60.0
+    timeout: float = math.inf
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
     when_absent: WhenAbsent = "raise"
@@ -41,7 +43,17 @@ class Address:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `Producer` and `SyncProducer`."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        return options | {"timeout": seconds_of(self.timeout)}
+
+
+def seconds_of(timeout: float) -> float:
+    """What a producer is told; infinity is no deadline.
+
+    Raises:
+        SettingsError: not a number above 0.
+    """
+    return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
 
 
 class LazyProducer(SyncProducer):

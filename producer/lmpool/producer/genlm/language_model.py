@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -12,13 +13,15 @@ from typing import Any, Self
 import torch
 
 from lmpool.card import ModelCard
-from lmpool.errors import NotTokenIds, SettingsError, UnknownAdapter
+from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.genlm.aliases import tensor_over
-from lmpool.producer.genlm.connection import Address, Connection, Owned
+from lmpool.producer.genlm.connection import Address, Connection, Owned, seconds_of
+from lmpool.producer.genlm.llm_opts import LEAST_TIMEOUT_S
 from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer
+from lmpool.prompts import not_token_ids
 from lmpool.server import RedisLike
 from lmpool.vocab import decode_vocab
 
@@ -27,6 +30,8 @@ try:
     from genlm.backend.tokenization import Token
 except ImportError as error:
     raise ImportError(f"PooledLM needs genlm-backend: pip install 'lmpool[genlm]' ({error})") from error
+
+_THEIR_BATCH_SIZE = 20
 
 
 class UnknownLora(UnknownAdapter, ValueError):
@@ -52,6 +57,10 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     Rows are torch float32 tensors of shape (V,) on the CPU, V being the model's, in the memory of the producer's
     cache: they must not be changed in place.
 
+    Without a `timeout` a request waits as long as a worker serves the model or loads it. It ends in NoWorker when none
+    has lived for a lease (with `when_absent="wait"` for a minute more), and in ServerError when the server has been
+    away for a minute.
+
     Wherever it takes `lora_name`, an adapter that the model does not have raises `UnknownLora`, which is an
     `UnknownAdapter` and a ValueError; otherwise all methods raise what `Producer.logprobs` raises.
 
@@ -65,6 +74,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         byte_vocab: genlm-backend's `Token` of every id of the tokenizer.
         str_vocab: the text of every id of the tokenizer.
         device: where the rows are, the CPU.
+        batch_size: that of genlm-backend's AsyncTransformer, for programs that set it. It changes nothing: workers
+            batch whatever they find, up to a bound of their own.
 
     Raises:
         ServerError, UnknownModel, AmbiguousModel, NoWorker: as `Producer.open`.
@@ -90,6 +101,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self.tokenizer = tokenizer
         tokens, self.str_vocab = decode_vocab(tokenizer)
         self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
+        self.batch_size = _THEIR_BATCH_SIZE
+        self._timeout = address.timeout
+        self._seconds = seconds_of(address.timeout)
         self._address = address
         self._connection = connection
         weakref.finalize(self, connection.abandon).atexit = False
@@ -100,7 +114,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         name: str | None = None,
         *,
         redis: RedisLike | None = None,
-        timeout: float = 60.0,
+        timeout: float = math.inf,
         cache_bytes: int = 256 * 1024 * 1024,
         prefix: str = "lmpool",
         tokenizer: Any = None,
@@ -112,18 +126,38 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             name: what the model is served as; None for the only one that is served.
             redis: URL, or a redis-py client whose address and credentials are taken over (the model cannot be
                 pickled then); None means `LMPOOL_REDIS_URL`, then this user's embedded server.
-            timeout: seconds that a request may take.
+            timeout: seconds that a request may take; infinity: as long as a worker serves the model or loads it.
             cache_bytes: bytes of rows that are kept for coroutines of one thread, and as much again for synchronous
                 calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
             tokenizer: the model's; None for the one that the model's card names.
             when_absent: what connecting and asking do while no worker serves the model: "wait" until `timeout` has
-                passed, or "raise" (see `Producer`).
+                passed (without one: for a minute), or "raise" (see `Producer`).
 
         Raises:
             As the class.
         """
         return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent), tokenizer=tokenizer)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a request may take; infinity: as long as a worker serves the model or loads it.
+
+        What is less than 1 s is kept and changes nothing: to genlm-backend it is for how long a batch waits for
+        companions, and a pool's workers wait for none.
+
+        Raises:
+            SettingsError: it is set to something else than a number above 0.
+        """
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        told = seconds_of(seconds)
+        if told >= LEAST_TIMEOUT_S:
+            self._seconds = told
+            self._address = replace(self._address, timeout=seconds)
+        self._timeout = seconds
 
     @property
     def card(self) -> ModelCard:
@@ -141,12 +175,14 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (V,), not to be changed in place.
         """
         with _as_genlm_says():
-            return tensor_over(await self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name)))
+            work = self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds)
+            return tensor_over(await work)
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
         with _as_genlm_says():
-            return tensor_over(self._connection.sync.logprobs(token_ids, adapter=_adapter(lora_name)))
+            sync = self._connection.sync
+            return tensor_over(sync.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds))
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
@@ -161,7 +197,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             float32 tensor of shape (n, V), the caller's own.
         """
         with _as_genlm_says():
-            rows = await self._connection.producer.batch_logprobs(token_ids_list, adapter=_adapter(lora_name))
+            rows = await self._connection.producer.batch_logprobs(
+                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
+            )
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(
@@ -169,12 +207,18 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _as_genlm_says():
-            return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, adapter=_adapter(lora_name)))
+            rows = self._connection.sync.batch_logprobs(
+                token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
+            )
+        return torch.from_numpy(rows)
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
         with _as_genlm_says():
-            return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, adapter=_adapter(lora_name)))
+            row = self._connection.sync.logprobs(
+                token_ids, fresh=True, adapter=_adapter(lora_name), timeout=self._seconds
+            )
+        return tensor_over(row)
 
     async def sample(
         self,
@@ -201,8 +245,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             the token ids after the prompt.
         """
-        if isinstance(prompt_token_ids, str) or not hasattr(prompt_token_ids, "__iter__"):
-            raise NotTokenIds(f"the prompt is {prompt_token_ids!r:.80}: it must be a sequence of token ids")
+        if isinstance(prompt_token_ids, (str, Mapping)) or not hasattr(prompt_token_ids, "__iter__"):
+            raise not_token_ids(prompt_token_ids)
         prompt = list(prompt_token_ids)
         ends = frozenset(eos_token_ids)
         # The likeliest token needs no seed; genlm-backend would divide by 0.
@@ -220,7 +264,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
         with _as_genlm_says():
             return await self._connection.producer.sample(
-                token_ids, temperature=temperature, adapter=_adapter(lora_name)
+                token_ids, temperature=temperature, adapter=_adapter(lora_name), timeout=self._seconds
             )
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
@@ -230,7 +274,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         least recently.
         """
         with _as_genlm_says():
-            self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name))
+            self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name), timeout=self._seconds)
 
     def clear_cache(self) -> None:
         """Drop the rows that are kept in this process. Those in the pool's cache stay, for everyone who asks."""
@@ -293,7 +337,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             raise SettingsError(
                 "redis: a model that was made with a redis-py client cannot be pickled: make it with a URL"
             )
-        return _reconnected, (type(self), self._address, self.tokenizer)
+        set_since = {"batch_size": self.batch_size, "_timeout": self._timeout}
+        return _reconnected, (type(self), self._address, self.tokenizer), set_since
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address.model!r})"

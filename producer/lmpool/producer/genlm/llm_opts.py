@@ -15,7 +15,9 @@ from lmpool.errors import SettingsError
 OF_THE_MODEL = ("timeout", "cache_bytes", "tokenizer")
 OF_THE_POOL = (*OF_THE_MODEL, "redis", "prefix", "when_absent")
 
-_LEAST_TIMEOUT_S = 1.0
+LEAST_TIMEOUT_S = 1.0
+"""What is less is what genlm-backend waits for companions, not what a request may take."""
+
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 _DTYPES = ("torch_dtype", "dtype")
 _REFUSED = {
@@ -52,9 +54,9 @@ def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
     ours = {name: given[name] for name in OF_THE_MODEL if name in given}
     timeout = ours.get("timeout")
-    if isinstance(timeout, (int, float)) and 0 < timeout < _LEAST_TIMEOUT_S:
+    if isinstance(timeout, (int, float)) and 0 < timeout < LEAST_TIMEOUT_S:
         raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {_LEAST_TIMEOUT_S:g} s: here it is what a request may "
+            f"llm_opts: timeout = {timeout} is less than {LEAST_TIMEOUT_S:g} s: here it is what a request may "
             "take, not what genlm-backend waits for companions: leave it out"
         )
     workers = {name: value for name, value in given.items() if name not in ours and name not in _REFUSED}

@@ -76,7 +76,9 @@ def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
     tokenizer = ours.pop("tokenizer", None)
     pool = PrivatePool(WorkerCommand(served, backend, command_options(worker), **timing))
     try:
-        return PooledLM(Address(redis=pool.url, prefix=PREFIX, **ours), tokenizer=tokenizer, owned=pool)
+        model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **ours), tokenizer=tokenizer, owned=pool)
     except BaseException:
         pool.close()
         raise
+    model.batch_size = worker.get("max_batch", model.batch_size)
+    return model

@@ -1,0 +1,154 @@
+"""How long `PooledLM` waits: as long as somebody could answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import pickle
+import sys
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, SettingsError
+from lmpool.producer import crew, session, within
+from lmpool.producer.genlm import PooledLM, load_model_by_name
+from tests.gate import Gate
+from tests.genlm.small import SIZE, expected
+from tests.pool import DEADLINE_S, Pool, until, until_async
+
+IDS = [72, 105, 33]
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock can be put forward."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        """Seconds, those that were skipped among them."""
+        return super().time() + self.skipped_s
+
+
+def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> None:
+    """Run a coroutine in such a loop."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, SkippingLoop)
+        runner.run(work(loop))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
+    return PooledLM.from_name("syn", redis=pool.url, prefix=pool.prefix, tokenizer=tokenizer, **options)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who could answer is missed soon."""
+    monkeypatch.setattr(crew, "_RESTART_S", 0.1)
+    monkeypatch.setattr(session, "ALONE_S", 0.5)
+    monkeypatch.setattr(within, "ALONE_S", 0.5)
+
+
+def test_a_request_waits_as_long_as_its_worker_lives(pool: Pool, gate: Gate, tokenizer: Any) -> None:
+    pool.start("--vocab-size", SIZE, command=gate.command)
+
+    async def ask(loop: SkippingLoop) -> None:
+        asked = asyncio.create_task(model.next_token_logprobs(IDS))
+        several = asyncio.create_task(model.batch_next_token_logprobs([[1], [2]]))
+        await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 3), "the worker has the prompts")
+        half_an_hour = loop.create_future()
+        loop.call_later(1800, half_an_hour.set_result, None)
+        loop.skipped_s = 3600.0
+        await half_an_hour
+        assert not asked.done()
+        assert not several.done()
+        gate.open()
+        assert torch.equal(await asked, expected(IDS))
+        assert torch.equal(await several, torch.stack([expected([1]), expected([2])]))
+
+    with connect(pool, tokenizer) as model:
+        run_skipping(ask)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_request_ends_when_no_worker_has_lived_for_long(pool: Pool, gate: Gate, tokenizer: Any) -> None:
+    worker = pool.start("--vocab-size", SIZE, "--lease-s", 1, command=gate.command)
+    with ThreadPoolExecutor(1) as other, connect(pool, tokenizer, when_absent="wait") as model:
+        asked = other.submit(model.next_token_logprobs_sync, IDS)
+        until(lambda: pool.held() == 1, "the worker has the prompt")
+        worker.end()
+        with pytest.raises(NoWorker, match="no row could be had for .* no live worker has served 'syn'"):
+            asked.result(DEADLINE_S)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_request_ends_when_the_server_is_away_for_long(
+    own_server: EmbeddedServer, gate: Gate, tmp_path: Path, tokenizer: Any
+) -> None:
+    pool = Pool(own_server.url, "waiting", tmp_path)
+    try:
+        pool.start("--vocab-size", SIZE, command=gate.command)
+        with ThreadPoolExecutor(1) as other, connect(pool, tokenizer, when_absent="wait") as model:
+            asked = other.submit(model.next_token_logprobs_sync, IDS)
+            until(lambda: pool.held() == 1, "the worker has the prompt")
+            own_server.stop()
+            with pytest.raises(ServerError, match="no row could be had for"):
+                asked.result(DEADLINE_S)
+    finally:
+        for worker in pool.workers:
+            worker.end()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_loading_waits_as_long_as_a_worker_loads_the_model(
+    pool: Pool, tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"redis": pool.url, "prefix": pool.prefix, "tokenizer": tokenizer}
+    with pytest.raises(NoWorker, match="'syn' is not served"):
+        load_model_by_name("syn", llm_opts=options)
+    gate = tmp_path / "loads"
+    command = [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, "0", str(gate)]
+    pool._launch(command, None, wait=False)
+    until(lambda: pool.redis.zcard(pool.keys.model("syn").loading), "the worker loads the model")
+    with ThreadPoolExecutor(1) as other:
+        caplog.clear()
+        loading = other.submit(load_model_by_name, "syn", llm_opts=options)
+        until(lambda: caplog.text.count("waiting for a worker to serve 'syn'") > 2, "it has begun to wait again, twice")
+        gate.touch()
+        with loading.result(DEADLINE_S) as model:
+            assert model.next_token_logprobs_sync(IDS).shape == (model.card.vocab_size,)
+
+
+def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any) -> None:
+    with connect(small_pool, tokenizer) as model:
+        assert (model.batch_size, model.timeout) == (20, math.inf)
+        # As genlm-backend's programs set them.
+        model.batch_size, model.timeout = 64, 0.001
+        assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
+        with pickle.loads(pickle.dumps(model)) as other:  # noqa: S301
+            assert (other.batch_size, other.timeout) == (64, 0.001)
+        for wrong in (0, -1, math.nan, "5", None, True):
+            with pytest.raises(SettingsError, match="timeout"):
+                model.timeout = wrong  # type: ignore[assignment]
+        assert model.timeout == 0.001
+
+
+async def test_a_timeout_that_is_set_is_a_deadline(pool: Pool, gate: Gate, tokenizer: Any) -> None:
+    pool.start("--vocab-size", SIZE, command=gate.command)
+    with connect(pool, tokenizer) as model:
+        model.timeout = 1.0
+        with pytest.raises(DeadlineExceeded, match="no row within 1 s"):
+            await model.next_token_logprobs(IDS)
+        with pickle.loads(pickle.dumps(model)) as other, pytest.raises(DeadlineExceeded, match="within 1 s"):  # noqa: S301
+            other.batch_next_token_logprobs_sync([IDS])
