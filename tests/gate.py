@@ -63,20 +63,21 @@ class GatedBackend(SyntheticBackend):
         batch: prompts in one step.
 
     Attributes:
+        gate: as above.
         is_stepping: a step has come to the gate.
         computed: the ids of all prompts that rows were computed for, in this order.
     """
 
     def __init__(self, gate: Gate, batch: int = 8) -> None:
         super().__init__(SyntheticSettings("syn", vocab_size=V, max_batch=batch))
-        self._gate = gate
+        self.gate = gate
         self.is_stepping = threading.Event()
         self.computed: list[bytes] = []
 
     def step(self) -> Finished:
         """See `Backend.step`."""
         self.is_stepping.set()
-        self._gate.wait()
+        self.gate.wait()
         return super().step()
 
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
@@ -85,7 +86,7 @@ class GatedBackend(SyntheticBackend):
 
 
 @asynccontextmanager
-async def gated_worker(pool: Pool, backend: SyntheticBackend, gate: Gate, lease_s: float = 2.0) -> AsyncIterator[None]:
+async def gated_worker(pool: Pool, backend: GatedBackend, lease_s: float = 2.0) -> AsyncIterator[None]:
     """A worker in this process, whose backend's gate is open in the end."""
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=lease_s))
     ready = asyncio.Event()
@@ -94,7 +95,7 @@ async def gated_worker(pool: Pool, backend: SyntheticBackend, gate: Gate, lease_
         await asyncio.wait_for(ready.wait(), DEADLINE_S)
         yield
     finally:
-        gate.open()
+        backend.gate.open()
         worker.stop()
         await asyncio.wait_for(running, DEADLINE_S)
 

@@ -240,7 +240,7 @@ async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool)
 
 async def test_a_request_under_way_follows_the_model_to_new_weights(pool: Pool) -> None:
     # The lease is the time in which the other worker must have started.
-    first = pool.start("--seed", 1, "--step-ms", 60_000, "--lease-s", 4)
+    first = pool.start("--seed", 1, "--step-ms", 600_000, "--lease-s", 4)
     async with pool.producer() as producer:
         request = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")

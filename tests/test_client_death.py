@@ -92,7 +92,7 @@ async def test_a_killed_client_costs_at_most_what_it_had_queued(
     pool: Pool, clients: list[ClientProcess], gate: Gate
 ) -> None:
     backend = GatedBackend(gate)
-    async with gated_worker(pool, backend, gate), pool.producer() as producer:
+    async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         clients[0].kill()
         gate.open()
@@ -109,7 +109,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
     pool, set_clock = clocked
     backend = GatedBackend(gate)
     monkeypatch.setattr(intake, "STALE_S", -1.0)  # To the worker's own clock they are new.
-    async with gated_worker(pool, backend, gate), pool.producer() as producer:
+    async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         clients[0].kill()
         waiting = list(pool.redis.scan_iter(f"{pool.prefix}:*waiting*", 1000))
@@ -126,7 +126,7 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
 
 async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(pool: Pool, gate: Gate) -> None:
     backend = GatedBackend(gate)
-    async with gated_worker(pool, backend, gate), pool.producer() as producer:
+    async with gated_worker(pool, backend), pool.producer() as producer:
         asked = [producer.logprobs([i // 500, i % 500], timeout=0.7) for i in range(QUEUED)]
         outcomes = await asyncio.gather(*asked, return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {DeadlineExceeded}
@@ -164,7 +164,7 @@ async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
     pool, set_clock = clocked
     backend = GatedBackend(gate)
     # Ours wait for longer than the clock is set forward.
-    async with gated_worker(pool, backend, gate), pool.producer("syn", timeout=3000) as producer:
+    async with gated_worker(pool, backend), pool.producer("syn", timeout=3000) as producer:
         asked = [asyncio.ensure_future(producer.logprobs([7]))]
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         clients.append(await asyncio.to_thread(ClientProcess, pool, 3))
@@ -206,7 +206,7 @@ async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:
 
 
 async def test_a_closed_client_leaves_nothing_in_the_queue(pool: Pool, gate: Gate) -> None:
-    async with gated_worker(pool, GatedBackend(gate), gate):
+    async with gated_worker(pool, GatedBackend(gate)):
         async with pool.producer() as producer:
             asked = [asyncio.ensure_future(producer.logprobs([i // 500, i % 500])) for i in range(QUEUED)]
             await until_async(lambda: _are_queued(pool, QUEUED), "they are queued")

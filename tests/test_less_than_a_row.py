@@ -431,7 +431,7 @@ async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
 
 
 async def test_cancelled_requests_are_taken_back(pool: Pool) -> None:
-    pool.start("--step-ms", 60_000, "--max-batch", 1)
+    pool.start("--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer() as producer:
         tasks = [
             asyncio.create_task(work)

@@ -77,7 +77,7 @@ async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
 
 async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool) -> None:
     port = free_port()
-    victim = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 60_000)
+    victim = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 600_000)
     async with pool.producer() as producer:
         asked = [asyncio.create_task(producer.logprobs([i])) for i in range(10)]
         await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 10), "the worker holds the prompts")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import QueueFull, SettingsError
 from lmpool.producer import Producer
+from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
+from tests.clocks import SetClock
+from tests.gate import Gate, GatedBackend, gated_worker
 from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 
 BATCH = 8
-SLOW = ("--max-batch", BATCH, "--step-ms", 20)
 
 
 def resident_bytes() -> int:
@@ -31,33 +34,64 @@ async def checked(producer: Producer, prompt: list[int]) -> None:
     assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
 
 
+class OneByOne(Gate):
+    """A gate that lets one step pass at a time."""
+
+    def __init__(self) -> None:
+        self._let = threading.Semaphore(0)
+
+    def let_one(self) -> None:
+        """Let one step pass."""
+        self._let.release()
+
+    def open(self) -> None:
+        self._let.release(10_000)
+
+    def wait(self) -> None:
+        self._let.acquire()
+
+
 async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(pool: Pool) -> None:
-    pool.start(*SLOW)
-    done = 0
+    gate = OneByOne()
+    backend = GatedBackend(gate, BATCH)
 
-    async def ask(prompt: list[int]) -> None:
-        nonlocal done
-        await checked(greedy, prompt)
-        done += 1
+    async def is_full() -> bool:
+        return pool.held() == 2 * BATCH  # In the step at the gate, and for the next one.
 
-    async with pool.producer(timeout=600) as greedy, pool.producer() as modest:
-        tasks = [asyncio.create_task(ask([i % 500, i // 500])) for i in range(50_000)]
+    async def has_computed(count: int) -> bool:
+        return len(backend.computed) >= count
 
-        async def moves() -> bool:
-            return done > 4 * BATCH
-
-        await until_async(moves, "the many are being computed")
-        waited = []
-        for i in range(30):
-            before = done
-            await checked(modest, [501, i])
-            waited.append((done - before) / BATCH)
-        assert np.quantile(waited, 0.99) <= 10
-        assert done < 25_000, "the many are still under way"
+    async with gated_worker(pool, backend), pool.producer(timeout=3000) as greedy, pool.producer() as modest:
+        tasks = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
+        await until_async(lambda: has_queued(pool, 8192), "as many as may be are queued")
+        for i in range(10):
+            before = len(backend.computed)
+            task = asyncio.create_task(checked(modest, [501, i]))
+            await until_async(lambda i=i: is_waited_for(pool, [501, i]), "it is queued")
+            while _ids([501, i]) not in backend.computed[before:]:
+                await until_async(is_full, "the worker holds all that it may")
+                done = len(backend.computed) + BATCH
+                gate.let_one()
+                await until_async(lambda done=done: has_computed(done), "a batch is computed")
+            assert len(backend.computed) - before <= 10 * BATCH
+            await task
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        gate.open()
         await checked(greedy, [501, 0])
+
+
+def _ids(prompt: list[int]) -> bytes:
+    return np.array(prompt, "<u4").tobytes()
+
+
+async def has_queued(pool: Pool, count: int) -> bool:
+    return pool.jobs() >= count
+
+
+async def is_waited_for(pool: Pool, prompt: list[int]) -> bool:
+    return bool(pool.redis.exists(pool.keys.model("syn").waiting + digest_of(_ids(prompt))))
 
 
 async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
@@ -70,15 +104,11 @@ async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
     assert not pool.names("*turns*")
 
 
-async def test_cancelled_prompts_leave_the_backlog(pool: Pool) -> None:
-    pool.start("--max-batch", 1, "--step-ms", 200)
-    async with pool.producer() as producer:
+async def test_cancelled_prompts_leave_the_backlog(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    async with gated_worker(pool, GatedBackend(gate, batch=1)), pool.producer() as producer:
         tasks = [asyncio.create_task(producer.logprobs([i])) for i in range(200)]
-
-        async def queued() -> bool:
-            return pool.jobs() == 200
-
-        await until_async(queued, "all are queued")
+        await until_async(lambda: has_queued(pool, 200), "all are queued")
         for task in tasks[5:]:
             task.cancel()
 
@@ -86,42 +116,32 @@ async def test_cancelled_prompts_leave_the_backlog(pool: Pool) -> None:
             return pool.jobs() <= 5
 
         await until_async(taken_back, "the others are taken back")
+        gate.open()
         await asyncio.gather(*tasks[:5])
 
 
-async def test_what_nobody_waits_for_any_more_is_not_computed(pool: Pool) -> None:
+async def test_what_nobody_waits_for_any_more_is_not_computed(clocked: tuple[Pool, SetClock]) -> None:
     """A client that vanishes leaves its prompts behind; workers pass over them when its deadline is past."""
+    pool, set_clock = clocked
     script = """
         import asyncio, sys
         from lmpool.producer import Producer
         async def main():
-            async with Producer(redis=sys.argv[1], prefix=sys.argv[2], timeout=0.5) as producer:
-                asked = [asyncio.create_task(producer.logprobs([i])) for i in range(200)]
-                await asyncio.sleep(0)
-                print("asked", flush=True)
-                await asyncio.gather(*asked)
+            async with Producer(redis=sys.argv[1], prefix=sys.argv[2], timeout=60) as producer:
+                await asyncio.gather(*(producer.logprobs([i]) for i in range(200)))
         asyncio.run(main())
     """
-    first = pool.start("--max-batch", 1, "--step-ms", 60_000, "--lease-s", 0.5)
-    client = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), pool.url, pool.prefix], stdout=subprocess.PIPE
-    )
-    assert client.stdout is not None
-    assert client.stdout.readline() == b"asked\n"
-
-    async def queued() -> bool:
-        return pool.jobs() == 200
-
-    await until_async(queued, "all are queued")
-    client.kill()
-    client.wait()
+    first = await asyncio.to_thread(pool.start, "--max-batch", 1, "--step-ms", 600_000, "--lease-s", 10)
+    client = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), pool.url, pool.prefix])
+    try:
+        await until_async(lambda: has_queued(pool, 200), "all are queued")
+    finally:
+        client.kill()
+        client.wait()
     first.end()
-
-    async def expired() -> bool:
-        return not pool.names("*waiting*")
-
-    await until_async(expired, "nobody waits any more")
-    await asyncio.to_thread(pool.start, "--max-batch", 8, "--lease-s", 0.5)
+    await asyncio.to_thread(set_clock, "+5m")
+    assert not pool.names("*waiting*"), "nobody waits any more"
+    await asyncio.to_thread(pool.start, "--max-batch", 8, "--lease-s", 1)
     async with pool.producer() as producer:
         await checked(producer, [300])
 
@@ -129,13 +149,13 @@ async def test_what_nobody_waits_for_any_more_is_not_computed(pool: Pool) -> Non
             return pool.jobs() == 0
 
         await until_async(empty, "the queue is empty")
-        # What the first worker held is given to the second after a lease, which may compute it.
-        assert await pool.rows_computed() <= 4
+    # What the first worker held is given to the second after a lease, which may compute it.
+    assert len(pool.names("row:*")) <= 4
 
 
 async def test_a_request_that_finds_the_queue_full_ends_at_once_if_its_caller_wants_so(pool: Pool) -> None:
-    pool.start("--step-ms", 60_000, "--max-batch", 1, "--queue-limit", 3)
-    async with pool.producer() as patient, pool.producer(when_full="raise", timeout=60) as impatient:
+    pool.start("--step-ms", 600_000, "--max-batch", 1, "--queue-limit", 3)
+    async with pool.producer() as patient, pool.producer(when_full="raise", timeout=3000) as impatient:
         asked = [asyncio.create_task(patient.logprobs([i])) for i in range(3)]
         await until_async(lambda: is_held(pool), "the worker holds a prompt")
 
@@ -163,24 +183,19 @@ async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
 ) -> None:
     pool = Pool(own_server.url, "cut", tmp_path)
     try:
-        pool.start("--max-batch", 4, "--step-ms", 100)
-        async with pool.producer() as producer:
-            tasks = [asyncio.create_task(producer.logprobs([i % 500, i // 500])) for i in range(12_000)]
-
-            async def queued() -> bool:
-                return pool.jobs() > 8000
-
-            await until_async(queued, "the server has its share")
-            for _ in range(3):
-                before = len(pool.redis.client_list())
+        pool.start("--max-batch", 4, "--step-ms", 600_000)
+        async with pool.producer(timeout=3000) as producer:
+            prompts = [[i % 500, i // 500] for i in range(12_000)]
+            tasks = [asyncio.create_task(producer.logprobs(prompt)) for prompt in prompts]
+            await until_async(lambda: has_queued(pool, 8192), "the server has its share")
+            for further in (100, 200, 300):
                 pool.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # type: ignore[no-untyped-call]
-
-                async def back(before: int = before) -> bool:
-                    return len(pool.redis.client_list()) >= before - 1
-
-                await until_async(back, "all are connected again")
-                await asyncio.wait(tasks, timeout=0.3, return_when=asyncio.ALL_COMPLETED)
-                assert pool.jobs() <= 8192
+                # They make room for as many others, which are sent as soon as it can send again.
+                for task in tasks[further : further + 100]:
+                    task.cancel()
+                last = prompts[8192 + further - 1]
+                await until_async(lambda last=last: is_waited_for(pool, last), "it has sent what there is room for")
+                assert pool.jobs() <= 8192 + further, "its share, and what it could not take back"
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -107,7 +107,7 @@ async def test_every_request_has_one_outcome_whatever_ends_it(pool: Pool) -> Non
 
 
 async def test_requests_that_wait_end_late_or_are_cancelled_are_seen(pool: Pool) -> None:
-    await asyncio.to_thread(pool.start, "--step-ms", 60_000)
+    await asyncio.to_thread(pool.start, "--step-ms", 600_000)
     async with pool.producer() as producer:
         waiting = [asyncio.create_task(producer.logprobs([i])) for i in range(3)]
         with pytest.raises(DeadlineExceeded):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
 from lmpool.producer import Producer, SyncProducer, crew
 from lmpool.synthetic import synthetic_row
-from tests.pool import DEADLINE_S, Pool, V, is_held, lmpool_command, until, until_async
+from tests.gate import Gate
+from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, pending, until, until_async
 from tests.scrape import free_port
 
 
@@ -28,9 +30,15 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
 PROMPTS = [[i, j] for i in range(10) for j in range(20)]
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """What the steps of workers pass through."""
+    return Gate(tmp_path / "gate")
+
+
 async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
-    victim = pool.start("--lease-s", 1, "--step-ms", 200)
-    async with pool.producer() as producer:
+    victim = pool.start("--lease-s", 1, "--step-ms", 600_000)
+    async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         victim.end()
@@ -40,25 +48,37 @@ async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
     assert not pool.names("*waiting*")
 
 
-async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool) -> None:
-    frozen = pool.start("--lease-s", 1, "--step-ms", 100)
-    async with pool.producer() as producer:
+async def test_a_frozen_worker_that_wakes_up_late_does_no_harm(pool: Pool, gate: Gate) -> None:
+    frozen = pool.start("--lease-s", 1, command=gate.command)
+    async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         frozen.signal(signal.SIGSTOP)
         await asyncio.to_thread(pool.start, "--lease-s", 1)
         await asyncio.wait_for(asked, DEADLINE_S)
+        gate.open()
         frozen.signal(signal.SIGCONT)
         await ask_all(producer, [[500, i] for i in range(50)])
         frozen.signal(signal.SIGTERM)
         assert await asyncio.to_thread(frozen.wait) == 0
 
 
-async def test_a_slow_step_is_not_stolen(pool: Pool) -> None:
-    pool.start("--lease-s", 0.5, "--step-ms", 2500, "--max-batch", 4)
-    pool.start("--lease-s", 0.5, "--step-ms", 2500, "--max-batch", 4)
+async def test_a_slow_step_is_not_stolen(pool: Pool, gate: Gate) -> None:
+    lease_s = 2
+    for _ in range(2):
+        pool.start("--lease-s", lease_s, "--max-batch", 4, command=gate.command)
     async with pool.producer() as producer:
-        await ask_all(producer, [[i] for i in range(8)])
+        asked = asyncio.create_task(ask_all(producer, [[i] for i in range(8)]))
+
+        async def leases_have_passed() -> bool:
+            seconds, micros = pool.redis.time()
+            ages = [1000 * seconds + micros // 1000 - int(job["message_id"].split(b"-")[0]) for job in pending(pool)]
+            return len(ages) == 8 and min(ages) > 2000 * lease_s
+
+        await until_async(leases_have_passed, "all are held for two leases")
+        assert {job["times_delivered"] for job in pending(pool)} == {1}
+        gate.open()
+        await asked
 
         async def counted() -> bool:
             return await pool.rows_computed() >= 8
@@ -89,12 +109,12 @@ async def test_requests_wait_for_a_worker_that_is_loading(
 ) -> None:
     """As when the only worker of a large model has been killed, and a supervisor has started it again."""
     monkeypatch.setattr(crew, "_RESTART_S", 0.0)
-    gate = tmp_path / "gate"
+    loads = tmp_path / "loads"
 
     def command() -> list[str]:
-        return [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(free_port()), str(gate), "2"]
+        return [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(free_port()), str(loads), "4"]
 
-    first = await asyncio.to_thread(pool.start, "--lease-s", 2, "--step-ms", 60_000)
+    first = await asyncio.to_thread(pool.start, "--lease-s", 4, "--step-ms", 600_000)
     async with pool.producer() as producer:
         asked = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
@@ -104,7 +124,7 @@ async def test_requests_wait_for_a_worker_that_is_loading(
         with pytest.raises(NoWorker, match="no row within 8 s: a worker is loading 'syn', none serves it yet"):
             await producer.logprobs([2], timeout=8)
         assert not asked.done(), "leases have passed"
-        gate.touch()
+        loads.touch()
         assert np.array_equal(await asked, synthetic_row([1], vocab_size=V))
 
 
@@ -114,14 +134,15 @@ async def count_running(pool: Pool, count: int) -> bool:
 
 # The shell and the kernel each send a SIGHUP when a terminal closes.
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP] * 2], ids=["SIGTERM", "SIGHUP"])
-async def test_a_signal_drains_and_deregisters(pool: Pool, numbers: list[signal.Signals]) -> None:
-    worker = pool.start("--step-ms", 300, "--max-batch", 8)
+async def test_a_signal_drains_and_deregisters(pool: Pool, gate: Gate, numbers: list[signal.Signals]) -> None:
+    worker = pool.start("--max-batch", 8, command=gate.command)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[i] for i in range(8)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         for number in numbers:
             worker.signal(number)
             await asyncio.to_thread(worker.until_says, "stopping")
+        gate.open()
         await asyncio.wait_for(asked, DEADLINE_S)
         assert await asyncio.to_thread(worker.wait) == 0
         assert "nothing was left unfinished" in worker.text
@@ -140,7 +161,7 @@ def test_nohup_keeps_a_worker_beyond_its_terminal(pool: Pool) -> None:
 
 
 def test_a_second_signal_stops_at_once(pool: Pool) -> None:
-    worker = pool.start("--step-ms", 60_000)
+    worker = pool.start("--step-ms", 600_000)
     producer = pool.producer()
 
     async def ask() -> None:
@@ -156,30 +177,41 @@ def test_a_second_signal_stops_at_once(pool: Pool) -> None:
     asyncio.run(ask())
 
 
-async def test_a_rolling_restart_fails_no_request(pool: Pool) -> None:
-    options = ("--lease-s", 2, "--step-ms", 10, "--max-batch", 4)
-    pool.start(*options)
+async def test_a_rolling_restart_fails_no_request(pool: Pool, tmp_path: Path) -> None:
+    gates = [Gate(tmp_path / f"gate-{number}") for number in range(3)]
+    gates[-1].open()
+
+    def start(gate: Gate) -> WorkerProcess:
+        return pool.start("--lease-s", 2, "--max-batch", 4, command=gate.command)
+
+    leaving = start(gates[0])
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[i % 500, i // 500] for i in range(2000)]))
-        for _ in range(2):
+        for gate, following in pairwise(gates):
             await until_async(lambda: is_held(pool), "the worker holds prompts")
-            await asyncio.to_thread(pool.start, *options)
-            pool.workers[-2].signal(signal.SIGTERM)
-            assert await asyncio.to_thread(pool.workers[-2].wait) == 0
+            worker = await asyncio.to_thread(start, following)
+            leaving.signal(signal.SIGTERM)
+            await asyncio.to_thread(leaving.until_says, "stopping")
+            gate.open()
+            assert await asyncio.to_thread(leaving.wait) == 0
+            leaving = worker
         await asyncio.wait_for(asked, DEADLINE_S)
 
 
 @pytest.mark.parametrize("appendonly", [True, False])
-async def test_requests_survive_a_restart_of_redis(short_dir: Path, tmp_path: Path, appendonly: bool) -> None:
+async def test_requests_survive_a_restart_of_redis(
+    short_dir: Path, tmp_path: Path, gate: Gate, appendonly: bool
+) -> None:
     server = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s", appendonly=appendonly)
     server.start()
     pool = Pool(server.url, "restart", tmp_path)
     try:
-        pool.start("--lease-s", 1, "--step-ms", 50, "--max-batch", 8)
-        async with pool.producer() as producer:
+        pool.start("--lease-s", 1, "--step-ms", 50, "--max-batch", 8, command=gate.command)
+        async with pool.producer(when_absent="wait") as producer:
             asked = asyncio.create_task(ask_all(producer, PROMPTS))
             await until_async(lambda: is_held(pool), "the worker holds prompts")
             await asyncio.to_thread(server.stop)
+            gate.open()  # What it computes it cannot publish.
             await asyncio.to_thread(server.start)
             await asyncio.wait_for(asked, DEADLINE_S)
             await ask_all(producer, [[400, i] for i in range(50)])
@@ -188,29 +220,34 @@ async def test_requests_survive_a_restart_of_redis(short_dir: Path, tmp_path: Pa
         server.stop()
 
 
-async def test_requests_survive_flushall_and_cut_connections(own_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_requests_survive_flushall_and_cut_connections(
+    own_server: EmbeddedServer, tmp_path: Path, gate: Gate
+) -> None:
     pool = Pool(own_server.url, "cut", tmp_path)
     try:
-        pool.start("--lease-s", 1, "--step-ms", 50, "--max-batch", 8)
+        pool.start("--lease-s", 1, "--step-ms", 50, "--max-batch", 8, command=gate.command)
         async with pool.producer() as producer:
             for trouble in ("FLUSHALL", "CLIENT KILL TYPE normal"):
+                gate.shut()
                 prompts = [[len(trouble), i] for i in range(100)]
                 asked = asyncio.create_task(ask_all(producer, prompts))
                 await until_async(lambda: is_held(pool), "the worker holds prompts")
                 pool.redis.execute_command(*trouble.split())  # type: ignore[no-untyped-call]
+                gate.open()
                 await asyncio.wait_for(asked, DEADLINE_S)
     finally:
         pool.end()
 
 
-async def test_evicted_bookkeeping_costs_no_row(pool: Pool) -> None:
-    pool.start("--lease-s", 1, "--step-ms", 100, "--max-batch", 8)
+async def test_evicted_bookkeeping_costs_no_row(pool: Pool, gate: Gate) -> None:
+    pool.start("--lease-s", 1, "--max-batch", 8, command=gate.command)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS[:64]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         for pattern in ("*waiting*", "*reply*"):
             for key in pool.redis.scan_iter(match=f"{pool.prefix}:{pattern}", count=1000):
                 pool.redis.delete(key)
+        gate.open()
         await asyncio.wait_for(asked, DEADLINE_S)
 
 

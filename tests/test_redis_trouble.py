@@ -260,7 +260,7 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_MOST_RECHECKED", 50)
-    await start(pool, *LEASE, "--step-ms", 60_000, "--max-batch", 1)
+    await start(pool, *LEASE, "--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer() as producer:
         stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]
         last = asyncio.ensure_future(producer.logprobs([2]))

@@ -32,7 +32,7 @@ WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
 
 @pytest.mark.parametrize("what", WAITS)
 def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, what: str) -> None:
-    worker = pool.start("--step-ms", 60_000, "--max-batch", 1)
+    worker = pool.start("--step-ms", 600_000, "--max-batch", 1)
     (tmp_path / "weights").write_text("1")
     producer = SyncProducer(redis=pool.url, prefix=pool.prefix, timeout=50)
     ended: list[BaseException] = []
