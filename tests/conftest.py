@@ -18,6 +18,7 @@ os.environ.pop("LMPOOL_REDIS_URL", None)
 import pytest
 
 from lmpool.embedded import EmbeddedServer
+from tests.adapter_changes import short_memory  # noqa: F401
 from tests.clocks import clock, clocked  # noqa: F401
 from tests.cluster import LocalCluster
 from tests.hf_fixtures import smollm2_folder  # noqa: F401

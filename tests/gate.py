@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from lmpool.cli import main
 from lmpool.rows import RowBlock
@@ -55,12 +56,32 @@ class Gate:
         return [sys.executable, "-m", "tests.gate", str(self._file)]
 
 
+class OneByOne(Gate):
+    """A gate in this process that lets one step pass at a time."""
+
+    def __init__(self) -> None:
+        self._let = threading.Semaphore(0)
+
+    def let_one(self) -> None:
+        """Let one step pass."""
+        self._let.release()
+
+    def open(self) -> None:
+        """Let all steps pass."""
+        self._let.release(10_000)
+
+    def wait(self) -> None:
+        """Wait for one's turn."""
+        self._let.acquire()
+
+
 class GatedBackend(SyntheticBackend):
     """A backend whose steps pass a gate.
 
     Args:
         gate: before it a step waits, with nothing computed yet.
         batch: prompts in one step.
+        settings: further ones of the synthetic backend.
 
     Attributes:
         gate: as above.
@@ -68,8 +89,8 @@ class GatedBackend(SyntheticBackend):
         computed: the ids of all prompts that rows were computed for, in this order.
     """
 
-    def __init__(self, gate: Gate, batch: int = 8) -> None:
-        super().__init__(SyntheticSettings("syn", vocab_size=V, max_batch=batch))
+    def __init__(self, gate: Gate, batch: int = 8, **settings: Any) -> None:
+        super().__init__(SyntheticSettings("syn", max_batch=batch, **{"vocab_size": V, **settings}))
         self.gate = gate
         self.is_stepping = threading.Event()
         self.computed: list[bytes] = []

@@ -1,11 +1,13 @@
-"""A worker process whose model loads when a file appears, and whose event loop stands still at SIGUSR1."""
+"""A worker process whose model loads, and whose steps end, while a file is there.
+
+Its event loop stands still from SIGUSR1 to SIGUSR2.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import signal
 import sys
-import time
 from pathlib import Path
 
 from lmpool.server import Server
@@ -13,8 +15,7 @@ from lmpool.workers.backend import Backend
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.serving import serve
 from lmpool.workers.settings import WorkerSettings
-
-BLOCKED_S = 2.0
+from tests.gate import Gate, GatedBackend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +26,17 @@ class GatedSettings(SyntheticSettings):
 
     def open(self) -> Backend:
         """Wait for the gate."""
-        while not Path(self.gate).exists():
-            time.sleep(0.01)
-        return SyntheticSettings.open(self)
+        gate = Gate(Path(self.gate))
+        gate.wait()
+        return GatedBackend(gate)
 
 
 def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "1") -> None:
     """Serve until SIGTERM."""
-    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(BLOCKED_S))
-    backend = GatedSettings("syn", vocab_size=512, step_ms=1500, gate=gate)
+    # Before there are other threads: the one of the event loop is to get it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    signal.signal(signal.SIGUSR1, lambda *_: signal.sigwait([signal.SIGUSR2]))
+    backend = GatedSettings("syn", vocab_size=512, gate=gate)
     serve(Server(url), backend, WorkerSettings(prefix=prefix, lease_s=float(lease_s), metrics_port=int(port)))
 
 

@@ -16,11 +16,12 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
+from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, pending, until, until_async
 
 POISON = 99
 LONG_LEASE_S = 600
-LIMIT_S = 0.5
+LIMIT_S = 1.5
 FAULTS = {
     "raise": "MemoryError: the prompt contains the token 99, for which there is no memory",
     "hang": f"the backend hangs: it has been in one step for {LIMIT_S} s (step_timeout_s",
@@ -63,7 +64,7 @@ async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_served(pool: Pool, fault: str) -> None:
     for _ in range(4):
-        pool.start(*told_to(fault), "--lease-s", 0.9, "--max-batch", 64, wait=False)
+        pool.start(*told_to(fault), "--lease-s", 2, "--max-batch", 64, wait=False)
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer() as producer:
@@ -115,7 +116,7 @@ class Engine(SyntheticSettings):
 
 url, prefix = sys.argv[1:]
 backend = Engine(name="syn", vocab_size=512, hang_token=99)
-serve(Server(url), backend, WorkerSettings(prefix, step_timeout_s=0.5), lambda: print("the last thing", flush=True))
+serve(Server(url), backend, WorkerSettings(prefix, step_timeout_s=1.5), lambda: print("the last thing", flush=True))
 """
 
 
@@ -148,22 +149,28 @@ def test_up_whose_backend_hangs_ends_with_its_server(
         owner.end()
 
 
-async def taken_over(pool: Pool, frozen: WorkerProcess) -> WorkerProcess:
-    """Freeze the worker that holds jobs, have another take all of them, and freeze that too while it computes."""
+async def holds_all(pool: Pool) -> bool:
+    """Whether workers hold ten prompts."""
+    return pool.held() == 10
+
+
+async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerProcess:
+    """Freeze the worker that holds jobs, have another take all of them, and freeze that too at its gate."""
     frozen.signal(signal.SIGSTOP)
     (first,) = {job["consumer"] for job in pending(pool)}
-    other = await asyncio.to_thread(pool.start, "--lease-s", 0.6, "--step-ms", 2000, "--max-batch", 16)
+    other = await asyncio.to_thread(lambda: pool.start("--lease-s", 2, "--max-batch", 16, command=gate.command))
     until(lambda: first not in {job["consumer"] for job in pending(pool)}, "the other has taken all")
     other.signal(signal.SIGSTOP)
     return other
 
 
-async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_others(pool: Pool) -> None:
-    frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 2, "--lease-s", 0.6, "--max-batch", 16)
+async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 6, "--lease-s", 2, "--max-batch", 16)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
-        await until_async(lambda: is_held(pool), "the worker holds prompts")
-        other = await taken_over(pool, frozen)
+        await until_async(lambda: holds_all(pool), "the worker holds all prompts")
+        other = await taken_over(pool, frozen, gate)
         before = pending(pool)
         frozen.signal(signal.SIGCONT)
         assert await asyncio.to_thread(frozen.wait) == 2
@@ -171,21 +178,25 @@ async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_other
         held = pending(pool)
         assert [(job["consumer"], job["times_delivered"]) for job in held] == [(before[0]["consumer"], 2)] * 10
         assert all(job["time_since_delivered"] < 3_600_000 for job in held), "they look as they did"
+        gate.open()
         other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
 
 
-async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool) -> None:
-    frozen = pool.start("--fail-token", POISON, "--lease-s", 0.6, "--step-ms", 2000, "--max-batch", 16)
+async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
+    own, gate = Gate(tmp_path / "own"), Gate(tmp_path / "gate")
+    frozen = pool.start("--fail-token", POISON, "--lease-s", 2, "--max-batch", 16, command=own.command)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
-        await until_async(lambda: is_held(pool), "the worker holds prompts")
-        other = await taken_over(pool, frozen)
+        await until_async(lambda: holds_all(pool), "the worker holds all prompts")
+        other = await taken_over(pool, frozen, gate)
+        own.open()
         frozen.signal(signal.SIGCONT)
         frozen.signal(signal.SIGTERM)
         assert await asyncio.to_thread(frozen.wait) == 0
         assert len(pending(pool)) == 10, "the other still has them"
+        gate.open()
         other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, DEADLINE_S)
     assert pool.jobs() == 0
@@ -195,7 +206,7 @@ async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Poo
     chance = random.Random(6)
     prompts = [[i % V, i // V] for i in range(800)]
     # Nobody is at fault here: however often a prompt's worker is killed, it is not given up.
-    options = ("--lease-s", 0.5, "--max-batch", 16, "--step-ms", 15, "--max-deliveries", 100)
+    options = ("--lease-s", 1, "--max-batch", 16, "--step-ms", 15, "--max-deliveries", 100)
     for _ in range(5):
         pool.start(*options, wait=False)
     for worker in pool.workers:

@@ -17,7 +17,7 @@ from lmpool import errors
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
+from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
 
 BAD_PROMPTS: list[tuple[Any, type[errors.LMPoolError], str]] = [
     ([], errors.EmptyPrompt, "at least 1 token"),
@@ -90,8 +90,8 @@ async def test_without_a_live_worker_a_request_ends_in_time(pool: Pool) -> None:
         worker.end()
         started = time.monotonic()
         with pytest.raises(errors.NoWorker, match="no live worker has served 'syn' for"):
-            await producer.logprobs([2], timeout=30)
-        assert 5 < time.monotonic() - started < 20, "one that is started again has time to say so"
+            await asyncio.wait_for(producer.logprobs([2], timeout=3600), DEADLINE_S)
+        assert time.monotonic() - started > 5, "one that is started again has time to say so"
         with pytest.raises(errors.NoWorker, match=r"no row within 1 s: no live worker serves 'syn'"):
             await producer.logprobs([2], timeout=1)
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
@@ -99,24 +99,26 @@ async def test_without_a_live_worker_a_request_ends_in_time(pool: Pool) -> None:
 
 
 async def test_a_deadline_is_kept_and_says_how_many_workers_there_are(pool: Pool) -> None:
-    pool.start("--step-ms", 3000, "--max-batch", 1)
+    pool.start("--step-ms", 600_000, "--max-batch", 1)
     async with pool.producer(timeout=0.3) as producer:
-        started = time.monotonic()
         with pytest.raises(errors.DeadlineExceeded, match=r"no row within 0.3 s: 1 live worker") as caught:
             await producer.logprobs([1])
         assert isinstance(caught.value, TimeoutError)
         with pytest.raises(errors.DeadlineExceeded, match=r"within 0.2 s"):
             await producer.batch_logprobs([[2], [3]], timeout=0.2)
-        assert time.monotonic() - started < 3
 
 
 async def test_a_full_queue_is_named_at_the_deadline(pool: Pool) -> None:
-    pool.start("--step-ms", 5000, "--max-batch", 1, "--queue-limit", 3)
+    pool.start("--step-ms", 600_000, "--max-batch", 1, "--queue-limit", 3)
     async with pool.producer() as producer:
         waiting = [asyncio.create_task(producer.logprobs([i])) for i in range(3)]
-        await asyncio.sleep(0)
+
+        async def is_full() -> bool:
+            return pool.jobs() == 3
+
+        await until_async(is_full, "the queue is full")
         with pytest.raises(errors.QueueFull, match="limit of 3 prompts.*--queue-limit"):
-            await producer.logprobs([100], timeout=0.5)
+            await producer.logprobs([100], timeout=2)
         for task in waiting:
             task.cancel()
 
@@ -130,12 +132,10 @@ async def test_a_wrong_url_fails_at_once(short_dir: Path) -> None:
         ("redis://127.0.0.1:1?colour=red", errors.SettingsError, "colour"),
     ]
     for url, kind, message in cases:
-        started = time.monotonic()
         with pytest.raises(kind, match=message):
-            await Producer(redis=url).logprobs([1])
+            await asyncio.wait_for(Producer(redis=url, timeout=3600).logprobs([1]), DEADLINE_S)
         with pytest.raises(kind, match=message):
-            SyncProducer(redis=url)
-        assert time.monotonic() - started < 15
+            SyncProducer(redis=url, timeout=3600)
 
 
 async def test_without_any_server_the_message_says_how_to_get_one(
@@ -180,16 +180,14 @@ async def test_a_password_that_is_right_works(own_server: EmbeddedServer, tmp_pa
 
 async def test_redis_gone_mid_request_is_named_at_the_deadline(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool = Pool(own_server.url, "gone", tmp_path)
-    pool.start("--step-ms", 20_000)
+    pool.start("--step-ms", 600_000)
     try:
-        async with pool.producer(timeout=4) as producer:
+        async with pool.producer(timeout=8) as producer:
             request = asyncio.create_task(producer.logprobs([1]))
             await until_async(lambda: is_held(pool), "the worker holds the prompt")
-            started = time.monotonic()
             await asyncio.to_thread(own_server.stop)
-            with pytest.raises(errors.ServerUnreachable, match=r"no row within 4 s: no Redis server answers at unix"):
-                await request
-            assert time.monotonic() - started < 8
+            with pytest.raises(errors.ServerUnreachable, match=r"no row within 8 s: no Redis server answers at unix"):
+                await asyncio.wait_for(request, DEADLINE_S)
             with pytest.raises(errors.ServerUnreachable):
                 await producer.logprobs([2], timeout=0.5)
     finally:
@@ -224,7 +222,7 @@ def test_a_worker_with_other_weights_may_not_join(pool: Pool) -> None:
 
 async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool) -> None:
     first = pool.start("--seed", 1, "--lease-s", 1)
-    async with pool.producer() as producer:
+    async with pool.producer(when_absent="wait") as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
@@ -239,14 +237,13 @@ async def test_other_weights_may_follow_when_nobody_serves_the_model(pool: Pool)
 
 
 async def test_a_request_under_way_follows_the_model_to_new_weights(pool: Pool) -> None:
-    # The lease is the time in which the other worker must have started.
-    first = pool.start("--seed", 1, "--step-ms", 600_000, "--lease-s", 4)
-    async with pool.producer() as producer:
+    first = pool.start("--seed", 1, "--step-ms", 600_000, "--lease-s", 2)
+    async with pool.producer(when_absent="wait") as producer:
         request = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
-        await asyncio.to_thread(pool.start, "--seed", 2, "--lease-s", 4)
+        await asyncio.to_thread(pool.start, "--seed", 2, "--lease-s", 2)
         assert np.array_equal(await request, synthetic_row([1], vocab_size=V, seed=2))
 
 

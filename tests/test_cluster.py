@@ -22,6 +22,7 @@ from lmpool.producer import Producer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.cluster import LocalCluster
+from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 
 USERS = Path(__file__).parents[1] / "docker/redis/users.acl"
@@ -66,7 +67,7 @@ async def test_rows_lie_on_all_masters_and_the_queue_on_one(cluster: LocalCluste
 
 
 async def test_a_prompt_is_computed_once_for_all_who_ask(pool: Pool) -> None:
-    pool.start("--step-ms", 5, "--lease-s", 2)
+    pool.start("--step-ms", 5, "--lease-s", 10)
     async with pool.producer(cache_bytes=0) as one, pool.producer(cache_bytes=0) as other:
         prompts = [[i, j] for i in range(8) for j in range(50)]
         await asyncio.gather(ask_all(one, prompts), ask_all(other, prompts), ask_all(one, prompts[::-1]))
@@ -115,11 +116,15 @@ def rules(line: str, password: str) -> list[str]:
     return [f">{password}" if word.startswith("#") else word for word in words]
 
 
-async def test_requests_survive_the_move_of_the_queue_to_another_master(cluster: LocalCluster, pool: Pool) -> None:
-    pool.start("--step-ms", 50, "--max-batch", 8, "--lease-s", 2)
-    async with pool.producer() as producer:
+async def test_requests_survive_the_move_of_the_queue_to_another_master(
+    cluster: LocalCluster, pool: Pool, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start("--step-ms", 50, "--max-batch", 8, "--lease-s", 2, command=gate.command)
+    async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, [[i % 500, i // 500] for i in range(300)]))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
+        gate.open()
         await asyncio.to_thread(move_slot, cluster, key_slot(pool.keys.model("syn").jobs))
         await asyncio.wait_for(asked, DEADLINE_S)
         await ask_all(producer, [[7, 7, i] for i in range(40)])
@@ -154,13 +159,16 @@ def _serves(node: redis.Redis, own: bytes, slot: int) -> bool:
     return False
 
 
-async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, pool: Pool) -> None:
+async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, pool: Pool, tmp_path: Path) -> None:
     """Whichever it is: the one with the queue too. It comes back empty, and what was on it is asked for again."""
-    pool.start("--step-ms", 30, "--max-batch", 8, "--lease-s", 2)
-    async with pool.producer() as producer:
+    gate = Gate(tmp_path / "gate")
+    pool.start("--step-ms", 30, "--max-batch", 8, "--lease-s", 2, command=gate.command)
+    async with pool.producer(when_absent="wait") as producer:
         for number in range(len(cluster.ports)):
+            gate.shut()
             asked = asyncio.create_task(ask_all(producer, [[number, i] for i in range(150)]))
             await until_async(lambda: is_held(pool), "the worker holds prompts")
+            gate.open()
             await asyncio.to_thread(cluster.restart, number)
             await asyncio.wait_for(asked, DEADLINE_S)
 

@@ -86,7 +86,7 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
     async with pool.producer("syn") as producer:
         asked = asyncio.create_task(producer.logprobs(prompt))
         assert await asyncio.to_thread(ill.wait) == 2
-        await asyncio.to_thread(pool.start, "--max-deliveries", 1, "--lease-s", 0.6)
+        await asyncio.to_thread(pool.start, "--max-deliveries", 1, "--lease-s", 2)
         with pytest.raises(WorkerError):
             await asyncio.wait_for(asked, DEADLINE_S)
     (listed,) = await asyncio.to_thread(as_json, pool, "list")

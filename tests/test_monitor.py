@@ -25,6 +25,7 @@ from lmpool.workers.figures import Figures
 from lmpool.workers.health import Health
 from lmpool.workers.metrics import METRICS, Look, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
+from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, V, until, until_async
 from tests.scrape import free_port, get, scrape
 
@@ -75,14 +76,14 @@ async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
     assert value("worker_heartbeat_age_seconds") < 30
 
 
-async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool) -> None:
-    port = free_port()
+async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path: Path) -> None:
+    port, gate = free_port(), Gate(tmp_path / "gate")
     victim = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 600_000)
     async with pool.producer() as producer:
         asked = [asyncio.create_task(producer.logprobs([i])) for i in range(10)]
         await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 10), "the worker holds the prompts")
-        options = ("--lease-s", 1, "--step-ms", 700, "--max-batch", 5, "--metrics-port", port)
-        await asyncio.to_thread(pool.start, *options)
+        options = ("--lease-s", 1, "--max-batch", 5, "--metrics-port", port)
+        await asyncio.to_thread(lambda: pool.start(*options, command=gate.command))
         victim.end()
 
         def is_seen() -> bool:
@@ -92,6 +93,7 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool) -> None:
             return depth >= 5 and age > 0.5
 
         await until_async(lambda: asyncio.to_thread(is_seen), "depth and age are seen")
+        gate.open()
         await asyncio.gather(*asked)
     assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
 
@@ -114,17 +116,18 @@ def test_metrics_can_be_looked_at_before_anything_has_happened() -> None:
 
 
 def test_readiness_follows_loading_serving_and_draining(pool: Pool, tmp_path: Path) -> None:
-    port, gate = free_port(), tmp_path / "gate"
+    port, gate = free_port(), Gate(tmp_path / "gate")
 
     def command() -> list[str]:
-        return [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(port), str(gate)]
+        return [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(port), str(tmp_path / "gate")]
 
     worker = pool._launch(command(), None, wait=False)
     until(lambda: is_like(port, "/readyz", 503, "the model is loading"), "it says that it loads")
     assert is_like(port, "/healthz", 200, "ok")
     assert scrape(port).value("lmpool_worker_ready", model="syn") == 0
-    gate.touch()
+    gate.open()
     until(lambda: is_like(port, "/readyz", 200, "ok"), "it says that it is ready")
+    gate.shut()
     assert is_like(port, "/", 404, "/metrics")
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
         asking = threading.Thread(target=producer.logprobs, args=([1],))
@@ -133,6 +136,7 @@ def test_readiness_follows_loading_serving_and_draining(pool: Pool, tmp_path: Pa
         worker.signal(signal.SIGTERM)
         until(lambda: is_like(port, "/readyz", 503, "draining"), "it says that it drains")
         assert is_like(port, "/healthz", 200, "ok")
+        gate.open()
         asking.join()
     assert worker.wait() == 0
     assert get(port, "/healthz") is None
@@ -147,6 +151,7 @@ def test_a_loop_that_stands_still_is_not_healthy(pool: Pool, tmp_path: Path) -> 
     worker.signal(signal.SIGUSR1)
     until(lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "it says that it stands still")
     assert is_like(port, "/readyz", 503, "the event loop has not run for")
+    worker.signal(signal.SIGUSR2)
     until(lambda: is_like(port, "/readyz", 200, "ok"), "it runs again")
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from lmpool.producer import Producer
 from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.clocks import SetClock
-from tests.gate import Gate, GatedBackend, gated_worker
+from tests.gate import Gate, GatedBackend, OneByOne, gated_worker
 from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 
 BATCH = 8
@@ -32,23 +31,6 @@ def resident_bytes() -> int:
 
 async def checked(producer: Producer, prompt: list[int]) -> None:
     assert np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
-
-
-class OneByOne(Gate):
-    """A gate that lets one step pass at a time."""
-
-    def __init__(self) -> None:
-        self._let = threading.Semaphore(0)
-
-    def let_one(self) -> None:
-        """Let one step pass."""
-        self._let.release()
-
-    def open(self) -> None:
-        self._let.release(10_000)
-
-    def wait(self) -> None:
-        self._let.acquire()
 
 
 async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(pool: Pool) -> None:

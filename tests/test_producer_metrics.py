@@ -116,7 +116,7 @@ async def test_requests_that_wait_end_late_or_are_cancelled_are_seen(pool: Pool)
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 3
         assert seen.value("lmpool_producer_failures_total", model="syn", kind="DeadlineExceeded") == 1
         seconds = seen.value("lmpool_producer_request_seconds_sum", model="syn", outcome="failed")
-        assert 0.2 <= seconds < 30
+        assert seconds >= 0.2
         waiting[0].cancel()
         await asyncio.wait(waiting[:1])
         seen = scraped(producer)

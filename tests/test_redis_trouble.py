@@ -20,6 +20,7 @@ import redis
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from lmpool import line
 from lmpool.clusterrows import rows_on
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, NoWorker
@@ -30,7 +31,8 @@ from lmpool.prompts import encode_prompt
 from lmpool.rows import Encoding, RowBlock
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, is_held, until_async
+from tests.gate import Gate
+from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
 from tests.proxy import Proxy, Way
 
 LEASE = ("--lease-s", 1)
@@ -54,10 +56,17 @@ async def ask(producer: Producer, asked: Sequence[list[int]]) -> None:
         assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
 
 
+def gate_of(pool: Pool) -> Gate:
+    """What the steps of its worker pass through."""
+    return Gate(pool.folder / "gate")
+
+
 async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Awaitable[None]]) -> None:
-    """Ask, have trouble as soon as a worker holds prompts, and ask again afterwards."""
+    """Ask, have trouble as soon as a worker that holds prompts goes on, and ask again afterwards."""
+    gate_of(pool).shut()
     asked = asyncio.create_task(ask(producer, prompts()))
     await until_async(lambda: is_held(pool), "the worker holds prompts")
+    gate_of(pool).open()
     await trouble()
     await asked
     await ask(producer, prompts(8))
@@ -102,14 +111,16 @@ def shaken_server() -> Iterator[EmbeddedServer]:
 def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool with a worker on that server."""
     pool = Pool(shaken_server.url, "shaken", tmp_path_factory.mktemp("shaken"))
-    pool.start(*SLOW)
+    gate_of(pool).open()
+    pool.start(*SLOW, command=gate_of(pool).command)
     yield pool
     pool.end()
 
 
 async def start(pool: Pool, *options: str | float) -> None:
     """Start a worker without holding up the proxy."""
-    await asyncio.to_thread(pool.start, *(options or SLOW))
+    gate_of(pool).open()
+    await asyncio.to_thread(lambda: pool.start(*(options or SLOW), command=gate_of(pool).command))
 
 
 # The proxy
@@ -186,8 +197,8 @@ async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
     async with shaken.producer() as producer:
         call, wrongs = CommandLine.call, [wrong]
 
-        async def lossy(line: CommandLine, *arguments: Argument) -> Any:
-            reply = await call(line, *arguments)
+        async def lossy(link: CommandLine, *arguments: Argument) -> Any:
+            reply = await call(link, *arguments)
             return wrongs.pop() if arguments[0] in (b"EVALSHA", b"EVAL") and wrongs else reply
 
         monkeypatch.setattr(CommandLine, "call", lossy)
@@ -207,7 +218,7 @@ async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) 
 
 
 async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far_pool: Pool, proxy: Proxy) -> None:
-    far_pool.url += "?socket_connect_timeout=0.5"
+    far_pool.url += "?socket_connect_timeout=2"
     await start(far_pool, *PATIENT)
     async with far_pool.producer() as producer:
 
@@ -221,14 +232,19 @@ async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far
         await ask_during(producer, far_pool, trouble)
 
 
-async def test_a_request_into_a_black_hole_ends_with_its_deadline(far_pool: Pool, proxy: Proxy) -> None:
+async def test_a_request_into_a_black_hole_ends_with_its_deadline(
+    far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await start(far_pool)
+    for limit in ("_LEAST_REPLY_TIMEOUT_S", "_MOST_REPLY_TIMEOUT_S"):
+        monkeypatch.setattr(line, limit, 3600.0)  # No connection is given up sooner.
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
         proxy.stall()
-        async with asyncio.timeout(1.5):  # Sooner than any connection is given up.
+        async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(LMPoolError, match="no row within 0.5 s"):
                 await producer.logprobs([1], timeout=0.5)
+        proxy.cut()
 
 
 async def _has_made(proxy: Proxy, connections: int) -> bool:
@@ -456,7 +472,8 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
     monkeypatch.setattr(crew.Crew, "look", noted)
     pool = Pool(own_server.url, "unseen", tmp_path)
     try:
-        worker = await asyncio.to_thread(pool.start, "--lease-s", 3, "--step-ms", 1000)
+        gate = gate_of(pool)
+        worker = await asyncio.to_thread(lambda: pool.start("--lease-s", 3, command=gate.command))
         async with pool.producer() as producer:
             asked = asyncio.create_task(ask(producer, prompts(1)))
             await until_async(lambda: is_held(pool), "the worker holds the prompt")
@@ -468,6 +485,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
             seen.clear()
             os.kill(own_server.pid, signal.SIGCONT)
             await until_async(nobody_is_seen, "the producer has looked again")
+            gate.open()
             worker.signal(signal.SIGCONT)
             await asked
     finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import re
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,10 +224,9 @@ CASES = ("wrong password", "unknown user", "user that is off", "no certificate",
 @pytest.mark.parametrize("case", CASES)
 async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: str) -> None:
     url, kind, text = bad_urls(server)[case]
-    began = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
-        await Producer("syn", redis=url, timeout=60).logprobs([1])
-    assert time.monotonic() - began < 30  # Not at the deadline.
+        # Not at the deadline.
+        await asyncio.wait_for(Producer("syn", redis=url, timeout=3600).logprobs([1]), DEADLINE_S)
     message = str(caught.value)
     assert "\n" not in message
     for one in (message, repr(caught.value), *map(str, _causes(caught.value))):

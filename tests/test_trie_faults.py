@@ -22,7 +22,7 @@ from lmpool.registry import register
 from lmpool.rows import VectorBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.weights import SECRET_SIZE
-from tests.pool import DEADLINE_S, Pool, WorkerProcess, until_async
+from tests.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async
 from tests.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
 V = 512
@@ -51,19 +51,24 @@ async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
 
 async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
     """Freeze a trie worker with jobs in its hands: a read under way brings them to a worker that is frozen."""
+    name = worker.text.rpartition("as worker ")[2].split()[0].encode()
+
+    def is_held() -> bool:
+        return pool.jobs("trie") > 0 and any(job["consumer"] == name for job in pending(pool, "trie"))
+
     for _ in range(_TRIES):
         worker.signal(signal.SIGSTOP)
         asked = asyncio.ensure_future(ask())
-        try:
 
-            async def is_held() -> bool:
-                return pool.held("trie") > 0
+        async def are_sent(asked: asyncio.Future[None] = asked) -> bool:
+            return asked.done() or pool.jobs("trie") > 0
 
-            await until_async(is_held, "the frozen worker holds jobs", 0.3)
+        await until_async(are_sent, "jobs are queued, or computed by others")
+        # A read that waits is given jobs as soon as they are there.
+        if is_held():
             return asked
-        except AssertionError:
-            worker.signal(signal.SIGCONT)
-            await asked
+        worker.signal(signal.SIGCONT)
+        await asked
     raise AssertionError("a frozen worker was never given jobs")
 
 
@@ -81,9 +86,13 @@ async def test_killed_frozen_and_stopped_workers_lose_nothing(pool: Pool) -> Non
         await asyncio.wait_for(asked, DEADLINE_S)
         assert pool.jobs("trie") == 0
     frozen.signal(signal.SIGCONT)
+    other.signal(signal.SIGSTOP)
+    frozen.signal(signal.SIGSTOP)
     asked = asyncio.ensure_future(sums(trie, range(400)))
     await until_async(_queued(pool, 1), "jobs are there")
     frozen.signal(signal.SIGTERM)
+    for worker in (frozen, other):
+        worker.signal(signal.SIGCONT)
     assert await asyncio.to_thread(frozen.wait) == 0
     await asyncio.wait_for(asked, DEADLINE_S)
     other.signal(signal.SIGTERM)
@@ -136,15 +145,16 @@ async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: 
             own_server.stop,
         ]
         for number, trouble in enumerate(troubles):
+            for worker in private.workers:
+                worker.signal(signal.SIGSTOP)
             asked = [
                 asyncio.ensure_future(referred(own, [[number, i] for i in range(100)])),
                 *(asyncio.ensure_future(sums(trie, range(100))) for trie in (own, others)),
             ]
-
-            async def begun() -> bool:
-                return private.held("trie") > 0 or private.held() > 0
-
-            await until_async(begun, "workers hold jobs")
+            await until_async(_queued(private, 1), "jobs are queued")
+            await until_async(_queued_row(private), "and prompts")
+            for worker in private.workers:
+                worker.signal(signal.SIGCONT)
             await asyncio.to_thread(trouble)
             if trouble == own_server.stop:
                 await asyncio.to_thread(own_server.start)

@@ -129,7 +129,7 @@ async def test_a_worker_that_starts_is_watched_while_it_loads_adapters(
     pool: Pool, hanging: dict[str, Hanging], tmp_path: Path
 ) -> None:
     (tmp_path / "weights").write_text("1")
-    healthy = Running(pool, Hanging(""))
+    healthy = Running(pool, Hanging(""), limit_s=600)
     await healthy.ready()
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", str(tmp_path))
@@ -151,12 +151,12 @@ async def test_a_backend_that_does_not_close_does_not_keep_its_worker(pool: Pool
 
 
 async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
-    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, step_ms=200, max_batch=1))
-    running = Running(pool, backend, limit_s=0.6)
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, step_ms=300, max_batch=1))
+    running = Running(pool, backend, limit_s=1.5)
     await running.ready()
     async with pool.producer("syn") as producer:
         # Each step is within the limit; all together are far beyond it.
-        rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(6)))
+        rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(8)))
         for token, row in enumerate(rows):
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
     running.worker.stop()
@@ -198,7 +198,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
             return super().step()
 
     backend = Breaking(SyntheticSettings(name="syn", vocab_size=V, max_batch=2))
-    running = Running(pool, backend)
+    running = Running(pool, backend, limit_s=600)
     await running.ready()
     publish = running.worker._publisher.publish
 

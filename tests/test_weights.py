@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -105,11 +105,12 @@ def test_a_nan_beside_infinities_is_found() -> None:
         check_weights(np.array([-np.inf, np.nan, np.inf], np.float32), 3, batch=False)
 
 
-def test_checking_a_large_vocabulary_takes_less_than_a_tenth_of_a_millisecond() -> None:
+def test_checking_a_large_vocabulary_makes_no_array_beside_them() -> None:
     weights = np.ones(131072, np.float32)
-    times = []
-    for _ in range(50):
-        begun = time.perf_counter()
+    tracemalloc.start()
+    try:
         check_weights(weights, 131072, batch=False)
-        times.append(time.perf_counter() - begun)
-    assert min(times) < 1e-4
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < len(weights) / 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -27,6 +28,7 @@ from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
+from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
 
 
@@ -251,7 +253,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     jobs, fingerprint = pool.keys.model("syn").jobs, backend.card.fingerprint
 
     def ask(token: int) -> bytes:
-        ids = np.array([token], "<u4").tobytes()
+        ids = np.array([token % 64, token // 64], "<u4").tobytes()
         pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
         return ids
 
@@ -259,11 +261,12 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
     suspect = ask(0)
     taken: Any = pool.redis.xreadgroup(GROUP, "dead", {jobs: ">"})
     pool.redis.xclaim(jobs, GROUP, "dead", 0, [*entry_ids(taken)[:1]], idle=60_000, retrycount=1, justid=True)
-    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=0.5, max_deliveries=2))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=2, max_deliveries=2))
     running = asyncio.create_task(worker.run())
-    for token in range(1, 40):
-        ask(token)
-        await asyncio.sleep(0.03)
+    others = itertools.count(1)
+    while not any(suspect in step for step in steps):
+        ask(next(others))
+        await asyncio.sleep(0.03)  # Not for anything to happen: others come all the time, and all are computed.
 
     async def ended() -> bool:
         return pool.jobs() == 0
@@ -291,13 +294,15 @@ def test_a_worker_that_holds_nothing_stops_without_its_server(own_server: Embedd
 async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool = Pool(own_server.url, "gone", tmp_path)
     try:
-        worker = pool.start("--lease-s", 1, "--step-ms", 500)
+        gate = Gate(tmp_path / "gate")
+        worker = pool.start("--lease-s", 1, command=gate.command)
         ids = np.array([1], "<u4").tobytes()
         card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
         pool.redis.xadd(pool.keys.model("syn").jobs, {"m": Job(ids, "", card.fingerprint).pack()})
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         await asyncio.to_thread(own_server.stop)
         worker.signal(signal.SIGTERM)
+        gate.open()
         assert await asyncio.to_thread(worker.wait) == 2
         assert "1 prompts could not be published" in worker.text
     finally:

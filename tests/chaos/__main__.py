@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import redis
@@ -77,10 +79,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")
+    parser.add_argument("--untimed", action="store_true", help="promise nothing of times: others use the machine too")
     parser.add_argument("--keep", action="store_true", help="keep the folder of logs and traces and say where it is")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     settings = ChaosSettings(seconds=given.seconds, seed=seed)
+    if given.untimed:
+        settings = replace(settings, timeout_s=120.0, grace_s=60.0, most_leases=math.inf, most_twice=math.inf)
     plan = draw_plan(seed, given.seconds)
     print(
         f"chaos for {given.seconds:g} s with seed {seed}: {settings.workers} workers, {settings.clients} clients, "

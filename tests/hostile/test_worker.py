@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lmpool.messages import Job
 from lmpool.producer import SyncProducer
 from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
+from tests.gate import Gate
 from tests.hostile import strategies as hostile
 from tests.hostile.cases import cases
 from tests.hostile.commands import execute
@@ -147,10 +149,13 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     ("entry", "is_deleted"),
     [(f"{2**64 - 1}-{2**64 - 1}", False), (f"{2**64 - 1}-{2**64 - 1}", True), ("253402300799000-0", False)],
 )
-async def test_a_queue_whose_ids_have_run_ahead_is_replaced(pool: Pool, entry: str, is_deleted: bool) -> None:
+async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
+    pool: Pool, tmp_path: Path, entry: str, is_deleted: bool
+) -> None:
     """After the largest id nothing can be added; after any other that is far ahead no entry is ever old."""
     jobs = pool.keys.model("syn").jobs
-    worker = await asyncio.to_thread(pool.start, "--lease-s", LEASE_S, "--step-ms", 500, "--max-batch", 1)
+    gate = Gate(tmp_path / "gate")
+    worker = await asyncio.to_thread(lambda: pool.start("--lease-s", LEASE_S, "--max-batch", 1, command=gate.command))
     async with pool.producer(cache_bytes=0) as producer:
         held = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
@@ -158,6 +163,7 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(pool: Pool, entry: s
         execute(pool.redis, "XADD", jobs, entry, "m", "x")
         if is_deleted:
             pool.redis.xdel(jobs, entry)
+        gate.open()
         for number, asked in ((1, held), (2, behind), (3, producer.logprobs([3]))):
             assert np.array_equal(await asked, row(number))
     assert worker.text.count("the job stream of 'syn' was replaced") == 1
