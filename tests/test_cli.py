@@ -18,8 +18,10 @@ import pytest
 from lmpool.producer import SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
+from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, lmpool_command, until
 from tests.pool import run_lmpool as run
+from tests.scrape import free_port
 
 
 def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -198,31 +200,35 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     assert "Models" in on(pool, "status").stdout
 
 
-def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, smollm2_folder: Path) -> None:
+def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) -> None:
     def states() -> list[tuple[str, str]]:
         found = json.loads(on(pool, "status", "--json").stdout)
         return [(model["name"], worker["state"]) for model in found for worker in model["workers"]]
 
-    worker = pool.start("--backend", "hf", "--name", "slow", model=str(smollm2_folder), wait=False)
-    until(lambda: states() == [("slow", "loading")], "the worker is seen to load")
-    assert "slow" in on(pool, "status").stdout
-    assert "a worker is loading 'slow', try again in a moment" in on(pool, "logprobs", "1", "--ids", "--no-wait").stderr
-    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "slwo", "--no-wait").stderr
+    loads, steps = Gate(tmp_path / "loads"), Gate(tmp_path / "steps")
+    words = [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, str(free_port())]
+    worker = pool._launch([*words, str(tmp_path / "loads")], None, wait=False)
+    until(lambda: states() == [("syn", "loading")], "the worker is seen to load")
+    assert "syn" in on(pool, "status").stdout
+    assert "a worker is loading 'syn', try again in a moment" in on(pool, "logprobs", "1", "--ids", "--no-wait").stderr
+    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "sny", "--no-wait").stderr
     assert "try again" not in mistyped
-    assert "being loaded: 'slow')" in mistyped
+    assert "being loaded: 'syn')" in mistyped
+    loads.open()
     worker.until_says("serving ")
-    until(lambda: states() == [("slow", "ready")], "the worker is seen to be ready")
+    until(lambda: states() == [("syn", "ready")], "the worker is seen to be ready")
     assert not pool.redis.exists(pool.keys.loading())
-    busy = pool.start("--step-ms", 4000)
-    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
+    busy = pool.start("--name", "busy", command=steps.command)
+    with SyncProducer("busy", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
         asking = threading.Thread(target=producer.logprobs, args=([1],))
         asking.start()
-        until(lambda: pool.held() == 1, "the worker holds a prompt")
+        until(lambda: pool.held("busy") == 1, "the worker holds a prompt")
         busy.signal(signal.SIGTERM)
-        until(lambda: ("syn", "draining") in states(), "the worker is seen to drain")
+        until(lambda: ("busy", "draining") in states(), "the worker is seen to drain")
+        steps.open()
         asking.join()
     assert busy.wait() == 0
-    assert states() == [("slow", "ready")]
+    assert states() == [("syn", "ready")]
 
 
 def test_a_worker_that_cannot_load_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:

@@ -40,28 +40,32 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
     async def is_full() -> bool:
         return pool.held() == 2 * BATCH  # In the step at the gate, and for the next one.
 
-    async def has_computed(count: int) -> bool:
-        return len(backend.computed) >= count
+    async def compute_a_batch() -> None:
+        await until_async(is_full, "the worker holds all that it may")
+        done = len(backend.computed) + BATCH
+        gate.let_one()
+        await until_async(lambda: _is(len(backend.computed) >= done), "a batch is computed")
 
     async with gated_worker(pool, backend), pool.producer(timeout=3000) as greedy, pool.producer() as modest:
-        tasks = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
+        many = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
         await until_async(lambda: has_queued(pool, 8192), "as many as may be are queued")
-        for i in range(10):
+        for prompt in ([501, i] for i in range(10)):
             before = len(backend.computed)
-            task = asyncio.create_task(checked(modest, [501, i]))
-            await until_async(lambda i=i: is_waited_for(pool, [501, i]), "it is queued")
-            while _ids([501, i]) not in backend.computed[before:]:
-                await until_async(is_full, "the worker holds all that it may")
-                done = len(backend.computed) + BATCH
-                gate.let_one()
-                await until_async(lambda done=done: has_computed(done), "a batch is computed")
+            one = asyncio.create_task(checked(modest, prompt))
+            await until_waited_for(pool, prompt)
+            while _ids(prompt) not in backend.computed[before:]:
+                await compute_a_batch()
             assert len(backend.computed) - before <= 10 * BATCH
-            await task
-        for task in tasks:
+            await one
+        for task in many:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*many, return_exceptions=True)
         gate.open()
         await checked(greedy, [501, 0])
+
+
+async def _is(condition: bool) -> bool:
+    return condition
 
 
 def _ids(prompt: list[int]) -> bytes:
@@ -72,8 +76,10 @@ async def has_queued(pool: Pool, count: int) -> bool:
     return pool.jobs() >= count
 
 
-async def is_waited_for(pool: Pool, prompt: list[int]) -> bool:
-    return bool(pool.redis.exists(pool.keys.model("syn").waiting + digest_of(_ids(prompt))))
+async def until_waited_for(pool: Pool, prompt: list[int]) -> None:
+    """Wait until a prompt has been sent."""
+    key = pool.keys.model("syn").waiting + digest_of(_ids(prompt))
+    await until_async(lambda: _is(bool(pool.redis.exists(key))), f"{prompt} is sent")
 
 
 async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
@@ -175,8 +181,7 @@ async def test_connections_that_break_do_not_send_the_server_more_of_one_client(
                 # They make room for as many others, which are sent as soon as it can send again.
                 for task in tasks[further : further + 100]:
                     task.cancel()
-                last = prompts[8192 + further - 1]
-                await until_async(lambda last=last: is_waited_for(pool, last), "it has sent what there is room for")
+                await until_waited_for(pool, prompts[8192 + further - 1])
                 assert pool.jobs() <= 8192 + further, "its share, and what it could not take back"
             for task in tasks:
                 task.cancel()

@@ -26,7 +26,7 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, Server
 from lmpool.producer import Producer, SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import WorkerProcess, lmpool_command, run_lmpool, until
+from tests.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until
 from tests.scrape import free_port
 from tests.secure_server import SHIPPED, SecureServer, password_of
 
