@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 
+from lmpool.keys import Keys
 from lmpool.producer import SyncProducer
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
@@ -339,6 +341,8 @@ def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Pa
     try:
         owner.until_says("your server runs at")
         pid = int((runtime / "server.pid").read_text())
+        with redis.Redis(unix_socket_path=str(runtime / "redis.sock")) as client:
+            until(lambda: client.hlen(Keys().loading()), "the model is being loaded")
         owner.signal(signal.SIGINT)
         owner.signal(signal.SIGINT)
         assert owner.wait() in (130, -signal.SIGINT)
