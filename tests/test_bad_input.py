@@ -100,9 +100,9 @@ async def test_without_a_live_worker_a_request_ends_in_time(pool: Pool) -> None:
 
 async def test_a_deadline_is_kept_and_says_how_many_workers_there_are(pool: Pool) -> None:
     pool.start("--step-ms", 600_000, "--max-batch", 1)
-    async with pool.producer(timeout=0.3) as producer:
+    async with pool.producer() as producer:
         with pytest.raises(errors.DeadlineExceeded, match=r"no row within 0.3 s: 1 live worker") as caught:
-            await producer.logprobs([1])
+            await producer.logprobs([1], timeout=0.3)
         assert isinstance(caught.value, TimeoutError)
         with pytest.raises(errors.DeadlineExceeded, match=r"within 0.2 s"):
             await producer.batch_logprobs([[2], [3]], timeout=0.2)

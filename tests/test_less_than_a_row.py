@@ -306,7 +306,7 @@ async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
 @pytest.mark.parametrize("first", ["f32", "bf16"])
 async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: str) -> None:
     worker = pool.start("--encoding", first)
-    async with pool.producer() as producer:
+    async with pool.producer(when_absent="wait") as producer:
         await producer.warm(PROMPT)
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0

@@ -137,7 +137,7 @@ async def test_the_proxy_forwards_what_it_is_given(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("way", list(Way))
 async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way: Way) -> None:
-    client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=0.3, retry=None)
+    client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=1.5, retry=None)
     await client.ping()
     proxy.swallow(way)
     with pytest.raises(redis.TimeoutError):

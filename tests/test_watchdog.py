@@ -89,7 +89,7 @@ def hanging() -> Iterator[dict[str, Hanging]]:
 async def test_a_worker_whose_backend_hangs_over_prompts_ends(pool: Pool, hanging: dict[str, Hanging], at: str) -> None:
     running = Running(pool, hanging[at])
     await running.ready()
-    async with pool.producer("syn", timeout=2) as producer:
+    async with pool.producer("syn") as producer:
         asked = asyncio.create_task(producer.logprobs([1]))
         with pytest.raises(
             WorkerError, match=rf"^the backend hangs: it has been in one {at}.* for 0.3 s \(step_timeout_s"
@@ -117,8 +117,8 @@ async def test_a_worker_whose_backend_hangs_over_an_adapter_ends(
     (tmp_path / "weights").write_text("1")
     running = Running(pool, hanging["load"])
     await running.ready()
-    async with pool.producer("syn", timeout=2) as producer:
-        adding = asyncio.create_task(producer.add_adapter("poet", str(tmp_path)))
+    async with pool.producer("syn") as producer:
+        adding = asyncio.create_task(producer.add_adapter("poet", str(tmp_path), timeout=4))
         with pytest.raises(WorkerError, match="in one load of the adapter 'poet' for 0.3 s"):
             await running.end()
         with pytest.raises((AdapterRefused, DeadlineExceeded)):
