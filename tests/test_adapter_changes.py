@@ -407,7 +407,8 @@ async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Pa
 
 @pytest.mark.usefixtures("short_memory")
 async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_path: Path) -> None:
-    worker = pool.start(*QUICK)
+    # While its lease lasts a worker that is silent may be loading.
+    worker = pool.start("--vocab-size", V, "--lease-s", 8)
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGSTOP)
@@ -418,7 +419,7 @@ async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_p
             await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=3)
         worker.signal(signal.SIGKILL)
         with pytest.raises(NoWorker, match="no live worker serves the model; start one with `lmpool worker`"):
-            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=15)
+            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=20)
 
 
 @pytest.mark.usefixtures("short_memory")

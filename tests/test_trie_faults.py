@@ -152,7 +152,6 @@ async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: 
                 *(asyncio.ensure_future(sums(trie, range(100))) for trie in (own, others)),
             ]
             await until_async(_queued(private, 1), "jobs are queued")
-            await until_async(_queued_row(private), "and prompts")
             for worker in private.workers:
                 worker.signal(signal.SIGCONT)
             await asyncio.to_thread(trouble)

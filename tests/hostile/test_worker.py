@@ -163,6 +163,7 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
         execute(pool.redis, "XADD", jobs, entry, "m", "x")
         if is_deleted:
             pool.redis.xdel(jobs, entry)
+        await asyncio.to_thread(worker.until_says, "the job stream of 'syn' was replaced")
         gate.open()
         for number, asked in ((1, held), (2, behind), (3, producer.logprobs([3]))):
             assert np.array_equal(await asked, row(number))
