@@ -12,12 +12,12 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
 from lmpool.link import Argument
+from lmpool.replies import is_refusal
 
 Call = Callable[..., Awaitable[Any]]
 """Runs one command: `call` of a line."""
 
 _FOLDER = Path(__file__).with_name("lua")
-_REFUSED = ("ACL failure in script", "The user executing the script can't")
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
 
@@ -70,7 +70,7 @@ class Script:
                 return await redis.eval(self.source, len(keys), *keys, *args)
         except ResponseError as error:
             # Servers tell of it as of any other error in a script.
-            if any(words in str(error) for words in _REFUSED):
+            if is_refusal(error):
                 raise NoPermissionError(str(error)) from error
             raise
 

@@ -6,20 +6,19 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from typing import Any, cast
 
 import redis as redis_sync
 import redis.asyncio as redis_async
-from redis import exceptions
 from redis.asyncio import connection as connections
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
+from redis.exceptions import RedisError
 
-from lmpool import tls
+from lmpool import replies, tls
 from lmpool.address import CLUSTER, cluster_nodes, mask, parse_url
 from lmpool.cluster import Cluster, Place, client_settings
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
@@ -36,16 +35,6 @@ REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
 _CONNECT_TIMEOUT_S = 5.0
-# Answers of a server that is not the one to ask, or not now: ask again soon, on a new connection.
-_NOT_NOW = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
-            "NOREPLICAS", "UNBLOCKED")  # fmt: skip
-_IN_SCRIPT = re.compile(r"Error running script .*@user_script: ?\d+: -?([A-Z]+) ")
-# The same from redis-py, which takes the first word off.
-_NOT_NOW_ERRORS = (exceptions.MovedError, exceptions.AskError, exceptions.ReadOnlyError, exceptions.BusyLoadingError,
-                   exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)  # fmt: skip
-# The last two are how Redis 7.0 and later servers tell of what a script was refused.
-_REFUSED = ("NOAUTH", "WRONGPASS", "NOPERM", "The user executing the script can't", "ACL failure in script")
-_REFUSALS = (AuthenticationError, AuthorizationError, NoPermissionError)
 # What a client's own connections may carry that ours must not.
 _NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
@@ -156,11 +145,7 @@ class Server:
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
-        text = str(error)
-        # Redis 6.2 tells of a script's error in other words, with the error itself among them.
-        in_script = _IN_SCRIPT.search(text)
-        first = in_script[1] if in_script else text.partition(" ")[0]
-        found = isinstance(error, _NOT_NOW_ERRORS) or first in _NOT_NOW
+        found = replies.is_not_now(error)
         if found:
             self.forget_places()
         return found
@@ -233,27 +218,32 @@ class Server:
         """The exception of our tree for one of redis-py's or the system's."""
         if isinstance(error, LMPoolError):
             return error
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if text.removeprefix("ERR ").startswith(_REFUSED) or any(isinstance(one, _REFUSALS) for one in _chain(error)):
-            hint = " (is this the prefix of its pool, and a user for this part of it?)" if " key" in text else ""
-            return AuthenticationFailed(f"{self} refuses this user, password or command: {text}{hint}")
-        if why := tls.refusal(_chain(error)):
+        text, what, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
+        if replies.is_refusal(error):
+            hint = "; is this the prefix of its pool, and a user for this part of it?" if " key" in text else ""
+            return AuthenticationFailed(f"{self} {what or 'refuses this user, password or command'} ({text}){hint}")
+        if why := tls.refusal(links):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
-        if self._is_tls and (why := tls.fault(_chain(error), has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+        if self._is_tls and (why := tls.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if "DB index is out of range" in text or text == "Invalid Database":
             return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
-        if isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError)):
-            # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
-            is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
-            return ServerUnreachable(
-                f"no Redis server answers at {self}: {text}{'; is it a port with TLS?' if is_mute else ''}"
-            )
-        if (text.startswith(("MOVED", "CROSSSLOT")) or isinstance(error, exceptions.MovedError)) and not self._is_node:
+        if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self._is_node:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
+            )
+        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
+        if what:
+            return (ServerUnreachable if is_lost else ServerError)(f"{self} {what} ({text})")
+        if is_lost:
+            # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
+            is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
+            why = replies.loss(error)
+            return ServerUnreachable(
+                f"no Redis server answers at {self}: {f'{why} ({text})' if why else text}"
+                f"{'; is it a port with TLS?' if is_mute else ''}"
             )
         return ServerError(f"{self} answered with an error: {text}")
 
@@ -277,14 +267,6 @@ def where(redis: RedisLike | None) -> str:
         return f"{'rediss' if is_tls else 'redis'}://{place}"
     url = os.environ.get(URL_VARIABLE) if redis is None else redis
     return mask(url) if url else "your embedded server"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it: redis-py may wrap a refusal in a lost connection."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
 
 
 def _embedded_url() -> str:

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify, revision_of
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
+from lmpool.replies import sentence
 from lmpool.workers.adapter_sources import AdapterSources
 from lmpool.workers.adapter_trials import AdapterTrials
 from lmpool.workers.backend import BackendJob
@@ -164,7 +165,8 @@ class AdapterKeeper:
                 waiting = len(self._waiting)
                 await self._follow()
             except (RedisError, OSError, LMPoolError) as error:
-                _log.warning("cannot look for adapters, will try again: %s", error)
+                why = error if isinstance(error, LMPoolError) else sentence(error)
+                _log.warning("cannot look for adapters, will try again: %s", why)
                 await asyncio.sleep(_LOOK_S)
                 if not isinstance(error, (ProtocolError, ResponseError)):
                     continue

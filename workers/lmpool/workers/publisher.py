@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool import scripts
 from lmpool.backoff import delays
@@ -18,6 +18,7 @@ from lmpool.checks import shown
 from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.messages import Failure
+from lmpool.replies import sentence
 from lmpool.rowcache import RowCache
 from lmpool.rows import Block, RowBlock
 from lmpool.server import Server
@@ -106,7 +107,7 @@ class Publisher:
         self._count(block, endings, left, began)
         if refused:
             self._figures.refused += len(refused)
-            reason = next(iter(refused.values()))
+            reason = sentence(ResponseError(next(iter(refused.values()))), "it")
             _log.warning("the server refused %d rows: %s", len(refused), reason)
             failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
             await self.end([ending._replace(failure=failure) for ending in left if ending.digest in refused])
