@@ -35,7 +35,8 @@ def one_line(ended: subprocess.CompletedProcess[str]) -> str:
     """The one line of an error; fails if it was not one."""
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
-    (line,) = ended.stderr.splitlines()
+    # A worker has said before that it loads.
+    (line,) = [line for line in ended.stderr.splitlines() if not re.match(r"[\d:]{8} loading ", line)]
     assert line.startswith("lmpool: ")
     return line
 
@@ -144,10 +145,43 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
     assert late.returncode == 2
     why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
     assert late.stderr.splitlines() == [
-        f"waiting for a worker to serve 'nope': {why}",
+        f"waiting for a worker to serve 'nope': {why}; this waits up to 3 s (--timeout); --no-wait fails at once",
         f"lmpool: no answer within 3 s: {why}",
     ]
     assert "'nope' is not served" in one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait"))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["logprobs", "1", "--ids", "--timeout", "-1"], "lmpool: --timeout: -1.0 must be a number of seconds"),
+        (["bench", "--redis", "http://x"], "lmpool: --redis: 'http://x' is not a Redis URL"),
+        (["worker", "m", "--backend", "synthetic", "--log-format=xml"], "lmpool: --log-format: 'xml' is not one of"),
+        (["worker", "m", "--backend", "synthetic", "--vocab-size", "-3"], "lmpool: --vocab-size: -3 "),
+        (["status"], "or set --redis or LMPOOL_REDIS_URL"),
+        (["logprobs", "1", "--no-wait"], "or set --redis or LMPOOL_REDIS_URL"),
+        (["up"], "Missing argument 'MODEL'"),
+    ],
+    ids=" ".join,
+)
+def test_messages_name_options_and_not_arguments_of_python(command: list[str], expected: str, tmp_path: Path) -> None:
+    assert expected in one_line(run(*command, LMPOOL_RUNTIME_DIR=str(tmp_path / "none")))
+
+
+def test_an_address_that_was_not_given_as_an_option_is_not_called_one() -> None:
+    assert one_line(run("status", LMPOOL_REDIS_URL="http://x")).startswith("lmpool: redis: 'http://x' is not")
+
+
+@pytest.mark.parametrize("command", [["logprobs"], ["trie", "show"]], ids=" ".join)
+def test_a_prompt_that_names_a_file_is_said_to_be_taken_as_text(pool: Pool, tmp_path: Path, command: list[str]) -> None:
+    pool.start()
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("1 2 3")
+    for text, lines in [(str(prompt), 2), ("no such file", 1), ("x" * 5000, 1), (str(tmp_path), 1)]:
+        told = on(pool, *command, text).stderr.splitlines()
+        assert len(told) == lines
+        assert (f"the prompt is the text {str(prompt)!r}, not what is in this file" in told[0]) is (lines == 2)
+    assert len(on(pool, *command, "--ids", str(prompt)).stderr.splitlines()) == 1
 
 
 def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:

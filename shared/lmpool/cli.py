@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
+from functools import cache
 from importlib.metadata import entry_points, version
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from lmpool.cores import set_openmp_defaults
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.printable import LogFormatter
 from lmpool.terminal import say
 
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
+
+# An argument as messages name it, and options that are called otherwise.
+_ARGUMENT = re.compile(r"\b([a-z_]+)=(?:True\b|\"\w+\")?(?=[\s,;:.)]|$)")
+_CALLED = {"when_absent": "--no-wait"}
 
 # Some releases of typer carry a copy of click of their own: take the classes from typer itself.
 _UsageError: type[Exception]
@@ -52,7 +58,7 @@ def _root(
 def main() -> None:
     """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
     if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
-        logging.lastResort.setFormatter(LogFormatter())
+        logging.lastResort.setFormatter(_Warnings())
     # What others have registered may import torch, whichever command is run.
     set_openmp_defaults()
     try:
@@ -63,6 +69,8 @@ def main() -> None:
         code = _usage(cast(typer.BadParameter, error))
     except (typer.Abort, KeyboardInterrupt):
         code = 130
+    except SettingsError as error:
+        code = _fail(_with_option(str(error)))
     except (_ClickException, LMPoolError) as error:
         code = _fail(str(error))
     except BrokenPipeError:
@@ -90,5 +98,36 @@ def _usage(error: typer.BadParameter) -> int:
 
 
 def _fail(message: str) -> int:
-    say(f"lmpool: {' '.join(message.split())}", err=True)
+    say(f"lmpool: {' '.join(_with_options(message).split())}", err=True)
     return 2
+
+
+class _Warnings(LogFormatter):
+    """What a command warns of, with options where the log has arguments of Python."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _with_options(super().format(record))
+
+
+@cache
+def _options() -> dict[str, str]:
+    """The options of the command that was given: name of the argument -> option."""
+    command: Any = typer.main.get_command(app)
+    for word in sys.argv[1:]:
+        command = getattr(command, "commands", {}).get(word, command)
+    found = {param.name: max(param.opts, key=len) for param in command.params if param.opts[0].startswith("-")}
+    others = {option for param in command.params for option in param.secondary_opts}
+    return found | {name: option for name, option in _CALLED.items() if option in others}
+
+
+def _with_options(text: str) -> str:
+    """A message for users of Python, such as "allow more time (timeout=)", for those of the command line."""
+    return _ARGUMENT.sub(lambda found: _options().get(found[1], found[0]), text)
+
+
+def _with_option(text: str) -> str:
+    """The text of a SettingsError, which begins with the name of a setting, for whoever gave it as an option."""
+    name, colon, rest = text.partition(":")
+    option = _options().get(name, "")
+    is_given = any(word.partition("=")[0] == option for word in sys.argv)
+    return f"{option}{colon}{rest}" if is_given else text

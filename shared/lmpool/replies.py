@@ -14,9 +14,9 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissi
 
 _MEANINGS = {
     "NOAUTH": "wants a password, and none was given: name it in the URL, redis://USER:PASSWORD@HOST",
-    "WRONGPASS": "does not know this user or this password, or the user is switched off there",
+    "WRONGPASS": "refuses this user or password, or the user is switched off there",
     "AUTH": "has no password, and one was given: leave it out of the URL",
-    "NOPERM": "does not let this user do that",
+    "NOPERM": "refuses what this user may not do",
     "DENIED": "takes connections from its own host only (protected mode): give it a password or users",
     "NOGROUP": "has no queue of this model: it was emptied, has evicted it or lost its data. A live worker makes a new "
     "one within seconds, and clients ask again",
@@ -76,8 +76,8 @@ _LOST = {
     "Name or service not known|name resolution|nodename nor servname": "its host is not known by this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost": "the server, or something on the way to it, has cut the connection; "
-    "where TLS is spoken the URL begins with rediss://",
+    r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost": "the server, or "
+    "something on the way to it, has cut the connection; where TLS is spoken the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
 _BEFORE = re.compile(r"(ERR )?Error running script \(call to \w+\): (@user_script: ?\d+: )+-?")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from lmpool.checks import check_name
 from lmpool.keys import Keys
 from lmpool.producer.session import WhenAbsent
+from lmpool.terminal import say
 
 T = TypeVar("T")
 
@@ -24,7 +27,8 @@ Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")
 Waits = Annotated[
     bool,
     typer.Option(
-        "--wait/--no-wait", help="Wait for a server and a worker that are not there yet, until the timeout, or fail."
+        "--wait/--no-wait",
+        help="Wait for a server and a worker that are not there yet, for --timeout seconds, or fail at once.",
     ),
 ]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
@@ -43,6 +47,13 @@ def key_names(prefix: str) -> Keys:
 def when_absent(waits: bool) -> WhenAbsent:
     """What the option `--wait` means to a producer."""
     return "wait" if waits else "raise"
+
+
+def hint_at_file(prompt: str) -> None:
+    """Say that a prompt is taken as text, where it is the name of a file."""
+    with suppress(OSError, ValueError):  # A text may be too long for a name, or have characters that none has.
+        if Path(prompt).is_file():
+            say(f'the prompt is the text {prompt!r}, not what is in this file: pass "$(cat FILE)" for that', err=True)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -22,6 +22,7 @@ from lmpool.producer.commandline import (
     RedisUrl,
     Timeout,
     Waits,
+    hint_at_file,
     key_names,
     run,
     when_absent,
@@ -56,7 +57,9 @@ def register(app: typer.Typer) -> None:
 
 
 def logprobs(
-    text: Annotated[str, typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids.")],
+    text: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids.")
+    ],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
@@ -68,6 +71,8 @@ def logprobs(
     as_json: AsJson = False,
 ) -> None:
     """Show the likeliest next tokens of a prompt."""
+    if not ids:
+        hint_at_file(text)
 
     async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
         async with Producer(

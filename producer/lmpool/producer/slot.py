@@ -42,15 +42,17 @@ class _Attempt:
         waiting: how many wait for it.
         server: where; None until that is known.
         lacks: what it waits for, as seen last: a server or a model; None for neither.
+        seconds: for how long it is waited for, at most.
         is_over: it was closed, or all who waited for it have gone.
     """
 
-    __slots__ = ("is_over", "lacks", "server", "task", "waiting")
+    __slots__ = ("is_over", "lacks", "seconds", "server", "task", "waiting")
 
     task: asyncio.Task[Session]
 
     def __init__(self) -> None:
         self.waiting = 0
+        self.seconds = 0.0
         self.server: Server | None = None
         self.lacks: LMPoolError | None = None
         self.is_over = False
@@ -60,7 +62,8 @@ class _Attempt:
         if type(self.lacks) is not type(lacks):
             served = "serve a model" if model is None else f"serve {model!r}"
             what = f"a worker to {served}" if isinstance(lacks, UnknownModel) else "the server"
-            _log.warning("waiting for %s: %s", what, lacks)
+            limit = f'this waits up to {self.seconds:g} s (timeout=); when_absent="raise" fails at once'
+            _log.warning("waiting for %s: %s; %s", what, lacks, limit)
         self.lacks = lacks
 
     def late(self, error: TimeoutError) -> LMPoolError:
@@ -137,6 +140,7 @@ class SessionSlot:
     async def _open(self, within: Within) -> Session:
         attempt = self._attempt()
         attempt.waiting += 1
+        attempt.seconds = max(attempt.seconds, within.seconds)
         try:
             async with within.limit():
                 await ended(attempt.task)

@@ -11,7 +11,18 @@ from numpy.typing import NDArray
 
 from lmpool.errors import NoWorker, SettingsError, UnknownModel, UnknownVocabulary
 from lmpool.producer.byte_text import from_text
-from lmpool.producer.commandline import AreIds, AsJson, ModelName, Prefix, RedisUrl, Timeout, Waits, run, when_absent
+from lmpool.producer.commandline import (
+    AreIds,
+    AsJson,
+    ModelName,
+    Prefix,
+    RedisUrl,
+    Timeout,
+    Waits,
+    hint_at_file,
+    run,
+    when_absent,
+)
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.trie import PooledTrie
@@ -52,8 +63,9 @@ def show(
     prompt: Annotated[
         str | None,
         typer.Argument(
+            metavar="[PROMPT]",
             help="The prompt: text, or token ids such as 1,2,3 with --ids. Without one, branches show which part of "
-            "the tokens they have."
+            "the tokens they have.",
         ),
     ] = None,
     text: Annotated[
@@ -82,6 +94,9 @@ def show(
     wanted, limits = from_text(text), Limits(depth, top, least)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
+
+    if prompt is not None and not ids:
+        hint_at_file(prompt)
 
     async def ask() -> Found:
         async with Producer(

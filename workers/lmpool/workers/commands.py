@@ -31,7 +31,10 @@ _OURS = ("hf", "vllm", "sglang", "synthetic")
 _COMMON = ("backend", "redis", "memory_mb")
 
 Model = Annotated[
-    str, typer.Argument(help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name."
+    ),
 ]
 BackendName = Annotated[
     str, typer.Option(help=f"What computes the rows: {', '.join(_OURS)}, or one of a package of yours.")

@@ -18,7 +18,6 @@ from lmpool.rows import Encoding, RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source
-from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.forward import Forward
@@ -62,7 +61,6 @@ class HfBackend:
     def __init__(self, settings: HfSettings) -> None:
         loaded = load_model(settings)
         model = loaded.model
-        log_threads(str(model.device))
         self._settings = settings
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")

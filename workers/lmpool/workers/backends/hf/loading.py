@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub, not_had
-from lmpool.workers.backends.device import pick_device
+from lmpool.workers.backends.device import log_threads, pick_device
 from lmpool.workers.backends.hf.revision import weights_revision
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.places import cached_folder, check_model_folder, hub_trouble, nearest_folders, not_on_hub
@@ -50,6 +50,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     """
     device = pick_device(settings.device)
     place, is_local = _find(settings)
+    log_threads(str(device))
     # It writes to standard error by itself, beside the worker's log: twice, and not as the log is wanted.
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
