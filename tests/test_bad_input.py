@@ -248,15 +248,15 @@ async def test_a_request_under_way_follows_the_model_to_new_weights(pool: Pool) 
 
 
 SETTINGS = [
-    (["--vocab-size", "0"], "vocab_size: 0 "),
-    (["--max-batch", "-1"], "max_batch: -1 "),
-    (["--step-ms", "-1"], "step_ms: -1.0 "),
-    (["--lease-s", "0"], "lease_s: 0.0 "),
+    (["--vocab-size", "0"], "--vocab-size: 0 "),
+    (["--max-batch", "-1"], "--max-batch: -1 "),
+    (["--step-ms", "-1"], "--step-ms: -1.0 "),
+    (["--lease-s", "0"], "--lease-s: 0.0 "),
     (["--encoding", "f64"], "encoding: 'f64' is not one of f32, bf16"),
     (["--name", "{x}"], "name: '{x}'"),
     (["--vocab-size", "many"], "--vocab-size"),
     (["--colour", "red"], "--colour"),
-    (["--gguf-file", "x"], "gguf_file: not a setting of the synthetic backend"),
+    (["--gguf-file", "x"], "--gguf-file: not a setting of the synthetic backend"),
     (["--backend", "magic"], "backend: 'magic' is not one of hf, vllm, sglang, synthetic"),
 ]
 

@@ -68,7 +68,7 @@ def test_a_password_is_in_no_line_of_a_json_log(tmp_path: Path) -> None:
 def test_an_unknown_format_is_one_clear_error(pool: Pool) -> None:
     worker = pool.start("--log-format", "xml", wait=False)
     assert worker.wait() == 2
-    assert worker.text == "lmpool: log_format: 'xml' is not one of text, json\n"
+    assert worker.text == "lmpool: --log-format: 'xml' is not one of text, json\n"
 
 
 async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(

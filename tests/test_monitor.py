@@ -215,12 +215,12 @@ def test_a_port_in_use_is_one_clear_error(pool: Pool) -> None:
     second = pool.start("--metrics-port", port, wait=False)
     assert second.wait() == 2
     (line,) = [line for line in second.text.splitlines() if line.startswith("lmpool: ")]
-    assert f"metrics_port: port {port} of 127.0.0.1 cannot be used" in line
+    assert f"--metrics-port: port {port} of 127.0.0.1 cannot be used" in line
     assert "a port of its own" in line
     assert "Traceback" not in second.text
     far = pool.start("--metrics-port", port, "--metrics-host", "192.0.2.1", wait=False)
     assert far.wait() == 2
-    assert "lmpool: metrics_host: 192.0.2.1 is no address of this machine: " in far.text
+    assert "lmpool: --metrics-host: 192.0.2.1 is no address of this machine: " in far.text
 
 
 def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:

@@ -120,7 +120,7 @@ def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
 def test_json_of_a_live_view_is_refused(pool: Pool) -> None:
     done = run_lmpool("top", "--json", "--redis", pool.url)
     assert done.returncode == 2
-    assert done.stderr == "lmpool: json: a live view is for people; print one look as JSON with --once --json\n"
+    assert done.stderr == "lmpool: --json: a live view is for people; print one look as JSON with --once --json\n"
 
 
 def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def _options() -> dict[str, str]:
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
-    found = {param.name: max(param.opts, key=len) for param in command.params if param.opts[0].startswith("-")}
+    options = {param.name: max(param.opts, key=len) for param in command.params if param.opts[0].startswith("-")}
+    # Some arguments are called otherwise, and messages name what the user has given.
+    found = {option.lstrip("-").replace("-", "_"): option for option in options.values()} | options
     others = {option for param in command.params for option in param.secondary_opts}
     return found | {name: option for name, option in _CALLED.items() if option in others}
 

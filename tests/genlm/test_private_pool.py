@@ -81,7 +81,7 @@ def test_a_dropped_model_ends_its_worker(tokenizer_folder: str, temporary_folder
 
 @pytest.mark.parametrize(
     ("opts", "message"),
-    [({"colour": 3}, "No such option: --colour"), ({"max_batch": 0}, "max_batch: 0 must be a whole number")],
+    [({"colour": 3}, "No such option: --colour"), ({"max_batch": 0}, "--max-batch: 0 must be a whole number")],
     ids=["unknown", "malformed"],
 )
 def test_what_the_worker_refuses_is_quoted(opts: Any, message: str, tokenizer_folder: str, short_dir: Path) -> None:
