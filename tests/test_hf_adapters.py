@@ -169,7 +169,7 @@ def test_what_is_held_of_a_prefix_is_never_used_for_another_adapter(backend: HfB
 
 
 def test_prompts_of_different_adapters_do_not_run_together() -> None:
-    rules = BatchRules(tokens=1000, logits=1000, kv_tokens=1000, pads=True, horizon=1000, shares=False)
+    rules = BatchRules(tokens=1000, logits=1000, kv_tokens=1000, pads=True, horizon=1000, chunk=1000, shares=False)
     waiting = [
         Candidate(bytes([n]), [n, 1], [], adapter=adapter) for n, adapter in enumerate(["", "a", "b", "a", "", "b"])
     ]

@@ -25,7 +25,7 @@ from lmpool.workers.backend import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import self_check
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
+from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose, choose_shorter
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.settings import HfSettings
 from tests.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
@@ -394,7 +394,7 @@ def candidates(*news: int, held: int = 0) -> list[Candidate]:
     ]
 
 
-RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, shares=True)
+RULES = BatchRules(tokens=1000, logits=1000, kv_tokens=10_000, pads=True, horizon=5000, chunk=1000, shares=True)
 
 
 def lacks(batch: list[Candidate]) -> list[int]:
@@ -420,6 +420,17 @@ def test_prompts_beyond_the_horizon_run_alone() -> None:
     rules = RULES._replace(horizon=50)
     assert lacks(choose(candidates(51, 51, 50, 50), 64, rules)) == [51]
     assert lacks(choose(candidates(50, 51, 50), 64, rules)) == [50, 50]
+
+
+def test_prompts_of_like_lengths_do_not_give_way_to_each_other() -> None:
+    rules = RULES._replace(chunk=100)
+    many = candidates(*[90, 80, 70] * 5, 40)
+    batch = choose(many, 4, rules)
+    assert choose_shorter(batch, many, 4, rules) == []
+    alone = candidates(300, 90)
+    assert choose_shorter(alone[:1], alone, 4, rules) == []
+    much = candidates(300, 75, 70, 3)
+    assert lacks(choose_shorter(much[:1], much, 4, rules)) == [3]
 
 
 def test_the_oldest_prompt_is_never_passed_over(tiny: Tiny) -> None:
@@ -489,6 +500,7 @@ def test_the_card_says_what_is_served(tiny: Tiny) -> None:
         ("max_batch_tokens", 1.5),
         ("kv_cache_bytes", -1),
         ("max_prompt_tokens", 0),
+        ("chunked_prefill_size", 0),
     ],
 )
 def test_malformed_settings_are_refused_by_name(field: str, value: Any) -> None:

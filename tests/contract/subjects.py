@@ -148,6 +148,7 @@ def _hf() -> Subject:
             "dtype": dtype,
             "max_batch": MAX_BATCH,
             "max_batch_tokens": MAX_BATCH_TOKENS,
+            "chunked_prefill_size": MAX_BATCH_TOKENS,
             # Two layers of two heads of 32 keys and 32 values.
             "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         }

@@ -19,8 +19,8 @@ from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
-from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose
-from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.hf.batching import PART, BatchLimit, BatchRules, Candidate, choose, choose_shorter
+from lmpool.workers.backends.hf.forward import Forward, new_tokens
 from lmpool.workers.backends.hf.kv_pool import KVPool
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.hf.prefix_slots import ROOT
@@ -34,6 +34,9 @@ from lmpool.workers.backends.vocabulary import read_vocabulary
 _logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 2**62
+
+_CPU_CHUNK, _CHUNK = 512, 2048
+"""Tokens of a prompt that make a step worth its while: more would not be faster by much, only longer."""
 
 _HELD_LOGITS = 1 << 25
 """Logits that a forward may leave (128 MiB in float32), unless a batch of rows needs more."""
@@ -76,9 +79,11 @@ class HfBackend:
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
+            chunk=settings.chunked_prefill_size or (_CPU_CHUNK if self._forward.device.type == "cpu" else _CHUNK),
             shares=self._pool is not None,
         )
         self._limit = BatchLimit(settings.max_batch)
+        self._has_let_by = False
         self._waiting: dict[bytes, Waiting] = {}
         self._roots: dict[str, int] = {}
         self._stats = BackendStats()
@@ -168,9 +173,16 @@ class HfBackend:
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Run one batch."""
+        """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it."""
         waiting = [self._candidate(digest) for digest in self._waiting]
-        answers = self._answer(choose(waiting, self._limit.rows, self._rules))
+        rows, rules = self._limit.rows, self._rules
+        batch = choose(waiting, rows, rules)
+        shorter = [] if self._has_let_by else choose_shorter(batch, waiting, rows, rules)
+        self._has_let_by = bool(shorter)
+        if self._pool is not None:
+            begun = (one.path for one in waiting if self._waiting[one.digest].reached)
+            self._pool.held = next(begun, [])
+        answers = self._answer(shorter or batch)
         scores = {digest: own for answer in answers for digest, own in answer.scores.items()}
         finished = Finished(
             [answer.block for answer in answers if answer.block is not None],
@@ -181,11 +193,22 @@ class HfBackend:
         return finished
 
     def _candidate(self, digest: bytes) -> Candidate:
-        waiting = self._waiting[digest]
-        ids, kept = waiting.part(self._rules.logits, self._rules.horizon)
-        reuses = self._pool is not None and len(ids) <= self._rules.horizon and not waiting.fresh
-        path = self._pool.slots.match(ids, self._roots.get(waiting.adapter, ROOT)) if self._pool and reuses else []
-        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter)
+        waiting, rules, pool = self._waiting[digest], self._rules, self._pool
+        longest = min(rules.horizon, pool.capacity) if pool is not None else 0
+        most = rules.logits if len(waiting.ids) > longest else min(rules.logits, rules.chunk)
+        ids, kept = waiting.part(most, rules.horizon)
+        later = len(waiting.ids) - len(ids) - 1 if waiting.next else 0
+        if pool is None or len(ids) > rules.horizon or (waiting.fresh and len(ids) <= rules.chunk):
+            return Candidate(digest, ids, [], kept, waiting.kind, waiting.adapter, later=later)
+        if waiting.fresh and waiting.root is None:
+            waiting.root = pool.new_root()
+        root = waiting.root if waiting.root is not None else self._roots.get(waiting.adapter, ROOT)
+        path = pool.slots.match(ids, root)
+        end = min(len(path) + rules.chunk, pool.capacity)
+        # A part that got no further than the last one, because the pool has lost that, would not end.
+        if waiting.reached < end < len(ids) and new_tokens(len(ids), len(path), kept) > rules.chunk:
+            return Candidate(digest, ids[:end], path, 1, PART, waiting.adapter, root, later + len(ids) - end)
+        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter, root, later)
 
     def _answer(self, batch: Sequence[Candidate]) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
@@ -213,10 +236,15 @@ class HfBackend:
         lengths = [len(ids) for ids in prompts]
         new = max(one.new for one in batch)
         first = batch[0]
-        pool = self._pool if max(lengths) <= self._rules.horizon and first.kind != "fresh" else None
+        pool = self._pool if first.root is not None else None
         self._adapters.use(first.adapter)
         kept, paths = [one.kept for one in batch], [one.path for one in batch]
-        logits = self._forward.last_logits(prompts, kept, paths, pool, self._roots.get(first.adapter, ROOT))
+        logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
+        if first.kind == PART:
+            part = self._waiting[first.digest]
+            part.reached, part.computed = lengths[0], part.computed + new
+            self._stats = self._stats._replace(steps=self._stats.steps + 1)
+            return _Answer(None, {}, {})
         if first.kind == "score":
             answer = self._score(batch, logits)
         else:
@@ -226,7 +254,8 @@ class HfBackend:
             steps=self._stats.steps + 1,
             rows=self._stats.rows + len(batch) - len(answer.failures),
             tokens=self._stats.tokens + sum(lengths),
-            reused=self._stats.reused + sum(max(0, length - new) for length in lengths),
+            reused=self._stats.reused
+            + sum(max(0, len(one.ids) - new - self._waiting[one.digest].computed) for one in batch),
         )
         return answer
 

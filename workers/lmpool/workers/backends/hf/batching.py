@@ -15,6 +15,12 @@ _SHARED = 32
 
 _STEPS_TO_GROW = 32
 
+_MUCH = 4
+"""A prompt with fewer tokens by this factor may go before one that came earlier."""
+
+PART = "part"
+"""The kind of what only fills the KV pool, for the next part of the same prompt."""
+
 
 class Candidate(NamedTuple):
     """A waiting prompt.
@@ -24,8 +30,10 @@ class Candidate(NamedTuple):
         ids: its token ids.
         path: the KV pool's slots of its held prefix.
         kept: of how many of its last tokens the logits are wanted.
-        kind: only prompts of one kind run together.
+        kind: only prompts of one kind run together, and of the kind "part", for which no logits are wanted, one alone.
         adapter: only prompts of one adapter run together.
+        root: where the path begins in the KV pool, None if that is not to be used; only prompts of one run together.
+        later: tokens of the prompt that are left for further steps.
     """
 
     digest: bytes
@@ -34,11 +42,23 @@ class Candidate(NamedTuple):
     kept: int = 1
     kind: str = ""
     adapter: str = ""
+    root: int | None = None
+    later: int = 0
 
     @property
     def new(self) -> int:
         """Tokens that must be computed."""
         return new_tokens(len(self.ids), len(self.path), self.kept)
+
+    @property
+    def company(self) -> tuple[str, str, int | None]:
+        """What prompts that run together have in common."""
+        return self.kind, self.adapter, self.root
+
+    @property
+    def left(self) -> int:
+        """Tokens that must be computed until the prompt is answered."""
+        return self.new + self.later
 
     @property
     def unshared(self) -> tuple[int, ...] | None:
@@ -56,6 +76,7 @@ class BatchRules(NamedTuple):
         kv_tokens: most tokens whose keys and values are held at once, padding included.
         pads: False if prompts of different length must not run together.
         horizon: prompts longer than this run alone.
+        chunk: most tokens of one prompt computed in a step, where its keys and values can be kept for the next one.
         shares: True if a prefix that several prompts have in common is better computed once, before them.
     """
 
@@ -64,6 +85,7 @@ class BatchRules(NamedTuple):
     kv_tokens: int
     pads: bool
     horizon: int
+    chunk: int
     shares: bool
 
 
@@ -77,11 +99,11 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
     """
     first = waiting[0]
     batch = [first]
-    if len(first.ids) > rules.horizon:
+    if len(first.ids) > rules.horizon or first.kind == PART:
         return batch
     started = {first.unshared}
     new, longest, needed, kept = first.new, len(first.ids), first.new, first.kept
-    alike = [one for one in waiting[1:] if (one.kind, one.adapter) == (first.kind, first.adapter)]
+    alike = [one for one in waiting if one is not first and one.company == first.company]
     for other in _by_likeness(first, alike):
         if len(batch) == rows:
             break
@@ -103,6 +125,31 @@ def choose(waiting: Sequence[Candidate], rows: int, rules: BatchRules) -> list[C
         new, longest, needed = max(new, other.new), max(longest, len(other.ids)), needed + other.new
         kept = max(kept, other.kept)
     return batch
+
+
+def choose_shorter(
+    batch: Sequence[Candidate], waiting: Sequence[Candidate], rows: int, rules: BatchRules
+) -> list[Candidate]:
+    """The batch that goes before one that takes long: the shortest prompt and those that go well with it.
+
+    Whoever calls this for every second step at most lets no prompt starve: each of the others is led by the oldest.
+
+    Args:
+        batch: what `choose` returned.
+        waiting: as for `choose`.
+        rows: as for `choose`.
+        rules: as for `choose`; the batch computes `rules.chunk` tokens at most.
+
+    Returns:
+        nothing if `batch` does not take long, or nothing that waits is much shorter.
+    """
+    first = batch[0]
+    if max(first.left, len(batch) * max(one.new for one in batch)) <= rules.chunk:
+        return []
+    shortest = min(waiting, key=lambda one: one.left)
+    if _MUCH * shortest.left > first.left:
+        return []
+    return choose([shortest, *waiting], rows, rules._replace(tokens=min(rules.tokens, rules.chunk)))
 
 
 def _by_likeness(first: Candidate, others: Sequence[Candidate]) -> list[Candidate]:

@@ -100,6 +100,9 @@ class KVPool:
         layout: what one token leaves.
         capacity: tokens that the pool holds (`KVLayout.capacity`), at least 1.
         device: where the model is.
+
+    Attributes:
+        held: slots that no step may free, of a prompt that steps of others interrupt.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
@@ -111,6 +114,7 @@ class KVPool:
         self._storage[ROOT].zero_()
         self._scratch = self._storage[:0]
         self._roots = count(capacity + 1)
+        self.held: list[int] = []
 
     def new_root(self) -> int:
         """A root for prompts that must not share keys and values with others, for `PrefixSlots.match`; never twice."""
@@ -137,7 +141,7 @@ class KVPool:
         Returns:
             a block of shape (n, max(lengths), width). It is valid until the next call.
         """
-        self.slots.begin(paths)
+        self.slots.begin([self.held, *paths])
         total = max(lengths)
         past = total - new
         size = len(lengths) * total
@@ -179,7 +183,7 @@ class KVPool:
         finally:
             if not copied:
                 # The trie names slots that were not written: forget everything rather than reuse those.
-                self.slots = PrefixSlots(self.capacity)
+                self.slots, self.held = PrefixSlots(self.capacity), []
 
     def _copy(self, tokens: Tensor, sources: list[int], targets: list[int]) -> None:
         # Piece by piece, so that the memory in between stays small and warm.

@@ -40,6 +40,13 @@ class HfSettings:
     max_batch_tokens: int = field(
         default=8192, metadata={"help": "Tokens that are computed in one forward, padding included."}
     )
+    chunked_prefill_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of a longer prompt that one forward computes, so that others go between; None means 512 on "
+            "a CPU, 2,048 elsewhere."
+        },
+    )
     kv_cache_bytes: int = field(
         default=1 << 30,
         metadata={
@@ -67,8 +74,9 @@ class HfSettings:
         check_number(self, "max_batch", least=1, most=65_536)
         check_number(self, "max_batch_tokens", least=1)
         check_number(self, "kv_cache_bytes", least=0)
-        if self.max_prompt_tokens is not None:
-            check_number(self, "max_prompt_tokens", least=1)
+        for name in ("max_prompt_tokens", "chunked_prefill_size"):
+            if getattr(self, name) is not None:
+                check_number(self, name, least=1)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")

@@ -15,14 +15,17 @@ from lmpool.workers.backend import BackendJob
 class Waiting:
     """What is left to do for one job.
 
-    The tokens of a long prompt are scored a part at a time, for the logits of all positions at once would take too
-    much memory; the keys and values of one part serve the next.
+    A long prompt is computed a part at a time, so that others go between, and its tokens are scored so too, for the
+    logits of all positions at once would take too much memory; the keys and values of one part serve the next.
 
     Attributes:
         ids: the prompt.
         next: position of the next token to score; 0 when the row is wanted.
-        fresh: nothing that is kept may be used.
+        fresh: nothing that is kept of other prompts may be used.
         adapter: "name@revision", or "".
+        reached: up to which token the KV pool has been filled by parts for which no logits are wanted.
+        computed: tokens that these parts have computed.
+        root: of a long fresh prompt in the KV pool, where nobody else finds it; None before its first part.
         scores: of the tokens that have been scored.
     """
 
@@ -30,6 +33,9 @@ class Waiting:
     next: int = 0
     fresh: bool = False
     adapter: str = ""
+    reached: int = 0
+    computed: int = 0
+    root: int | None = None
     scores: list[NDArray[np.float32]] = field(default_factory=list)
 
     @classmethod
