@@ -1,4 +1,7 @@
-"""A process with lmpool's own tries, without a pool: `python -m benchmarks.trie_kernels INPUTS [DEVICE]`."""
+"""A process with lmpool's own tries, without a pool: `python -m benchmarks.trie_kernels INPUTS [DEVICE]`.
+
+As in a program of a user: it does not keep freed memory as workers do, for neither does the peer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from benchmarks.lines import serve
 from benchmarks.tekken import Inputs, read_inputs
 from lmpool.kernels import Op, open_kernels
 from lmpool.trie import Trie
-from lmpool.workers.serving import keep_freed_memory
 
 
 class Own:
@@ -56,15 +58,14 @@ class Own:
             kernels.values_on_device(op, sent[index % len(sent)]).cpu().numpy()
         return time.perf_counter() - start
 
-    async def probe(self, op: Op, prefixes: list[str]) -> list[float]:
-        """The values of some prefixes (hexadecimal) for the first row of weights."""
-        (values,) = self._kernels.values(op, self._inputs.weights[:1])
+    async def probe(self, op: Op, prefixes: list[str], row: int = 0) -> list[float]:
+        """The values of some prefixes (hexadecimal) for a row of weights."""
+        (values,) = self._kernels.values(op, self._inputs.weights[row : row + 1])
         return [float(values[self._trie.node(bytes.fromhex(prefix))]) for prefix in prefixes]
 
 
 async def main() -> None:
     """Serve until stdin ends."""
-    keep_freed_memory()  # As every worker does.
     own = Own(read_inputs(sys.argv[1]), *sys.argv[2:3] or ["cpu"])
     await serve({handler.__name__: handler for handler in (own.build, own.compute, own.probe)})
 

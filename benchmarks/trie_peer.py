@@ -54,9 +54,9 @@ class Peer:
             self._values(op, batches[index % len(batches)])
         return time.perf_counter() - start
 
-    async def probe(self, op: str, prefixes: list[str]) -> list[float]:
+    async def probe(self, op: str, prefixes: list[str], row: int = 0) -> list[float]:
         """As `Own.probe`."""
-        values = self._values(op, self._given(self._inputs.weights[:1]))[0]
+        values = self._values(op, self._given(self._inputs.weights[row : row + 1]))[0]
         return [float(values[self._node(bytes.fromhex(prefix))]) for prefix in prefixes]
 
     def _values(self, op: str, weights: Any) -> Any:

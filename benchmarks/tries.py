@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.asking import alternated
 from benchmarks.pairs import Goal, Result, Side, Take
 from benchmarks.peers import peers_python
@@ -51,7 +53,31 @@ def kernels(place: Workplace) -> list[Result]:
                 meaning = f"rows/s of lmpool.kernels, weight_{op} ÷ genlm-backend's {kind} trie, on the CPU; {_WHAT}"
                 ours, theirs = Side("lmpool", "rows/s", samples["lmpool"]), Side("genlm", "rows/s", samples[short])
                 results.append(Result(f"trie-{op}-{short}", meaning, Goal(goal), ours, theirs))
-    return results
+        return [*results, _errors(own, sides["par"], inputs, place.repeats)]
+
+
+def _errors(own: Child, peer: Child, inputs: str, rows: int) -> Result:
+    """How far sums are from those of the same weights in float64."""
+    tokens, weights = read_inputs(inputs)
+    prefixes = [b"", *_some_prefixes(tokens)]
+    below = [[index for index, token in enumerate(tokens) if token.startswith(prefix)] for prefix in prefixes]
+
+    def errors(side: Child) -> list[float]:
+        found = []
+        for row in range(rows):
+            exact = [float(weights[row][indices].sum(dtype=np.float64)) for indices in below]
+            names = [prefix.hex() for prefix in prefixes]
+            values = side.ask("probe", within=_WITHIN_S, op="sum", prefixes=names, row=row)
+            found.append(max(abs(value - sum_) / sum_ for value, sum_ in zip(values, exact, strict=True)))
+        return found
+
+    meaning = (
+        f"the largest relative error of weight_sum among the root and {len(prefixes) - 1} other nodes, of "
+        f"genlm-backend's parallel trie ÷ of lmpool.kernels, against sums in float64; a sample is a row of weights; "
+        f"tekken's first {N_TOKENS:,} tokens"
+    )
+    sides = [Side(name, "of the sum", errors(side)) for name, side in (("genlm", peer), ("lmpool", own))]
+    return Result("trie-error-par", meaning, None, *sides)
 
 
 def build(place: Workplace) -> list[Result]:
@@ -236,13 +262,17 @@ def _compare(op: str, own: Child, peers: Sequence[Child], inputs: str) -> None:
         BenchmarkError: they do not.
     """
     tokens = read_inputs(inputs).tokens
-    prefixes = [token[: 1 + index % len(token)].hex() for index, token in enumerate(tokens[:: N_TOKENS // _PROBES])]
+    prefixes = [prefix.hex() for prefix in _some_prefixes(tokens)]
     ours = own.ask("probe", op=op, prefixes=prefixes)
     for peer in peers:
         theirs = peer.ask("probe", within=_WITHIN_S, op=op, prefixes=prefixes)
         for prefix, a, b in zip(prefixes, ours, theirs, strict=True):
             if abs(a - b) > _TOLERANCE * abs(b):
                 raise BenchmarkError(f"the sides disagree on the {op} below {bytes.fromhex(prefix)!r}: {a} and {b}")
+
+
+def _some_prefixes(tokens: Sequence[bytes]) -> list[bytes]:
+    return [token[: 1 + index % len(token)] for index, token in enumerate(tokens[:: N_TOKENS // _PROBES])]
 
 
 def _has_cuda(python: str) -> bool:

@@ -203,8 +203,9 @@ class TokenCharacterTrie:
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
     """As `TokenCharacterTrie`, in float32 and with maxima below 0; on all cores, or on a CUDA device.
 
-    Sums keep the kernels' error below 1e-6. genlm-backend's class adds in float32 and loses more: 3e-6 of the root's
-    sum for 5,000 tokens, which is how far the two may differ.
+    Sums keep the kernels' error below 1e-6. genlm-backend's class adds in float32 and loses more, the more tokens there
+    are: 3e-6 of the root's sum for 5,000, over 1e-4 for 131,072. So far the two may differ; `make bench` measures it
+    (`trie-error-par` in docs/benchmarks-tries.md).
 
     Args:
         decode: as there.
