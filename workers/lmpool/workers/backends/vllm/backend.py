@@ -58,7 +58,6 @@ class VllmBackend:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._engine = engine = open_engine(settings)
-        log_threads(engine.captured.device)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block)
@@ -92,6 +91,7 @@ class VllmBackend:
             self.close()
             raise
         self._stats = BackendStats()
+        log_threads(self.device)  # Known by now, from the first forwards.
 
     @property
     def card(self) -> ModelCard:
