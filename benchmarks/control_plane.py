@@ -40,6 +40,7 @@ _KEYS = Keys()
 _CARD = ModelCard("m", "synthetic", 512, 131_072, "seed-0", "float32")
 _MODEL = _KEYS.model(_CARD.name)
 _WORKERS = (1, 10, 100, 1000)
+_QUICK_WORKERS = (1, 4)
 _BATCH = 32
 _ADAPTER_LOOKS_PER_S = 2.0
 _READS_PER_S = 2.0
@@ -52,12 +53,16 @@ def main() -> int:
     """Measure both tables, print them, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
-    write = parser.parse_args().write
+    parser.add_argument("--quick", action="store_true", help="small fleets alone, to see that it runs")
+    given = parser.parse_args()
+    write, quick = given.write, given.quick
+    if quick and write:
+        parser.error("--write: a page holds all of it: leave --quick out")
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(8 << 30, Path(folder) / "s") as server:
         surroundings = Surroundings.of(server.url, {})
-        fleet = asyncio.run(_measure_fleets(server.url))
+        fleet = asyncio.run(_measure_fleets(server.url, _QUICK_WORKERS if quick else _WORKERS))
         with redis.Redis.from_url(server.url) as client:
-            calls = list(measure_calls(client))
+            calls = [] if quick else list(measure_calls(client))
     page = _page(fleet, calls, surroundings, read_notes(write) if write else "")
     print(page)
     if write:
@@ -68,9 +73,9 @@ def main() -> int:
 # By the number of workers
 
 
-async def _measure_fleets(url: str) -> list[str]:
+async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
     rows = []
-    for count in _WORKERS:
+    for count in counts:
         client = Server(url).client()
         await client.flushall()
         lines = [CommandLine(Server(url), _MODEL.jobs) for _ in range(_READERS)]
