@@ -6,6 +6,7 @@ The same work as `plain_redis.py`'s `put` and `get`: what the pool could reach i
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import uvloop
@@ -52,8 +53,8 @@ class RowLinkUser:
         if self._got < rows:
             raise RuntimeError(f"{self._got} of {rows} rows came")
 
-    def _count(self, digest: bytes, row: object) -> None:
-        self._got += isinstance(row, np.ndarray)
+    def _count(self, digests: Sequence[bytes], rows: Sequence[object]) -> None:
+        self._got += sum(isinstance(row, np.ndarray) for row in rows)
 
 
 def _digests(start: int) -> list[bytes]:

@@ -105,7 +105,7 @@ def test_who_has_left_hears_nothing(desk: Desk) -> None:
     flight, _ = desk.flights.board(prompt(1), gone)
     desk.flights.board(prompt(1), stays)
     desk.flights.leave(flight, gone)
-    desk.flights.deliver(prompt(1).digest, row())
+    desk.flights.deliver([prompt(1).digest], [row()])
     assert (len(gone.heard), len(stays.heard)) == (0, 1)
 
 
@@ -136,8 +136,8 @@ def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(desk: Desk) -> N
     for ear in ears:
         desk.flights.board(prompt(1), ear)
     found = row(1.0)
-    desk.flights.deliver(prompt(1).digest, found)
-    desk.flights.deliver(prompt(1).digest, found)
+    desk.flights.deliver([prompt(1).digest], [found])
+    desk.flights.deliver([prompt(1).digest], [found])
     assert [ear.heard for ear in ears] == [[found]] * 3
     assert desk.cache.get(prompt(1).digest) is found
     assert len(desk.flights) == 0
@@ -196,29 +196,29 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
 def test_a_landing_is_counted_where_the_row_came_from(desk: Desk, origin: str) -> None:
     flight, _ = desk.flights.board(prompt(1), Ear())
     flight.origin = origin
-    desk.flights.deliver(prompt(1).digest, row())
+    desk.flights.deliver([prompt(1).digest], [row()])
     assert desk.counted() == {origin: 1}
 
 
 def test_a_row_comes_from_the_cache_unless_something_else_is_known(desk: Desk) -> None:
     for _ in range(3):
         desk.flights.board(prompt(1), Ear())
-    desk.flights.deliver(prompt(1).digest, row())
+    desk.flights.deliver([prompt(1).digest], [row()])
     assert desk.counted() == {"cache_hits": 1, "joined": 2}
 
 
 def test_nothing_in_the_cache_changes_nothing(desk: Desk) -> None:
     ear = Ear()
     flight, _ = desk.flights.board(prompt(1), ear)
-    desk.flights.deliver(prompt(1).digest, None)
+    desk.flights.deliver([prompt(1).digest], [None])
     assert desk.flights.is_open(flight)
     assert ear.heard == []
     assert desk.counted() == {}
 
 
 def test_a_row_that_nobody_waits_for_is_dropped(desk: Desk) -> None:
-    desk.flights.deliver(prompt(1).digest, row())
-    desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+    desk.flights.deliver([prompt(1).digest], [row()])
+    desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
     assert len(desk.cache) == 0
     assert desk.counted() == {}
 
@@ -240,11 +240,11 @@ def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(d
     flight, _ = desk.flights.board(prompt(1), ear)
     for overwrites in (0, 0, 1):
         flight.overwrites = overwrites
-        desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+        desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
         assert desk.flights.is_open(flight)
         assert flight.damaged
     flight.overwrites = 2
-    desk.flights.deliver(prompt(1).digest, CorruptRow("still bad"))
+    desk.flights.deliver([prompt(1).digest], [CorruptRow("still bad")])
     (last,) = ear.heard
     assert isinstance(last, CorruptRow)
     assert str(last) == "still bad"
@@ -256,9 +256,9 @@ def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(d
 def test_a_mended_row_lands(desk: Desk) -> None:
     ear = Ear()
     desk.flights.board(prompt(1), ear)
-    desk.flights.deliver(prompt(1).digest, CorruptRow("bad"))
+    desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
     found = row(2.0)
-    desk.flights.deliver(prompt(1).digest, found)
+    desk.flights.deliver([prompt(1).digest], [found])
     assert ear.heard == [found]
 
 
@@ -280,20 +280,20 @@ def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(desk: D
 
 
 async def test_a_single_waiter_gives_the_row() -> None:
-    waiter, found = SingleWaiter(asyncio.get_running_loop()), row()
+    waiter, found = SingleWaiter(asyncio.get_running_loop(), 60.0), row()
     waiter(found)
     assert await waiter.future is found
 
 
 async def test_a_single_waiter_raises_the_failure() -> None:
-    waiter = SingleWaiter(asyncio.get_running_loop())
+    waiter = SingleWaiter(asyncio.get_running_loop(), 60.0)
     waiter(DeadlineExceeded("late"))
     with pytest.raises(DeadlineExceeded, match="late"):
         await waiter.future
 
 
 async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
-    waiter = SingleWaiter(asyncio.get_running_loop())
+    waiter = SingleWaiter(asyncio.get_running_loop(), 60.0)
     waiter.future.cancel()
     waiter(row())
     waiter(WorkerError("no"))
@@ -351,7 +351,7 @@ async def test_one_prompt_twice_in_a_batch_fills_both_rows(desk: Desk) -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
     desk.flights.board(prompt(1), batch.at(0))
     desk.flights.board(prompt(1), batch.at(1))
-    desk.flights.deliver(prompt(1).digest, row(4.0))
+    desk.flights.deliver([prompt(1).digest], [row(4.0)])
     assert batch.future.done()
     assert batch.rows.tolist() == [[4.0] * 3] * 2
 
@@ -390,7 +390,7 @@ class Interrupted:
 
     async def settle(self, digests: list[bytes]) -> None:
         for digest in digests:
-            self._flights.deliver(digest, row())
+            self._flights.deliver([digest], [row()])
         self.looked_for.set_result(digests)
 
     def note(self, error: BaseException) -> None:
@@ -444,11 +444,11 @@ class Answering:
         await asyncio.sleep(0)
         self.meanwhile()
         for digest in digests:
-            self._flights.deliver(digest, row() if digest in self._cached else None)
+            self._flights.deliver([digest], [row() if digest in self._cached else None])
 
     async def settle(self, digests: list[bytes]) -> None:
         for digest in digests:
-            self._flights.deliver(digest, row())
+            self._flights.deliver([digest], [row()])
 
     async def upload(self, flights: list[Flight]) -> bool:
         return False

@@ -234,16 +234,49 @@ async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
     assert plain(reply) == found
 
 
-async def test_each_value_is_fresh_writeable_memory_of_its_own() -> None:
+async def test_each_value_is_fresh_memory_of_its_own() -> None:
     line = Line()
-    first, second = line.mget(2), line.mget(1)
-    line.feed(array([b"one", b"one"]) + array([b"two"]))
-    one, other = first.result()
+    first, second = line.mget(4), line.mget(1)
+    line.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
+    *small, one, other = first.result()
+    assert [type(value) for value in (*small, *second.result())] == [bytes] * 3
     assert one.dtype == np.uint8
-    assert one.shape == (3,)
+    assert one.shape == (LARGE,)
     assert not np.shares_memory(one, other)
     one[:] = 0
-    assert (other.tobytes(), second.result()[0].tobytes()) == (b"one", b"two")
+    assert other.tobytes() == b"x" * LARGE
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**9])
+async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
+    line = Line()
+    found: list[bytes | None] = [
+        b"ab",
+        b"cd",
+        b"ef",
+        b"long",
+        None,
+        b"gh",
+        b"ij",
+        b"",
+        b"kl",
+        b"mn",
+        b"x" * 5000,
+        b"op",
+    ]
+    replies = [line.mget(len(found)), line.mget(2), line.mget(3)]
+    line.feed(array(found) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
+    assert [plain(reply) for reply in replies] == [found, [b"ab", b"cd"], [b"ef", b"gh", b"ij"]]
+
+
+@pytest.mark.parametrize("at", range(4))
+async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at: int) -> None:
+    line = Line()
+    reply = line.mget(4)
+    values = [b"$2\r\nab\r\n"] * 4
+    values[at] = b"$2\r\nabcd"
+    line.feed(b"*4\r\n" + b"".join(values))
+    assert_broken(line, [reply], ProtocolError)
 
 
 async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_end() -> None:

@@ -62,7 +62,7 @@ def test_the_layout_of_a_row_is_pinned_to_the_byte(
 ) -> None:
     block = block_of(encoding, numbers, log_z)
     assert block.encode(0).hex() == expected.replace(" ", "")
-    assert block.header(0) == block.encode(0)[:HEADER_SIZE]
+    assert block.encoded()[0][0] == block.encode(0)[:HEADER_SIZE]
     assert HEADER_SIZE == 16
 
 

@@ -108,9 +108,9 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     )
     assert again == [None, None]  # What is there stays unless it is to be overwritten.
     found = await link.mget([*keys, b"none"])
-    assert found[0] is None or bytes(found[0])[16:] == numbers[1].tobytes()  # type: ignore[arg-type]
+    assert found[0] is None or bytes(found[0])[16:] == numbers[1].tobytes()
     for row, got in zip(numbers[1:], found[1:-1], strict=True):
-        assert bytes(got)[16:] == row.tobytes()  # type: ignore[arg-type]
+        assert bytes(got)[16:] == row.tobytes()
     assert found[-1] is None
     link.close()
 

@@ -51,7 +51,7 @@ def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
     assert block is not None
     found = {}
     for index, digest in enumerate(block.digests):
-        data = block.header(index) + bytes(block.payload(index))
+        data = b"".join(*block.encoded([index]))
         found[digest] = decode_row(np.frombuffer(bytearray(data), np.uint8), len(block.vectors[index]))
     return found
 

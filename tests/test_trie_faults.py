@@ -201,7 +201,7 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
 async def test_weights_that_another_client_has_overwritten_are_never_used(private: Pool) -> None:
     worker = private.workers[1]
     block = VectorBlock([b""], [np.ones(V, np.float32)])
-    forged = block.header(0) + bytes(block.payload(0))
+    forged = b"".join(*block.encoded())
     async with private.producer() as producer:
         trie = await producer.trie(words(24, V))
         await sums(trie, range(1))

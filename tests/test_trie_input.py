@@ -235,7 +235,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
     """Put weights, or any bytes, where trie workers look for them; returns their name."""
     name = name_of(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
-    encoded = weights if isinstance(weights, bytes) else block.header(0) + bytes(block.payload(0))
+    encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())
     pool.redis.set(pool.keys.weights() + name, secret + encoded, px=60_000)
     return name
 

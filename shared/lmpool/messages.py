@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgpack
@@ -35,8 +36,17 @@ class Job(NamedTuple):
 
     def pack(self) -> bytes:
         """The job as MessagePack; ids and ask are one `bin` each."""
-        packed: bytes = msgpack.packb((_VERSION, *self))
+        (packed,) = pack_jobs([self])
         return packed
+
+
+def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
+    """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
+    packer = msgpack.Packer()
+    return [packer.pack((_VERSION, *job)) for job in jobs]
+
+
+_JOB_TYPES = (int, bytes, str, str, bool, bytes)
 
 
 def unpack_job(data: bytes) -> Job:
@@ -45,13 +55,11 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
-    match unpack_flat(data, MAX_JOB_BYTES, "job"):
-        case [int(version), bytes(ids), str(adapter), str(fingerprint), bool(overwrite), bytes(ask)] if _is_ours(
-            version
-        ):
-            return Job(ids, adapter, fingerprint, overwrite, ask)
-        case other:
-            raise ProtocolError(f"not a job of version {_VERSION}: {described(other)}")
+    values = unpack_flat(data, MAX_JOB_BYTES, "job")
+    # True and 1.0 equal 1 too, so types are compared, and exactly.
+    if type(values) is list and tuple(map(type, values)) == _JOB_TYPES and values[0] == _VERSION:
+        return Job._make(values[1:])
+    raise ProtocolError(f"not a job of version {_VERSION}: {described(values)}")
 
 
 class Failure(NamedTuple):
@@ -77,16 +85,10 @@ def unpack_failure(data: bytes) -> Failure:
     Raises:
         ProtocolError: too large, not MessagePack, or not a failure of this wire version.
     """
-    match unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure"):
-        case [int(version), str(kind), str(text)] if _is_ours(version):
-            return Failure(kind, text)
-        case other:
-            raise ProtocolError(f"not a failure of version {_VERSION}: {described(other)}")
-
-
-def _is_ours(version: int) -> bool:
-    """Whether a message has our version; True and 1.0 equal 1 too."""
-    return type(version) is int and version == _VERSION
+    values = unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure")
+    if type(values) is list and tuple(map(type, values)) == (int, str, str) and values[0] == _VERSION:
+        return Failure._make(values[1:])
+    raise ProtocolError(f"not a failure of version {_VERSION}: {described(values)}")
 
 
 def _flat(values: list[Any]) -> list[Any]:

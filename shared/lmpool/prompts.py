@@ -47,6 +47,8 @@ class Prompt(NamedTuple):
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
     """The name of a prompt: 128-bit BLAKE2b of its uint32 bytes, keyed by the adapter (none: not keyed)."""
+    if not adapter:
+        return hashlib.blake2b(ids, digest_size=DIGEST_SIZE).digest()
     return hashlib.blake2b(ids, digest_size=DIGEST_SIZE, key=_adapter_key(adapter)).digest()
 
 
@@ -56,8 +58,6 @@ def ask_digest(digest: bytes, ask: bytes) -> bytes:
 
 
 def _adapter_key(adapter: str) -> bytes:
-    if not adapter:
-        return b""
     name = adapter.encode()
     return name if len(name) <= 64 else hashlib.blake2b(name).digest()
 
@@ -140,20 +140,25 @@ def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
 
 
 def _from_sequence(ids: Sequence[Any], max_tokens: int) -> tuple[bytes, int, int, int]:
-    """Lists and tuples: numpy would cost several times as much at these lengths."""
+    """Lists and tuples: numpy would cost several times as much at these lengths.
+
+    Returns:
+        the ids' bytes, a bound below them that is negative only where an id is, the largest, and how many there are.
+    """
     if not ids:
         return b"", 0, 0, 0
     if len(ids) > max_tokens:
         raise _too_long(len(ids), max_tokens)
     if set(map(type, ids)) != {int}:
         ids = [_as_int(value, index) for index, value in enumerate(ids)]
-    low, high = min(ids), max(ids)
-    if low < 0 or high > 0xFFFFFFFF:
-        return b"", low, high, len(ids)
-    packed = array("I", ids)
+    try:
+        packed = array("I", ids)
+    except OverflowError:
+        return b"", min(ids), max(ids), len(ids)
+    high = max(ids)
     if not _ARRAY_IS_U4LE:
-        return np.asarray(ids, _LITTLE_ENDIAN).tobytes(), low, high, len(ids)
-    return packed.tobytes(), low, high, len(ids)
+        return np.asarray(ids, _LITTLE_ENDIAN).tobytes(), 0, high, len(ids)
+    return packed.tobytes(), 0, high, len(ids)
 
 
 def _as_int(value: Any, index: int) -> int:

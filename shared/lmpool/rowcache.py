@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,16 @@ from lmpool.errors import CorruptRow, ProtocolError
 from lmpool.keys import Keys
 from lmpool.line import CommandLine, RowLine, reply_timeout
 from lmpool.rowlink import Bulk, RowLink, RowWrite, fresh_bulk
-from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, encoded_size
+from lmpool.rows import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, decode_rows, encoded_size
 from lmpool.scripts import Call
 from lmpool.server import Server
 from lmpool.weights import SentWeights
 
 Row = NDArray[np.float32]
-Deliver = Callable[[bytes, Row | CorruptRow | None], None]
-"""Called once per digest with its row, None when there is none, or CorruptRow (an error is a value here)."""
+Found = Row | CorruptRow | None
+"""A row, None when there is none, or why what is there is no row (an error is a value here)."""
+Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
+"""Called with digests and what was found of each; once for each digest."""
 
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
@@ -257,20 +259,28 @@ class RedisRows:
 
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
         prefix, fetched = self._prefix, 0
+
+        def read(number: int, value: bytes | Bulk) -> Row | CorruptRow:
+            nonlocal fetched
+            fetched += len(value)
+            digest = digests[number]
+            return self._decode(digest, value, lengths.get(digest, self._vocab_size), is_answer=digest in lengths)
+
         async with self._window:
             link = await self._line.open()
             try:
-                values = await self._line.wait_for(link, link.mget([prefix + digest for digest in digests]))
+                values = await self._line.wait_for(link, link.mget([prefix + digest for digest in digests], read))
             except ProtocolError:  # What a value over the limit ends the link with, for all that are under way.
-                values = await self._get_bounded(digests)
+                fetched, values = 0, await self._get_bounded(digests)
         for value in values:
-            if isinstance(value, np.ndarray):
-                fetched += value.size
-            elif isinstance(value, ResponseError) and self._line.check(link, value):
+            if isinstance(value, ResponseError) and self._line.check(link, value):
                 raise self._server.explain(value)
-        for digest, value in zip(digests, values, strict=True):
-            length = lengths.get(digest, self._vocab_size)
-            deliver(digest, self._decode(digest, value, length, is_answer=digest in lengths))
+        rows: Sequence[Found] | None = None if lengths else decode_rows(values, self._vocab_size)
+        if rows is None:
+            rows = [self._found(number, value, digests, read) for number, value in enumerate(values)]
+        else:
+            fetched += sum(map(len, values))
+        deliver(digests, rows)
         return fetched
 
     async def _get_bounded(self, digests: Sequence[bytes]) -> list[object]:
@@ -279,21 +289,33 @@ class RedisRows:
         replies = [link.call((b"GETRANGE", self._prefix + digest, 0, most)) for digest in digests]
         found = [await self._line.wait_for(link, reply) for reply in replies]
         # An empty string is what GETRANGE finds where there is nothing.
-        return [value if isinstance(value, np.ndarray) and value.size else None for (value,) in found]
+        return [bytes(value) or None if isinstance(value, (bytes, np.ndarray)) else value for (value,) in found]
 
-    def _decode(self, digest: bytes, value: object, length: int, *, is_answer: bool) -> Row | CorruptRow | None:
-        if not isinstance(value, np.ndarray):
-            if isinstance(value, ResponseError):
-                return CorruptRow(f"what the cache holds for prompt {digest.hex()} is no row: {value}")
-            return None
+    def _found(
+        self,
+        number: int,
+        value: object,
+        digests: Sequence[bytes],
+        read: Callable[[int, bytes | Bulk], Row | CorruptRow],
+    ) -> Found:
+        """What was found of one row, if that is not known yet."""
+        if isinstance(value, bytes):
+            return read(number, value)
+        if isinstance(value, ResponseError):
+            return CorruptRow(f"what the cache holds for prompt {digests[number].hex()} is no row: {value}")
+        return cast(Found, value)
+
+    def _decode(self, digest: bytes, value: bytes | Bulk, length: int, *, is_answer: bool) -> Row | CorruptRow:
+        if isinstance(value, bytes):
+            value = np.frombuffer(value, np.uint8)
         try:
             row = decode_row(value, length)
             if not is_answer:
                 check_row(row)
         except ProtocolError as error:
             return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
-        received = value.base  # None for a value that had come whole: its memory is of another size.
-        if received is not None and received.flags.writeable and len(self._spare) < _MOST_SPARE:
+        received = value.base  # No array for a value that had come whole: its memory is of another size.
+        if isinstance(received, np.ndarray) and received.flags.writeable and len(self._spare) < _MOST_SPARE:
             # The row does not live in it. Memory that the processor has in its cache is worth keeping.
             self._spare.append(received)
         return row
@@ -310,8 +332,6 @@ class RedisRows:
 
 
 def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes], some: Sequence[int] | None) -> list[RowWrite]:
-    digests = block.digests
-    return [
-        RowWrite(prefix + digests[index], block.header(index), block.payload(index), digests[index] in overwrite)
-        for index in (range(len(digests)) if some is None else some)
-    ]
+    digests = block.digests if some is None else [block.digests[index] for index in some]
+    pairs = zip(digests, block.encoded(some), strict=True)
+    return [RowWrite(prefix + digest, header, numbers, digest in overwrite) for digest, (header, numbers) in pairs]

@@ -29,7 +29,7 @@ NAMES = [name_of(secret) for secret in SECRETS]
 weights = st.one_of(
     hostile.noise,
     st.lists(st.floats(width=32), max_size=8).map(
-        lambda values: VectorBlock([b""], [np.array(values, np.float32)]).header(0) + np.array(values, "<f4").tobytes()
+        lambda values: b"".join(*VectorBlock([b""], [np.array(values, np.float32)]).encoded())
     ),
     hostile.spoilt_rows(hostile.encoded_row([1], len(TOKENS))),
 )

@@ -13,12 +13,12 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from lmpool.card import ModelCard
 from lmpool.clusterrows import rows_on
-from lmpool.errors import CorruptRow, LMPoolError, ProducerClosed
+from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.keys import Keys, ModelKeys
 from lmpool.line import CommandLine, reply_timeout
 from lmpool.producer.flights import Flight, FlightTable
 from lmpool.producer.lobby import Lobby
-from lmpool.rowcache import Row, RowCache
+from lmpool.rowcache import Found, RowCache
 from lmpool.rows import encoded_size
 from lmpool.server import Server
 from lmpool.server_memory import ServerMemory, read_memory
@@ -117,10 +117,10 @@ class Channel:
         if not wanted or rows is None:
             return
 
-        def deliver(digest: bytes, found: Row | CorruptRow | None) -> None:
+        def deliver(digests: Sequence[bytes], found: Sequence[Found]) -> None:
             # What was fetched from the namespace of other weights must not land after the change.
             if self._rows is rows:
-                self._flights.deliver(digest, found)
+                self._flights.deliver(digests, found)
 
         fetched = await rows.get_many(wanted, deliver, lengths)
         self._flights.figures.fetched_bytes += fetched

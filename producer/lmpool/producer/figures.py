@@ -44,15 +44,15 @@ class Figures:
         ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
         return max(0, self.stats.requests - self.stats.local_hits - ended)
 
-    def landed(self, origin: str, began: float, joined: Sequence[float] | None = None) -> None:
+    def landed(self, origin: str, began: float, joined: Sequence[float] | None, now: float) -> None:
         """Count requests that were answered together.
 
         Args:
             origin: where the row came from for the first of them.
             began: since when the first has waited; a time of `monotonic`.
-            joined: since when the others have.
+            joined: since when the others have; None for no others.
+            now: when they were answered.
         """
-        now = monotonic()
         self.seconds[origin].observe(now - began)
         for since in joined or ():
             self.seconds["joined"].observe(now - since)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from time import monotonic
 
@@ -14,7 +14,7 @@ from lmpool.producer.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.together import own
 from lmpool.prompts import Prompt
-from lmpool.rowcache import Row
+from lmpool.rowcache import Found, Row
 from lmpool.weights import SentWeights
 
 _MOST_OVERWRITES = 2
@@ -33,6 +33,10 @@ class Stage(Enum):
     SENDING = auto()
     REFUSED = auto()
     WAITING = auto()
+
+
+_UNSENT = Stage.UNSENT
+"""To look a member up in its class costs as much as the rest of a new flight."""
 
 
 class Flight:
@@ -83,7 +87,7 @@ class Flight:
         self.waiters: list[Waiter] = []
         self.began = monotonic()
         self.joined: list[float] | None = None
-        self.stage = Stage.UNSENT
+        self.stage = _UNSENT
         self.since = 0.0
         self.until = 0.0
         self.is_away = False
@@ -174,6 +178,11 @@ class FlightTable:
         return taken
 
     def _end(self, flight: Flight) -> None:
+        self._take_off(flight)
+        if self.on_end is not None:
+            self.on_end()
+
+    def _take_off(self, flight: Flight) -> None:
         prompt = flight.prompt
         del self._flights[prompt.digest]
         if self._lost:
@@ -182,8 +191,6 @@ class FlightTable:
             flight.is_away = False
             self._away -= 1
             self._away_bytes -= len(prompt.ids)
-        if self.on_end is not None:
-            self.on_end()
 
     def count_lost(self, flights: Iterable[Flight]) -> None:
         """Count that rows were said to be there, and were gone before they could be fetched."""
@@ -209,20 +216,24 @@ class FlightTable:
         self._end(flight)
         return True
 
-    def deliver(self, digest: bytes, found: Row | CorruptRow | None) -> None:
-        """Take what the cache holds for a prompt."""
-        flight = self._flights.get(digest)
-        if found is None or flight is None:
-            return
-        if isinstance(found, CorruptRow):
-            flight.damaged = True
-            if flight.overwrites >= _MOST_OVERWRITES:
-                self.land(flight, found)
-            return
-        if not flight.prompt.ask:
-            self._cache.put(digest, found)
-        self._end(flight)
-        self._tell(flight, found)
+    def deliver(self, digests: Sequence[bytes], found: Sequence[Found]) -> None:
+        """Take what the cache holds for some prompts."""
+        now = monotonic()
+        for digest, row in zip(digests, found, strict=True):
+            flight = self._flights.get(digest)
+            if row is None or flight is None:
+                continue
+            if isinstance(row, CorruptRow):
+                flight.damaged = True
+                if flight.overwrites >= _MOST_OVERWRITES:
+                    self.land(flight, row)
+                continue
+            if not flight.prompt.ask:
+                self._cache.put(digest, row)
+            self._take_off(flight)
+            self._answer(flight, row, now)
+        if self.on_end is not None:
+            self.on_end()
 
     def land(self, flight: Flight, answer: Answer) -> None:
         """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
@@ -232,21 +243,25 @@ class FlightTable:
             self._tell(flight, answer)
 
     def _tell(self, flight: Flight, answer: Answer) -> None:
-        waiters, flight.waiters = flight.waiters, []
-        if isinstance(answer, Exception):
-            self._stats.failed += len(waiters)
-            for since in (flight.began, *(flight.joined or ())):
-                self.figures.failed(type(answer).__name__, since)
-            for waiter in waiters:
-                waiter(own(answer))
+        if not isinstance(answer, Exception):
+            self._answer(flight, answer, monotonic())
             return
+        waiters, flight.waiters = flight.waiters, []
+        self._stats.failed += len(waiters)
+        for since in (flight.began, *(flight.joined or ())):
+            self.figures.failed(type(answer).__name__, since)
+        for waiter in waiters:
+            waiter(own(answer))
+
+    def _answer(self, flight: Flight, row: Row, now: float) -> None:
+        waiters, flight.waiters = flight.waiters, []
         # What no script has told of was found by looking.
         origin = flight.origin = flight.origin or "cache_hits"
         self._stats.add(origin)
         self._stats.joined += len(waiters) - 1
-        self.figures.landed(origin, flight.began, flight.joined)
+        self.figures.landed(origin, flight.began, flight.joined, now)
         for waiter in waiters:
-            waiter(answer)
+            waiter(row)
 
     def follow(self, fingerprint: str) -> None:
         """Ask for the rows of this model: rows of another are forgotten, and flights begin anew."""

@@ -10,7 +10,7 @@ from lmpool import scripts
 from lmpool.backoff import delays
 from lmpool.errors import QueueFull
 from lmpool.keys import GROUP
-from lmpool.messages import Job
+from lmpool.messages import Job, pack_jobs
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.flights import Flight, FlightTable, Stage
 from lmpool.producer.tasks import Tasks
@@ -170,8 +170,9 @@ class Outbox:
 
     async def _send(self, flights: Sequence[Flight]) -> None:
         """Look for rows in the cache; ask workers for the rest."""
+        sending = Stage.SENDING
         for flight in flights:
-            flight.stage = Stage.SENDING
+            flight.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [flight for flight in flights if not (flight.damaged or flight.is_touch or flight.is_private)]
         try:
@@ -211,10 +212,9 @@ class Outbox:
             keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
         patience_ms = self._patience_ms(flights)
         args: list[bytes | str | int] = [channel.card.queue_limit, patience_ms, look, int(again)]
-        args += [
-            Job(one.prompt.ids, one.prompt.adapter, channel.fingerprint, one.damaged, one.prompt.ask).pack()
-            for one in flights
-        ]
+        prompts = [(flight.prompt, flight.damaged) for flight in flights]
+        fingerprint = channel.fingerprint
+        args += pack_jobs(Job(one.ids, one.adapter, fingerprint, damaged, one.ask) for one, damaged in prompts)
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(flights):
             raise channel.line.distrust(outcome)
@@ -224,10 +224,11 @@ class Outbox:
             self.retry_soon()
         stored, abandoned = [], []
         now = self._tasks.loop.time()
+        waiting = Stage.WAITING
         for flight, code in zip(flights, outcome.decode("ascii", "replace"), strict=True):
             digest = flight.prompt.digest
             flight.since = now
-            flight.stage = Stage.WAITING
+            flight.stage = waiting
             if is_damaged:
                 flight.overwrites += flight.damaged
             if code == "Q":

@@ -16,7 +16,7 @@ from lmpool.checks import check_choice, check_name, shown
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.adapters import by_revision
+from lmpool.producer.adapters import by_revision, is_base
 from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.copied import CopiedAsItself
 from lmpool.producer.figures import Figures
@@ -125,7 +125,6 @@ class Producer(CopiedAsItself, Picking):
             when_absent,
         )
 
-    @by_revision
     async def logprobs(
         self,
         ids: Any,
@@ -156,6 +155,26 @@ class Producer(CopiedAsItself, Picking):
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
+        # What nearly all requests are: no coroutine within another for them.
+        session = self._rows.current(asyncio.get_running_loop())
+        if session is None or targets is not None or fresh is not False or not is_base(adapter):
+            return await self._logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        prompt = encode(session.card, ids, "")
+        kept = session.kept(prompt)
+        if kept is not None:
+            return kept
+        waiter = session.begin(prompt, session.loop.time() + seconds, seconds)
+        try:
+            return await waiter.future
+        finally:
+            session.end(waiter)
+
+    @by_revision
+    async def _logprobs(
+        self, ids: Any, *, targets: Any, fresh: bool, adapter: str, timeout: float | None
+    ) -> NDArray[np.float32]:
+        """Any request for a row, or for entries of one."""
         if type(fresh) is not bool:
             raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
         session, within = await self._begin(timeout)

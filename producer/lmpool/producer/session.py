@@ -30,7 +30,7 @@ from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.vocabularies import Vocabularies
-from lmpool.producer.waiters import SingleWaiter
+from lmpool.producer.waiters import Deadlines, SingleWaiter
 from lmpool.producer.within import ALONE_S, Within
 from lmpool.prompts import Prompt
 from lmpool.rowcache import Row
@@ -87,6 +87,7 @@ class Session:
         self._cache = cache
         self._stats = stats
         self._flights = FlightTable(cache, stats, figures)
+        self._deadlines = Deadlines(self.loop, self._on_deadline)
         self._channel = Channel(server, keys, self._flights)
         self.vocabularies = Vocabularies(self._channel, keys)
         self._entries = EntryReader(self._channel, self._tasks)
@@ -205,26 +206,47 @@ class Session:
             weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
         """
         self.check_open()
-        waiter = SingleWaiter(self.loop)
-        flight = self.ask(prompt, waiter, within.end, touch=touch)
+        waiter = self.begin(prompt, within.end, within.seconds, touch=touch)
+        flight = waiter.flight
         if weights is not None:
             flight.weights_name, flight.weights = weights.name, weights
         flight.is_private = private or weights is not None
         flight.damaged = flight.damaged or damaged
-        timer = self.loop.call_at(within.end, self.expire, flight, waiter, within.seconds)
         try:
             return await waiter.future
         finally:
-            timer.cancel()
-            if flight.waiters:
-                self.leave(flight, waiter)
-            if flight.is_private:
-                self._outbox.discard([flight])
+            self.end(waiter)
+
+    def begin(self, prompt: Prompt, until: float, seconds: float, *, touch: bool = False) -> SingleWaiter:
+        """Ask, for who awaits the future and calls `end`, however that ends.
+
+        Args:
+            prompt: what is asked.
+            until: loop time of the deadline.
+            seconds: how long that is, for its message.
+            touch: as for `ask`.
+        """
+        waiter = SingleWaiter(self.loop, seconds)
+        waiter.flight = self.ask(prompt, waiter, until, touch=touch)
+        self._deadlines.add(waiter, until)
+        return waiter
+
+    def end(self, waiter: SingleWaiter) -> None:
+        """Nobody waits there any more."""
+        self._deadlines.remove(waiter)
+        flight = waiter.flight
+        if flight.waiters:
+            self.leave(flight, waiter)
+        if flight.is_private:
+            self._outbox.discard([flight])
 
     def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> None:
         """Take a waiter off its flight, if it is still on it."""
         if waiter in flight.waiters and self._flights.leave(flight, waiter, why):
             self._outbox.take_back(flight)
+
+    def _on_deadline(self, waiter: SingleWaiter) -> None:
+        self.expire(waiter.flight, waiter, waiter.seconds)
 
     def expire(self, flight: Flight, waiter: Waiter, timeout: float) -> None:
         """End a wait whose deadline has passed, with the exception that says why."""

@@ -1,24 +1,42 @@
-"""Those who wait for rows: one for a single row, one for a batch."""
+"""Those who wait for rows: one for a single row, one for a batch; and the deadlines of the former."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ModelMismatch
-from lmpool.producer.flights import Answer, Waiter
+from lmpool.producer.flights import Answer, Flight, Waiter
 from lmpool.rowcache import Row
+
+_SLOTS_PER_S = 100
 
 
 class SingleWaiter:
-    """Waits for one row with a future."""
+    """Waits for one row with a future.
 
-    __slots__ = ("future",)
+    Args:
+        loop: the running event loop.
+        seconds: how long it waits, for who is told that they have passed.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Attributes:
+        future: has the row.
+        flight: what it waits for.
+        seconds: as above.
+        slot: which of the `Deadlines` it is in.
+    """
+
+    __slots__ = ("flight", "future", "seconds", "slot")
+
+    flight: Flight
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self.future: asyncio.Future[Row] = loop.create_future()
+        self.seconds = seconds
+        self.slot = 0
 
     def __call__(self, answer: Answer) -> None:
         if not self.future.done():
@@ -26,6 +44,46 @@ class SingleWaiter:
                 self.future.set_exception(answer)
             else:
                 self.future.set_result(answer)
+
+
+class Deadlines:
+    """Ends waits whose time has passed, at most 10 ms later.
+
+    A timer for each would cost more than anything else of a request that is answered in time; one for all those
+    that end within the same hundredth of a second costs next to nothing.
+
+    Args:
+        loop: the running event loop.
+        expire: called with each waiter whose time has passed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[SingleWaiter], None]) -> None:
+        self._loop = loop
+        self._expire = expire
+        self._slots: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
+
+    def add(self, waiter: SingleWaiter, until: float) -> None:
+        """End a wait at the loop time `until`, unless it is removed before."""
+        number = waiter.slot = int(until * _SLOTS_PER_S) + 1
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = set(), self._loop.call_at(number / _SLOTS_PER_S, self._end, number)
+        slot[0].add(waiter)
+
+    def remove(self, waiter: SingleWaiter) -> None:
+        """Forget a wait that has ended, in whichever way."""
+        slot = self._slots.get(waiter.slot)
+        if slot is not None:
+            waiters, timer = slot
+            waiters.discard(waiter)
+            if not waiters:
+                timer.cancel()
+                del self._slots[waiter.slot]
+
+    def _end(self, number: int) -> None:
+        waiters, _ = self._slots.pop(number)
+        for waiter in waiters:
+            self._expire(waiter)
 
 
 class BatchWaiter:

@@ -58,10 +58,13 @@ local failures = {}
 for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
+-- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
+-- there instead of a row its clients find, and have it replaced.
+local are_there = #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  local size = row and not failure and redis.pcall('STRLEN', row)
+  local size = row and not (failure or are_there) and redis.pcall('STRLEN', row)
   if size == 0 or type(size) == 'table' then
     -- What can be no row is removed, so that the row can be stored.
     redis.call('UNLINK', row)

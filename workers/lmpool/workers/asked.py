@@ -12,12 +12,13 @@ from lmpool.card import ModelCard
 from lmpool.rowcache import Row
 from lmpool.rows import RowBlock, decode_row
 from lmpool.workers.asked_tries import AskedTries
-from lmpool.workers.held import Asks, Holdings, Wanted
+from lmpool.workers.held import Asks, Holdings
+from lmpool.workers.intake import Taken
 from lmpool.workers.picked import Picked
 from lmpool.workers.publisher import Publisher
 from lmpool.workers.tries.larder import Larder
 
-_Kind = dict[bytes, dict[bytes, Wanted]]
+_Kind = dict[bytes, dict[bytes, Taken]]
 
 
 class Asked:

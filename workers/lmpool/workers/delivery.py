@@ -16,7 +16,7 @@ from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
 from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.figures import SENT_AGAIN
-from lmpool.workers.held import Held, Holdings, Wanted
+from lmpool.workers.held import Held, Holdings
 from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Ending, Publisher
 from lmpool.workers.stepper import Stepper
@@ -72,8 +72,12 @@ class Delivery:
                 endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
             elif self._held.add(one, one.job):
                 fresh.append(one.job.digest)
-        later = {digest for digest in fresh if self._card.is_trie or self._held[digest].is_only_asked}
-        self._submit(digest for digest in fresh if digest not in later)
+        later = set()
+        if self._card.is_trie:
+            later.update(fresh)
+        elif any(one.ask is not None for one in taken):
+            later.update(digest for digest in fresh if self._held[digest].is_only_asked)
+        self._submit([digest for digest in fresh if digest not in later])
         if later:
             # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
             self._to_supply.put_nowait(list(later))
@@ -134,17 +138,17 @@ class Delivery:
     async def _publish_rows(self, block: RowBlock) -> None:
         """Store rows; answer from them what is asked of them."""
         entries = self._held.entries(block.digests)
-        plain: dict[bytes, dict[bytes, Wanted]] = {}
-        asked: dict[bytes, dict[bytes, Wanted]] = {}
+        plain: dict[bytes, dict[bytes, Taken]] = {}
+        asked: dict[bytes, dict[bytes, Taken]] = {}
         overwrite = {digest for digest in entries if self._held[digest].is_damaged}
         for digest, wants in entries.items():
             for entry, wanted in wants.items():
                 if wanted.ask is not None:
                     asked.setdefault(digest, {})[entry] = wanted
-                    continue
-                plain.setdefault(digest, {})[entry] = wanted
-                if wanted.overwrite:
+                elif wanted.overwrite:
                     overwrite.add(digest)
+            ours = asked.get(digest)
+            plain[digest] = wants if ours is None else {entry: wants[entry] for entry in wants.keys() - ours.keys()}
         await self._publisher.publish(block, plain, overwrite)
         if asked:
             await self._asked.answer(asked, block)

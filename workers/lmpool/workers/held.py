@@ -5,38 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from lmpool.asks import PickAsk, TrieAsk
-from lmpool.streams import Fields
 from lmpool.workers.backend import BackendJob
 from lmpool.workers.intake import Taken
 from lmpool.workers.unwanted import Doubtful
 
-
-class Wanted(NamedTuple):
-    """What one entry of the queue asks for.
-
-    Attributes:
-        digest: what is waited for: the prompt's digest, or that of what is asked of it.
-        overwrite: what is stored is damaged and must be replaced.
-        ask: what is wanted instead of the row and made from it, or None.
-        fields: what else the entry says.
-    """
-
-    digest: bytes
-    overwrite: bool
-    ask: TrieAsk | PickAsk | None
-    fields: Fields
-
-
-Asks = Mapping[bytes, Mapping[bytes, Wanted]]
+Asks = Mapping[bytes, Mapping[bytes, Taken]]
 """Digest of a prompt -> entry of the queue -> what it wants."""
 
 
-def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Wanted]], set[bytes]]:
+def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
     """The entries that want each answer, and the answers that must replace what is stored."""
-    entries: dict[bytes, dict[bytes, Wanted]] = {}
+    entries: dict[bytes, dict[bytes, Taken]] = {}
     overwrite = set()
     for wants in asks.values():
         for entry, wanted in wants.items():
@@ -65,7 +45,7 @@ class Held:
     """
 
     job: BackendJob
-    entries: dict[bytes, Wanted] = field(default_factory=dict)
+    entries: dict[bytes, Taken] = field(default_factory=dict)
     is_damaged: bool = False
     since: float = field(default_factory=time.monotonic)
     looked_at: float = 0.0
@@ -100,10 +80,10 @@ class Holdings:
         is_new = held is None
         if held is None:
             held = self._held[job.digest] = Held(job)
-        held.entries[taken.entry] = Wanted(taken.digest, taken.overwrite, taken.ask, taken.fields)
+        held.entries[taken.entry] = taken
         return is_new
 
-    def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Wanted]]:
+    def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Taken]]:
         """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
         return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
 

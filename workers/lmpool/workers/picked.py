@@ -14,7 +14,8 @@ from lmpool.errors import CorruptRow
 from lmpool.picks import pack_token, pack_top, sample, top
 from lmpool.rowcache import Row
 from lmpool.rows import VectorBlock
-from lmpool.workers.held import Asks, Holdings, Wanted, by_answer
+from lmpool.workers.held import Asks, Holdings, by_answer
+from lmpool.workers.intake import Taken
 from lmpool.workers.publisher import Publisher
 from lmpool.workers.tries.larder import Larder
 
@@ -65,7 +66,7 @@ class Picked:
 
 def _pick_all(asks: Asks, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
     """Name of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
-    wants: dict[bytes, tuple[bytes, Wanted]] = {
+    wants: dict[bytes, tuple[bytes, Taken]] = {
         wanted.digest: (prompt, wanted) for prompt, ours in asks.items() for wanted in ours.values()
     }
     return {name: _pick(wanted.ask, rows[prompt]) for name, (prompt, wanted) in wants.items()}

@@ -23,7 +23,8 @@ from lmpool.rowcache import RowCache
 from lmpool.rows import Block, RowBlock
 from lmpool.server import Server
 from lmpool.workers.figures import Figures
-from lmpool.workers.held import Asks, Wanted, doubtful
+from lmpool.workers.held import Asks, doubtful
+from lmpool.workers.intake import Taken
 from lmpool.workers.unwanted import Unwanted
 
 T = TypeVar("T")
@@ -144,7 +145,7 @@ class Publisher:
     async def wanted(self, wants: Asks) -> Asks:
         """Those jobs that somebody waits for; the others are removed."""
         removed = await self._unwanted.remove(doubtful(wants))
-        left: dict[bytes, dict[bytes, Wanted]] = {}
+        left: dict[bytes, dict[bytes, Taken]] = {}
         for digest, ours in wants.items():
             if still := {entry: one for entry, one in ours.items() if entry not in removed}:
                 left[digest] = still

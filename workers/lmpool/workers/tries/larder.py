@@ -135,7 +135,7 @@ class Larder:
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
         # Not GET: a value that is too large would end the connection.
         data = await self._get_range(self._vocabularies, self._keys.vocabulary(digest), MOST_BYTES)
-        packed = data.tobytes() if isinstance(data, np.ndarray) else b""
+        packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
         try:
             # In a thread, for a large one takes long.
             return await asyncio.to_thread(unpack_known, packed, digest)
@@ -154,7 +154,7 @@ class Larder:
             replies = [link.mget([self._key(name) for name in part]) for part in parts]
             for part, reply in zip(parts, replies, strict=True):
                 for name, value in zip(part, await self._values_of(line, link, part, reply), strict=True):
-                    self._figures.fetched_bytes += value.nbytes if isinstance(value, np.ndarray) else 0
+                    self._figures.fetched_bytes += len(value) if isinstance(value, (bytes, np.ndarray)) else 0
                     found[name] = _read(value, name)
         return found
 
@@ -173,7 +173,7 @@ class Larder:
     async def _get_bounded(self, name: _Source) -> object:
         """One vector by itself: a value that is too large ends the connection for the others too."""
         value = await self._get_range(self._lines, self._key(name), _most_bytes(name[2]))
-        return value if isinstance(value, np.ndarray) and value.size else None
+        return value if isinstance(value, (bytes, np.ndarray)) and len(value) else None
 
     async def _get_range(self, lines: RowLines, key: bytes, most: int) -> object:
         """The first bytes of a value, or an error of the server as a value."""
@@ -201,6 +201,8 @@ def _most_bytes(length: int) -> int:
 
 def _read(value: object, name: _Source) -> Values | LMPoolError:
     what = f"the row of prompt {name[1].hex()}" if name[0] else f"the weights {name[1].hex()}"
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8)
     if not isinstance(value, np.ndarray):
         return SourceMissing(f"{what} is not in the cache" if name[0] else f"{what} are not in the cache")
     try:
