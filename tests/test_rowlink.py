@@ -247,6 +247,16 @@ async def test_each_value_is_fresh_memory_of_its_own() -> None:
     assert other.tobytes() == b"x" * LARGE
 
 
+@pytest.mark.parametrize("step", [1, 7, 70_000, 10**9])
+async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) -> None:
+    line = Line()
+    large, other = b"x" * LARGE, b"y" * (LARGE - 1)
+    found: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
+    replies = [line.mget(len(found)), line.mget(2), line.set(1), line.mget(1)]
+    line.feed(array(found) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
+    assert [plain(reply) for reply in replies] == [found, [large, None], [None], [large]]
+
+
 @pytest.mark.parametrize("step", [1, 7, 10**9])
 async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
     line = Line()
@@ -284,7 +294,7 @@ async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_en
     reply = line.mget(2)
     line.feed(array([b"one" * 30_000, b"two" * 30_000]))
     received = [cast(np.ndarray[Any, Any], value.base) for value in reply.result()]
-    assert [value.shape for value in received] == [(90_002,), (90_002,)]
+    assert [value.size for value in reply.result()] == [90_000, 90_000]
     assert not np.shares_memory(received[0], received[1])
     assert all(value[-2:].tobytes() == b"\r\n" for value in received)
 

@@ -167,7 +167,7 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
 async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     stepper = Stepper(lambda: Hanging(""), lambda _: None, lambda _: None)
-    stepper.call = Call("step")
+    stepper.call = Call()
     told: list[WorkerError] = []
     looks = 0
 

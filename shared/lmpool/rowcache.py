@@ -35,7 +35,7 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
 
-_CHUNK_BYTES = 1024 * 1024
+_CHUNK_BYTES = 2 * 1024 * 1024
 _CHUNK_ROWS = 512
 _CHUNKS_UNDER_WAY = 3
 _MOST_SPARE = 32

@@ -34,6 +34,8 @@ _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
 _SMALL_BULK = 4 * 1024
 _LINE_END = len(CRLF)
+_ALIGNMENT = 64
+_NONE = np.empty(0, np.uint8)
 _OK = b"+OK" + CRLF
 _CRLF = np.frombuffer(CRLF, np.uint8)
 _NO_LINE_END = "a value does not end where it should"
@@ -79,8 +81,8 @@ class RowLink(Link, asyncio.BufferedProtocol):
     Args:
         connection: an open redis-py connection; the link owns it from now on.
         max_bulk: largest value in bytes that is accepted; a larger one closes the link.
-        allocate: gives the uint8 array of shape (size,) that a value that comes in parts and its line end are received
-            into; the value is a view of it without its last 2 bytes.
+        allocate: gives the uint8 array of shape (size,) that a value which comes in parts is received into, with its
+            first line and its line end; the value is a view of it.
         one_by_one: fetch values with a GET each: a master of a cluster refuses an MGET of keys in several slots.
 
     Attributes:
@@ -104,8 +106,11 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._bytes = np.frombuffer(self._scratch, np.uint8)
         self._start = self._end = 0
         self._window = _WINDOW
-        self._bulk: Bulk | None = None
-        self._bulk_got = 0
+        # The value that is being received, how much of it has come and where it begins, and its first line as long as
+        # that is only expected.
+        self._bulk: Bulk = _NONE
+        self._bulk_got = self._bulk_start = 0
+        self._line_ahead = b""
         super().__init__(connection)
 
     def mget(self, keys: Sequence[bytes], read: Read | None = None) -> asyncio.Future[list[Any]]:
@@ -186,7 +191,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: into the row that is being received, else into the scratch buffer."""
-        if self._bulk is not None:
+        if self._bulk.size:
             return self._bulk.data[self._bulk_got :]
         if self._start:
             rest = self._end - self._start
@@ -203,11 +208,10 @@ class RowLink(Link, asyncio.BufferedProtocol):
         if self._closed is not None:
             return
         try:
-            if self._bulk is not None:
+            if self._bulk.size:
                 self._bulk_got += nbytes
-                if self._bulk_got == self._bulk.size:
-                    done, self._bulk = self._bulk, None
-                    self._end_bulk(done)
+                if (not self._line_ahead or self._comes_as_expected()) and self._bulk_got == self._bulk.size:
+                    self._end_bulk()
                 return
             self._end += nbytes
             self._parse()
@@ -216,7 +220,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
 
     def _parse(self) -> None:
         scratch = self._scratch
-        while self._start < self._end and self._bulk is None and self._closed is None:
+        while self._start < self._end and not self._bulk.size and self._closed is None:
             stop = scratch.find(CRLF, self._start, self._end)
             if stop < 0:
                 return
@@ -322,16 +326,52 @@ class RowLink(Link, asyncio.BufferedProtocol):
             self._start = stop + _LINE_END
             self._value(self._bytes[start:stop].copy())
             return
-        bulk = self._allocate(size + _LINE_END)
-        have = self._end - start
-        bulk[:have] = self._bytes[start : self._end]
+        self._receive(size)
+        have, begin = self._end - start, self._bulk_got
+        self._bulk[begin : begin + have] = self._bytes[start : self._end]
         self._start = self._end
-        self._bulk, self._bulk_got = bulk, have
+        self._bulk_got += have
 
-    def _end_bulk(self, bulk: Bulk) -> None:
+    def _receive(self, size: int, *, is_ahead: bool = False) -> None:
+        """Have a value received into memory of its own.
+
+        Args:
+            size: of the value.
+            is_ahead: its first line has not come yet, and may turn out to be another one.
+        """
+        line = b"$%d\r\n" % size
+        # Numbers are read where they lie, which must not cost more than elsewhere.
+        self._bulk_start = len(line) + -len(line) % _ALIGNMENT
+        self._bulk = self._allocate(self._bulk_start + size + _LINE_END)
+        self._line_ahead = line if is_ahead else b""
+        self._bulk_got = self._bulk_start - len(self._line_ahead)
+
+    def _comes_as_expected(self) -> bool:
+        """Whether what has come of a value is what was expected; if not, it goes where it belongs."""
+        begin = self._bulk_start - len(self._line_ahead)
+        line = bytes(self._bulk[begin : min(self._bulk_got, self._bulk_start)])
+        if self._line_ahead.startswith(line):
+            self._line_ahead = self._line_ahead if len(line) < len(self._line_ahead) else b""
+            return True
+        rest = self._bulk[begin : self._bulk_got].data
+        self._bulk, self._line_ahead = _NONE, b""
+        while rest.nbytes and self._closed is None:
+            buffer = self.get_buffer(-1)
+            count = min(len(buffer), rest.nbytes)
+            buffer[:count] = rest[:count]
+            self.buffer_updated(count)
+            rest = rest[count:]
+        return False
+
+    def _end_bulk(self) -> None:
+        bulk, self._bulk = self._bulk, _NONE
         if bulk[-2] != CRLF[0] or bulk[-1] != CRLF[1]:
             raise ProtocolError(_NO_LINE_END)
-        self._value(bulk[:-_LINE_END])
+        pending, value = self._pending[0], bulk[self._bulk_start : -_LINE_END]
+        self._value(value)
+        if value.size >= _LARGE_BULK and len(pending.values) < pending.replies:
+            # The next one is mostly another row: it comes in one go, with its first line.
+            self._receive(value.size, is_ahead=True)
 
     def _value(self, value: Bulk) -> None:
         pending = self._pending[0]

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12
+_LEAST_TOGETHER = 4
 _MOST_LOGPROB = 1.0
 """How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from."""
 
@@ -58,6 +60,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     Encoding.F16: np.dtype("<f2"),
 }
 
+_F32, _BF16 = Encoding.F32, Encoding.BF16
 _ENCODINGS = {int(one): one for one in Encoding}
 """By number; to look a member up in the class costs ten times as much."""
 
@@ -174,10 +177,11 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
         ProtocolError: the bytes are not a row of that size in this wire version.
     """
     encoding, log_z = _read_header(data.data, vocab_size)
-    if data.size != encoded_size(vocab_size, encoding):
+    dtype = _DTYPES[encoding]
+    if data.size != HEADER_SIZE + vocab_size * dtype.itemsize:
         raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
-    row = numbers = data[HEADER_SIZE:].view(encoding.dtype)
-    if encoding is not Encoding.F32:
+    row = numbers = data[HEADER_SIZE:].view(dtype)
+    if encoding is not _F32:
         row = _widened(numbers, encoding, log_z).view()
     # numpy lets owners be made writeable again, and views of writeable ones. What was received into is one of its own.
     owner = row.base
@@ -196,10 +200,10 @@ def decode_rows(found: Sequence[object], vocab_size: int) -> list[NDArray[np.flo
         vocab_size: the V that the model card promises.
 
     Returns:
-        read-only rows, float32 (V,); None when not all are `bytes` and sound rows in the same encoding: then each must
-        be looked at by itself.
+        read-only rows, float32 (V,); None for a few, and when not all are `bytes` and sound rows in the same encoding:
+        then each must be looked at by itself.
     """
-    if set(map(type, found)) != {bytes}:
+    if len(found) < _LEAST_TOGETHER or set(map(type, found)) != {bytes}:
         return None
     rows = decode_alike(found, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
     if rows is None or not (rows.max(axis=1) >= _least_top(vocab_size)).all():
@@ -273,7 +277,7 @@ def check_row(row: NDArray[np.float32]) -> NDArray[np.float32]:
     Raises:
         ProtocolError: an entry is NaN or far above 0, or all lie too low.
     """
-    check_largest(row.max(), len(row))
+    check_largest(float(np.maximum.reduce(row)), len(row))
     return row
 
 
@@ -287,6 +291,7 @@ def check_largest(most: float | np.float32, vocab_size: int) -> None:
         raise ProtocolError(f"the largest of the row's {vocab_size} entries is {most}: these are no log-probabilities")
 
 
+@lru_cache(64)
 def _least_top(vocab_size: int) -> float:
     """What the largest entry of a row of V is at least; see `check_row`."""
     return -math.log(vocab_size) - _MOST_LOGPROB
@@ -327,7 +332,7 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
 
 def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32]) -> NDArray[np.float32]:
     """The log-probabilities of numbers in 16 bits; new memory."""
-    row = widen_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(np.float32)
+    row = widen_bf16(numbers) if encoding is _BF16 else numbers.astype(np.float32)
     with np.errstate(invalid="ignore"):  # What is no row may hold NaN of any kind; it is refused later.
         np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row

@@ -218,7 +218,7 @@ class FlightTable:
 
     def deliver(self, digests: Sequence[bytes], found: Sequence[Found]) -> None:
         """Take what the cache holds for some prompts."""
-        now = monotonic()
+        now, ended = monotonic(), 0
         for digest, row in zip(digests, found, strict=True):
             flight = self._flights.get(digest)
             if row is None or flight is None:
@@ -232,7 +232,8 @@ class FlightTable:
                 self._cache.put(digest, row)
             self._take_off(flight)
             self._answer(flight, row, now)
-        if self.on_end is not None:
+            ended += 1
+        if ended and self.on_end is not None:
             self.on_end()
 
     def land(self, flight: Flight, answer: Answer) -> None:

@@ -39,13 +39,13 @@ class RowLRU:
 
     def put(self, digest: bytes, row: Row) -> None:
         """Keep a row, and drop the oldest ones as long as the limit asks for it."""
-        if row.nbytes > self._limit:
+        size = row.nbytes
+        if size > self._limit:
             return
-        old = self._rows.pop(digest, None)
-        if old is not None:
-            self._size -= old.nbytes
+        if digest in self._rows:
+            self._size -= self._rows.pop(digest).nbytes
         self._rows[digest] = row
-        self._size += row.nbytes
+        self._size += size
         while self._size > self._limit:
             self._size -= self._rows.popitem(last=False)[1].nbytes
 

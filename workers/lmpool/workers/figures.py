@@ -78,7 +78,10 @@ class Figures:
         if since := self.queued_ms:
             begun = [since.pop(entry, b"") or ms for entry, ms in zip(entries, begun, strict=True)]
         # What is computed together was mostly queued together too: few of these differ.
-        for queued_ms, count in Counter(begun).items():
+        counts: dict[bytes, int] = {}
+        for ms in begun:
+            counts[ms] = counts.get(ms, 0) + 1
+        for queued_ms, count in counts.items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
     def failed(self, endings: Iterable[tuple[Failure | None, bool]]) -> None:

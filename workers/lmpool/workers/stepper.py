@@ -61,9 +61,18 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of the backend that is under way; each is an object of its own."""
+    """One call of the backend that is under way; each is an object of its own.
 
-    what: str
+    Attributes:
+        order: what it was asked to do; None for a step.
+    """
+
+    order: _Order | None = None
+
+    @property
+    def what(self) -> str:
+        """What it does, for people."""
+        return "step" if self.order is None else _called(self.order)
 
 
 class Stepper:
@@ -219,7 +228,7 @@ class Stepper:
                 order = self._orders.get(block=not held)
                 if order is None:
                     return
-                self.call = Call(_called(order))
+                self.call = Call(order)
                 stale = self._obey(backend, order, held)
                 self.call = None
                 taken += len(order) if isinstance(order, Sequence) else 0
@@ -230,7 +239,7 @@ class Stepper:
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
-            self.call = Call("step")
+            self.call = Call()
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
