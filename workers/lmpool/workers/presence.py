@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import secrets
@@ -66,6 +67,8 @@ class Presence:
         self._batch = batch
         self._vocabulary = vocabulary
         self._started = time.time()
+        # Since when others have been seen that serve other weights.
+        self._others_since = math.inf
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
         """Publish the model card, or check that it agrees with the one that live workers serve.
@@ -110,15 +113,34 @@ class Presence:
         """Show a sign of life with the worker's counters, and mend the card if it was lost.
 
         Raises:
-            ModelMismatch: others serve other weights under this name by now, for this worker seemed to be gone. A card
-                that no live worker stands for is somebody's junk, or that of workers that have gone: it is replaced.
+            ModelMismatch: others have served other weights under this name for a lease, for this worker seemed to be
+                gone. A card that no live worker stands for is somebody's junk, or that of workers that have gone: it is
+                replaced.
         """
         await self._show(counters)
         seen = await self._read_card()
         # The card of another worker of these weights may have another lease: it stays.
         if not seen or _differences(self._card, seen):
-            await self._put_card(seen)
+            await self._insist(seen)
+        else:
+            self._others_since = math.inf
         await self._keep_vocabulary()
+
+    async def _insist(self, seen: bytes) -> None:
+        """Write our card over that of others, who may have gone: a failover shows workers for a lease after their end.
+
+        Raises:
+            ModelMismatch: they have been there for a lease.
+        """
+        now = time.monotonic()
+        try:
+            await self._put_card(seen)
+        except ModelMismatch:
+            self._others_since = min(self._others_since, now)
+            if now - self._others_since > self._card.lease_s:
+                raise
+        else:
+            self._others_since = math.inf
 
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models.
