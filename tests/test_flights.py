@@ -22,7 +22,7 @@ from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.together import own
-from lmpool.producer.waiters import BatchWaiter, SingleWaiter
+from lmpool.producer.waiters import BatchWaiter, Deadlines, SingleWaiter
 from lmpool.prompts import Prompt, encode_prompt
 from lmpool.rowcache import Row
 from tests.pool import DEADLINE_S
@@ -300,6 +300,31 @@ async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
     assert waiter.future.cancelled()
 
 
+async def test_waits_end_at_their_deadlines_unless_they_were_removed_before() -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
+    deadlines = Deadlines(loop, ended.put_nowait)
+    first, second, removed, alone, patient = (SingleWaiter(loop, 60.0) for _ in range(5))
+    soon = loop.time() + 0.05
+    for waiter, until in ((first, soon), (second, soon), (removed, soon), (alone, soon + 0.02), (patient, soon + 9e8)):
+        deadlines.add(waiter, until)
+    deadlines.remove(removed)
+    deadlines.remove(alone)
+    assert {await asyncio.wait_for(ended.get(), DEADLINE_S) for _ in range(2)} == {first, second}
+    for waiter in (first, second, patient):
+        deadlines.remove(waiter)
+    assert ended.empty()
+    assert not deadlines._slots, "what has ended is kept by nobody"
+
+
+async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
+    late = SingleWaiter(loop, 60.0)
+    Deadlines(loop, ended.put_nowait).add(late, loop.time() - 60)
+    assert await asyncio.wait_for(ended.get(), DEADLINE_S) is late
+
+
 async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), 3, 3)
     for index in (2, 0):
@@ -411,6 +436,41 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
         for part in parts:
             part.cancel()
     assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"
+
+
+class Computing(Interrupted):
+    """One whose rows are not there yet; as an outbox it tells how often they were asked for again."""
+
+    def __init__(self, flights: FlightTable) -> None:
+        super().__init__(flights)
+        self.lost: list[Flight] = []
+        self.asked_again: asyncio.Queue[Sequence[Flight]] = asyncio.Queue()
+
+    async def settle(self, digests: list[bytes]) -> None:
+        pass
+
+    async def submit(self, flights: Sequence[Flight], *, again: bool) -> None:
+        assert again
+
+    async def note_lost(self, flights: Sequence[Flight]) -> None:
+        self.lost += flights
+        self.asked_again.put_nowait(flights)
+
+
+async def test_after_a_lost_connection_rows_that_nobody_has_announced_are_not_told_as_evicted(desk: Desk) -> None:
+    flight, _ = desk.flights.board(prompt(1), Ear())
+    desk.flights.send(deque([flight]))
+    channel: Any = Computing(desk.flights)
+    inbox = Inbox(channel, desk.flights, channel, lambda: None)
+    async with asyncio.TaskGroup() as group:
+        parts = [group.create_task(part) for part in (inbox.read(), inbox.collect())]
+        await asyncio.wait_for(channel.asked_again.get(), DEADLINE_S)
+        assert channel.lost == []
+        inbox._on_message({b"d": flight.prompt.digest, b"f": b"f"})
+        await asyncio.wait_for(channel.asked_again.get(), DEADLINE_S)
+        assert channel.lost == [flight]
+        for part in parts:
+            part.cancel()
 
 
 # Learning what a look for rows finds

@@ -189,7 +189,10 @@ class Channel:
 
     async def note_lost(self, flights: Iterable[Flight]) -> None:
         """Remember that rows were said to be there and were gone: evicted, unless they were damaged."""
-        self._flights.count_lost(one for one in flights if not one.damaged and self._flights.is_open(one))
+        lost = [one for one in flights if not one.damaged and self._flights.is_open(one)]
+        if not lost:
+            return
+        self._flights.count_lost(lost)
         now = monotonic()
         if now >= self._next_memory_look:
             self._next_memory_look = now + _MEMORY_LOOK_S
