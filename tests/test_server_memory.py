@@ -224,6 +224,21 @@ async def test_the_memory_of_a_cluster_is_that_of_its_fullest_master(pool: Pool)
     assert memory.policy == "volatile-lru"
 
 
+async def test_evictions_of_a_cluster_are_those_of_all_its_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"maxmemory": 100, "maxmemory_policy": "volatile-lru"}
+    nodes = {
+        "fuller": {**told, "used_memory": 90, "evicted_keys": 0},
+        "emptier": {**told, "used_memory": 50, "evicted_keys": 3},
+    }
+
+    async def info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
+        return nodes
+
+    monkeypatch.setattr("lmpool.server_memory._info", info)
+    redis: Any = None
+    assert await read_memory(redis) == ServerMemory(90, 100, "volatile-lru", 3)
+
+
 async def test_the_pool_in_memory_is_not_doubted(short_dir: Path) -> None:
     async with Front(short_dir / "s"):
         redis = Server(f"unix://{short_dir}/s").client()

@@ -13,13 +13,13 @@ _SECTIONS = ("memory", "stats")
 
 
 class ServerMemory(NamedTuple):
-    """The memory of a server, or of the fullest master of a cluster.
+    """The memory of a server, or of the fullest master of a cluster; evictions are those of all masters.
 
     Attributes:
         used_bytes: what the server uses.
         limit_bytes: how much that may be (`maxmemory`); 0 for no limit.
         policy: what the server does at the limit (`maxmemory-policy`).
-        evicted_keys: keys that it has removed there since its start.
+        evicted_keys: keys that were removed there since the start.
     """
 
     used_bytes: int
@@ -63,8 +63,11 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
     except RedisError:
         return None  # Whoever needs the server tells when it cannot be used.
     masters = [memory for told in found.values() if (memory := _read(told)) is not None]
-    # As full as it may be: what is lost on one master is lost.
-    return max(masters, key=lambda one: one.used_bytes / (one.limit_bytes or float("inf")), default=None)
+    if not masters:
+        return None
+    # Another one may have evicted: what is lost on one master is lost.
+    fullest = max(masters, key=lambda one: one.used_bytes / (one.limit_bytes or float("inf")))
+    return fullest._replace(evicted_keys=sum(one.evicted_keys for one in masters))
 
 
 async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
