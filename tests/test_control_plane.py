@@ -181,6 +181,20 @@ async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[Non
     return {name: calls - before.get(name, 0) for name, calls in after.items() if calls != before.get(name, 0)}
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_new_prompts_that_come_behind_others_are_not_looked_at_one_by_one(redis: redis_async.Redis) -> None:
+    await register(redis)
+    await submit(redis, *range(50))
+    assert await submit(redis, 100, reply=B) == "Q"
+    assert await redis.zcard(MODEL.backlog) > 0
+
+    async def come_behind() -> None:
+        assert await submit(redis, *range(101, 121), reply=B) == "Q" * 20
+
+    assert "cmdstat_strlen" not in await commands_of(redis, come_behind)
+    assert await submit(redis, 121, 1, reply=B) == "QJ"
+
+
 async def test_workers_are_alive_until_their_deadlines_have_passed(redis: redis_async.Redis) -> None:
     for name in ("w1", "w2", "w3"):
         await register(redis, name)

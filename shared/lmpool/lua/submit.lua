@@ -46,8 +46,8 @@ end
 
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. Nobody has asked for
 -- any of these yet, and all find room at once: in an empty stream, whoever reads it, or where this client asks alone.
-local is_new = not again and depth + count <= limit and redis.call('EXISTS', backlog, unpack(KEYS, 3)) == 0
-if is_new then
+local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
+if existing == 0 and depth + count <= limit then
   local is_lone = depth == 0 and count == 1
   local is_alone = not is_lone and depth + count <= MORE and is_known_alone()
   if is_lone or is_alone or room(depth) >= count then
@@ -69,6 +69,8 @@ end
 
 local SHARE = 9
 local behind, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
+-- Who comes behind others is spared a look at each prompt too, if all of them are new.
+local is_new = existing == (behind > 0 and 1 or 0)
 local free, more = room(depth)
 if free < 0 then
   local alone = redis.pcall('GET', flood)
