@@ -18,6 +18,7 @@ from lmpool.rows import (
     Encoding,
     RowBlock,
     decode_row,
+    decode_rows,
     encoded_size,
     narrow_to_bf16,
     widen_bf16,
@@ -176,6 +177,48 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
     for encoding in (Encoding.BF16, Encoding.F16):
         data = received(sample(encoding))
         assert not np.shares_memory(decode_row(data, 5), data)
+
+
+# Many small rows at once
+
+
+@encodings
+def test_rows_decoded_together_are_those_decoded_one_by_one(encoding: Encoding) -> None:
+    numbers = np.array([[0.0, -3.0, -4.0, -5.0, -6.0]] * 6, np.float32) - np.arange(6, dtype=np.float32)[:, None] / 4
+    stored = narrow_to_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(encoding.dtype)
+    found = [block_of(encoding, one).encode(0) for one in stored]
+    rows = decode_rows(found, 5)
+    assert rows is not None
+    for row, data in zip(rows, found, strict=True):
+        assert row.tobytes() == decode_row(received(data), 5).tobytes()
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            row.flags.writeable = True
+    assert not any(np.shares_memory(rows[0], other) for other in rows[1:]), "one that is kept keeps no others"
+
+
+@encodings
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_one_that_is_no_row_has_each_of_a_chunk_looked_at_by_itself(encoding: Encoding, at: int) -> None:
+    sound = block_of(encoding, np.zeros(5)).encode(0)
+    wide = {Encoding.F32: "<f4", Encoding.BF16: "<u2", Encoding.F16: "<f2"}[encoding]
+    nan, low = (0x7FC0, 0xC2C8) if encoding is Encoding.BF16 else (np.nan, -100.0)
+    damaged: list[object] = [
+        None,
+        b"",
+        sound[:-1],
+        sound + b"x",
+        b"x" + sound[1:],
+        with_header(encoding, size=6),
+        with_header(encoding, log_z=np.inf),
+        block_of(encoding, np.array([nan, 0, 0, 0, 0], wide)).encode(0),
+        block_of(encoding, np.array([low] * 5, wide)).encode(0),
+        decode_row(received(sound), 5),
+    ]
+    assert decode_rows([sound] * 6, 5) is not None
+    for one in damaged:
+        found: list[object] = [sound] * 6
+        found[at] = one
+        assert decode_rows(found, 5) is None
 
 
 # Damage

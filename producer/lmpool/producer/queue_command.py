@@ -236,7 +236,7 @@ async def _with_queue(
     except (RedisError, OSError) as error:
         explained = server.explain(error)
         if isinstance(explained, AuthenticationFailed):
-            raise AuthenticationFailed(f"{explained}: emptying a queue is a right of operators") from error
+            raise AuthenticationFailed(f"{explained}: looking into queues is a right of operators") from error
         raise explained from error
     finally:
         await client.aclose()
