@@ -184,7 +184,7 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
 
 @encodings
 def test_rows_decoded_together_are_those_decoded_one_by_one(encoding: Encoding) -> None:
-    numbers = np.array([[0.0, -3.0, -4.0, -5.0, -6.0]] * 6, np.float32) - np.arange(6, dtype=np.float32)[:, None] / 4
+    numbers = np.array([[0.0 - at, -3.0, -4.0, -5.0, -6.0] for at in range(6)], np.float32) / np.float32(4)
     stored = narrow_to_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(encoding.dtype)
     found = [block_of(encoding, one).encode(0) for one in stored]
     rows = decode_rows(found, 5)
