@@ -322,6 +322,9 @@ async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: Sec
                 assert done.returncode == 2
                 assert "emptying a queue is a right of operators" in done.stderr
                 assert await is_held(), "nothing was removed"
+            wrong = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url("operator", password="wrong")).stderr
+            assert "refuses this user or password" in wrong
+            assert "right of operators" not in wrong, "another command would be refused as well"
             assert server.refusals()
             admin.acl_log_reset()
             assert "300 prompts" in command(server, "operator", "queue", "show", "busy")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import scripts
 from lmpool.checks import check_name
@@ -105,7 +105,7 @@ def clear(
         cleared = await clear_queue(client, keys, model, lease_s=card.lease_s if card else 0.0)
         return cleared, "" if cleared.removed else await _doubt(lobby, model)
 
-    cleared, doubt = run(_with_queue(model, redis, prefix, change))
+    cleared, doubt = run(_with_queue(model, redis, prefix, change, right="emptying a queue is a right of operators"))
     if as_json:
         say_json(cleared._asdict())
     else:
@@ -225,8 +225,9 @@ def _joined(doubt: str) -> str:
 
 
 async def _with_queue(
-    model: str, redis: str | None, prefix: str, work: Callable[[Redis, Lobby, ModelKeys], Awaitable[T]]
+    model: str, redis: str | None, prefix: str, work: Callable[[Redis, Lobby, ModelKeys], Awaitable[T]], right: str = ""
 ) -> T:
+    """Do something with a queue; `right`: what to say to users who may not."""
     names = key_names(prefix)
     check_name("model", model)
     server = Server(redis)
@@ -235,8 +236,8 @@ async def _with_queue(
         return await work(client, Lobby(client, names), names.model(model))
     except (RedisError, OSError) as error:
         explained = server.explain(error)
-        if isinstance(explained, AuthenticationFailed):
-            raise AuthenticationFailed(f"{explained}: looking into queues is a right of operators") from error
+        if right and isinstance(error, NoPermissionError):
+            raise AuthenticationFailed(f"{explained}: {right}") from error
         raise explained from error
     finally:
         await client.aclose()
