@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmpool.workers.backends.hf.forward import new_tokens
 from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool
 from lmpool.workers.backends.hf.prefix_slots import PrefixSlots
 
@@ -93,6 +94,9 @@ def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) 
     """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
+    for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):
+        known = path[: max(0, len(ids) - new)]
+        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[known])
     at = 0
     for layer, (keys, sizes) in enumerate(zip(LAYOUT.shapes[::2], LAYOUT.shapes[1::2], strict=True)):
         parts = []
@@ -117,6 +121,43 @@ def test_what_is_gathered_is_what_was_stored() -> None:
     assert torch.equal(block[:, 4:], more)
     again = put(pool, [[1, 2, 6, 9]], 1, more[:1])
     assert torch.equal(again[0, :3], torch.cat([values[0, :2], more[1]]))
+
+
+def test_a_prompt_that_grows_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, counts = KVPool(LAYOUT, 50, torch.device("cpu")), [0]
+    select = torch.index_select
+
+    def counted(storage: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        counts[-1] += len(index)
+        return select(storage, dim, index, out=out)
+
+    def steps(prompts: list[list[int]], new: int) -> int:
+        counts.append(0)
+        put(pool, prompts, new, torch.randn(len(prompts), new, LAYOUT.width))
+        return counts[-1]
+
+    ids = list(range(40))
+    put(pool, [ids], 40, torch.randn(1, 40, LAYOUT.width))  # So that there is memory for the others.
+    monkeypatch.setattr(torch, "index_select", counted)
+    other = list(range(100, 108))
+    assert [steps([other[:end]], 2) for end in (2, 4, 6, 8)] == [0, 0, 0, 0]
+    assert steps([other], 1) == 0
+    # Its last token is computed again: its slot has the first result.
+    assert steps([[*other, 7]], 1) == 1
+    assert steps([[*other, 7], [*other, 8]], 1) == 18
+    assert steps([[*other, 7, 9]], 1) == 9
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacity=st.integers(1, 30),
+    steps=st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2), max_size=25),
+)
+def test_what_is_gathered_is_what_the_slots_hold(capacity: int, steps: list[list[list[int]]]) -> None:
+    pool = KVPool(LAYOUT, capacity, torch.device("cpu"))
+    for prompts in steps:
+        new = max(new_tokens(len(ids), held(pool.slots, ids)) for ids in prompts)
+        put(pool, prompts, new, torch.randn(len(prompts), new, LAYOUT.width))
 
 
 def test_padding_is_finite_whatever_the_memory_held_before() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -52,11 +53,13 @@ class KVBlock:
 
     Attributes:
         tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+        past: how many of a prompt's positions are gathered.
         cache: the same memory as the cache that a model's forward takes.
     """
 
     def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
         self.tokens = tokens
+        self.past = past
         parts = torch.split(tokens, [heads * size for heads, size in layout.shapes], dim=-1)
         views = [
             part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, layout.shapes, strict=True)
@@ -113,6 +116,8 @@ class KVPool:
         # Padding is read from the root's slot: masked or not, what is not finite would spread.
         self._storage[ROOT].zero_()
         self._scratch = self._storage[:0]
+        # The slots of which the scratch begins with a copy, after a step of one prompt.
+        self._gathered: list[int] = []
         self._roots = count(capacity + 1)
         self.held: list[int] = []
 
@@ -145,16 +150,25 @@ class KVPool:
         total = max(lengths)
         past = total - new
         size = len(lengths) * total
+        gathered, self._gathered = self._gathered, []
         if size > len(self._scratch):
-            # Kept between steps: the page faults of fresh memory cost more than the copy.
-            self._scratch = self._storage.new_empty(size, self.layout.width)
+            # Kept between steps: the page faults of fresh memory cost more than the copy. Prompts that grow ask for
+            # more each time.
+            more = max(size, min(2 * len(self._scratch), self.capacity))
+            self._scratch, gathered = self._storage.new_empty(more, self.layout.width), []
         flat = self._scratch[:size]
-        if past:
+        if len(lengths) == 1:
+            # The next step of a prompt that grows, or is computed in parts, finds what the last one left in place.
+            known = min(len(gathered), past)
+            start = known if paths[0][:known] == gathered[:known] else 0
+            if past > start:
+                self._gather(np.array(paths[0][start:past]), flat[start:past])
+        elif past:
             index = np.full((len(lengths), total), ROOT)
             for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
                 if length > new:
                     index[row, total - length : past] = path[: length - new]
-            torch.index_select(self._storage, 0, torch.from_numpy(index.ravel()).to(flat.device), out=flat)
+            self._gather(index.ravel(), flat)
         return KVBlock(flat.view(len(lengths), total, self.layout.width), past, self.layout)
 
     def store(
@@ -171,6 +185,8 @@ class KVPool:
         targets: list[int] = []
         sources: list[int] = []
         total = block.tokens.shape[1]
+        # Of what was held and is computed again the slots have the first result.
+        alike = block.past if len(paths[0]) > block.past else total
         copied = False
         try:
             for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
@@ -180,10 +196,14 @@ class KVPool:
                 targets += fresh
             self._copy(block.tokens.flatten(0, 1), sources, targets)
             copied = True
+            self._gathered = paths[0][:alike] if len(prompts) == 1 else []
         finally:
             if not copied:
                 # The trie names slots that were not written: forget everything rather than reuse those.
                 self.slots, self.held = PrefixSlots(self.capacity), []
+
+    def _gather(self, slots: NDArray[np.int64], into: Tensor) -> None:
+        torch.index_select(self._storage, 0, torch.from_numpy(slots).to(into.device), out=into)
 
     def _copy(self, tokens: Tensor, sources: list[int], targets: list[int]) -> None:
         # Piece by piece, so that the memory in between stays small and warm.
@@ -196,4 +216,4 @@ class KVPool:
 
     def release(self) -> None:
         """Give back the memory that is only kept to be reused."""
-        self._scratch = self._storage[:0]
+        self._scratch, self._gathered = self._storage[:0], []
