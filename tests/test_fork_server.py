@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,29 @@ import pytest
 from tests.fork_server import ForkedCommand
 from tests.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool
 
+TWO_COMMANDS = """
+import os
+from tests.pool import run_lmpool
+print(run_lmpool("status").stderr, end="")
+del os.environ["LMPOOL_REDIS_URL"]
+print(run_lmpool("status").stderr, end="")
+"""
+
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--version",), ("status", "--json"), ("dead", "list"), ("flush",), ("worker", "m", "--x")],
+    [
+        ("--version",),
+        ("status", "--json"),
+        ("flush",),
+        ("worker", "m", "--x"),
+        ("dead", "list"),
+        ("queue", "show", "syn"),
+        ("adapters", "list", "--no-wait"),
+        ("logprobs", "1", "--ids", "--no-wait"),
+        ("bench", "--no-wait"),
+        ("trie", "show", "1", "--no-wait"),
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_it_prints_and_exits_as_the_installed_command_does(pool: Pool, arguments: tuple[str, ...]) -> None:
@@ -49,14 +70,17 @@ def test_it_has_the_environment_that_it_is_given_and_no_other(
     pool.start()
     monkeypatch.setenv("LMPOOL_REDIS_URL", pool.url)
     assert '"syn"' in run_lmpool("status", "--json", "--prefix", pool.prefix).stdout
-    monkeypatch.delenv("LMPOOL_REDIS_URL")
-    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(tmp_path))
-    ended = run_lmpool("status", "--json", "--prefix", pool.prefix)
-    assert (ended.returncode, ended.stdout) == (2, "")
     command = [*lmpool_command(), "status"]
     fresh = WorkerProcess(command, tmp_path / "log", {"PYTHONDONTWRITEBYTECODE": "x"})
     assert isinstance(fresh.process, subprocess.Popen), "the interpreter reads this as it starts"
-    assert fresh.wait() == 2
+    assert fresh.wait() == 0
+    # A fork server of its own, which has the variable that the second command is not given.
+    given = {**os.environ, "LMPOOL_REDIS_URL": "http://x", "LMPOOL_RUNTIME_DIR": str(tmp_path)}
+    script = [sys.executable, "-c", TWO_COMMANDS]
+    told = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=True, env=given)
+    first, second = told.stdout.splitlines()
+    assert "'http://x' is not a Redis URL" in first
+    assert "or set --redis or LMPOOL_REDIS_URL" in second
 
 
 def test_it_has_imported_no_torch(tmp_path: Path) -> None:

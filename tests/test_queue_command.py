@@ -101,7 +101,7 @@ async def test_what_a_worker_holds_is_answered(pool: Pool) -> None:
 
 async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5, "--max-batch", BATCH, "--step-ms", 600_000)
-    async with pool.producer("syn") as producer:
+    async with pool.producer("syn", when_absent="wait") as producer:
         asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(BATCH)]
 
         async def is_held() -> bool:
