@@ -21,7 +21,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
 from lmpool.testing.memory_pool import MemoryPool
 from lmpool.trie import Trie
-from tests.pool import Pool, V
+from tests.pool import DEADLINE_S, Pool, V
 
 
 def thawed(something: Any) -> Any:
@@ -44,7 +44,7 @@ async def test_producers_ask_in_another_process(pool: Pool) -> None:
         async with Producer(**settings) as producer:
             child = context.Process(target=ask_elsewhere, args=(producer, sync, answers))
             child.start()
-            pid, row, other, name = await asyncio.to_thread(answers.get, timeout=60)
+            pid, row, other, name = await asyncio.to_thread(answers.get, timeout=DEADLINE_S)
             child.join()
             assert pid != os.getpid()
             assert np.array_equal(row, synthetic_row([1], vocab_size=V))

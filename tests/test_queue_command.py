@@ -19,7 +19,7 @@ from lmpool.keys import GROUP
 from lmpool.producer.queue_command import Cleared, clear_queue, queue_app
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
-from tests.pool import Pool, V, lmpool_command, until_async
+from tests.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
 
 BATCH = 4
 
@@ -144,7 +144,7 @@ async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(p
         while not cleared.removed or len(outcomes) < 50:
             cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
             await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*asked), 60)
+        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
     await client.aclose()
     assert "cleared" in outcomes
     await until_queued(pool, 0)
@@ -198,7 +198,7 @@ def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool)
         ours, theirs = pty.openpty()
         process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         os.write(ours, f"{answer}\n".encode())
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=DEADLINE_S)
         os.close(ours)
         os.close(theirs)
         assert process.returncode == (130 if left else 0)
