@@ -14,6 +14,7 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
 from lmpool.producer import Producer, SyncProducer, crew
+from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, pending, until, until_async
@@ -247,6 +248,23 @@ async def test_evicted_bookkeeping_costs_no_row(pool: Pool, gate: Gate) -> None:
         for pattern in ("*waiting*", "*reply*"):
             for key in pool.redis.scan_iter(match=f"{pool.prefix}:{pattern}", count=1000):
                 pool.redis.delete(key)
+        gate.open()
+        await asyncio.wait_for(asked, DEADLINE_S)
+
+
+@pytest.mark.parametrize("what", ["a list", "an empty string", "no row"])
+async def test_what_somebody_puts_where_rows_will_be_is_put_right(pool: Pool, gate: Gate, what: str) -> None:
+    pool.start("--max-batch", 8, command=gate.command)
+    async with pool.producer(cache_bytes=0) as producer:
+        asked = asyncio.create_task(ask_all(producer, PROMPTS[:16]))
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
+        prefix = pool.keys.row(producer.model.fingerprint)
+        for ids in PROMPTS[:16]:
+            key = prefix + digest_of(np.asarray(ids, "<u4").tobytes())
+            if what == "a list":
+                pool.redis.rpush(key, b"x")
+            else:
+                pool.redis.set(key, b"" if what == "an empty string" else b"x" * 2064)
         gate.open()
         await asyncio.wait_for(asked, DEADLINE_S)
 
