@@ -131,9 +131,11 @@ class Delivery:
             overwrite = {name for name, wants in entries.items() if any(one.overwrite for one in wants.values())}
             await self._publisher.publish(finished.answers, entries, overwrite)
             self.release(entries)
-        await self._fail({digest: self._adapters.failure_of(self._held[digest].job.adapter) for digest in stale})
-        texts = {digest: f"{text} (worker {worker_id})" for digest, text in finished.failures.items()}
-        await self._fail({digest: Failure(WorkerError.__name__, text) for digest, text in texts.items()})
+        failures = {digest: self._adapters.failure_of(self._held[digest].job.adapter) for digest in stale}
+        for digest, text in finished.failures.items():
+            failures[digest] = Failure(WorkerError.__name__, f"{text} (worker {worker_id})")
+        if failures:
+            await self._fail(failures)
 
     async def _publish_rows(self, block: RowBlock) -> None:
         """Store rows; answer from them what is asked of them."""

@@ -106,6 +106,8 @@ class Publisher:
         endings = [Ending(entry, digest) for digest in block.digests for entry in wants.get(digest, ())]
         refused, left = await self.insist(partial(self._attempt, block, endings, overwrite))
         self._count(block, endings, left, began)
+        if not (refused or left):
+            return []
         if refused:
             self._figures.refused += len(refused)
             reason = sentence(ResponseError(next(iter(refused.values()))), "it")
@@ -153,8 +155,10 @@ class Publisher:
 
     def _count(self, block: Block, endings: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
-        still = {one.entry for one in left}
-        ended = [one.entry for one in endings if one.entry not in still]
+        ended = [one.entry for one in endings]
+        if left:
+            still = {one.entry for one in left}
+            ended = [entry for entry in ended if entry not in still]
         if ended or not left:
             self._figures.published(outcome, ended, time.monotonic() - began)
 
