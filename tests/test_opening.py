@@ -24,7 +24,7 @@ from lmpool.producer.within import Within
 from lmpool.runtime_folder import socket_url
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
-from tests.pool import Pool, V, is_held, until, until_async
+from tests.pool import Pool, V, is_held, open_sockets, until, until_async
 from tests.scrape import free_port
 
 ENDS_WITHIN_S = 120.0
@@ -208,7 +208,7 @@ def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
 
 async def test_closing_at_any_step_of_opening_leaves_no_session(pool: Pool) -> None:
     await asyncio.to_thread(pool.start)
-    before, connected = asyncio.all_tasks(), len(pool.redis.client_list())
+    before, connected = asyncio.all_tasks(), open_sockets()
     for steps in [*range(1, 30), *range(30, 400, 9)]:
         producer = pool.producer()
         asked = asyncio.create_task(producer.logprobs([1]))
@@ -220,7 +220,7 @@ async def test_closing_at_any_step_of_opening_leaves_no_session(pool: Pool) -> N
         assert not asked.exception() or isinstance(asked.exception(), ProducerClosed)
 
     async def is_left() -> bool:
-        return len(pool.redis.client_list()) <= connected + 4  # The worker's own, for rows.
+        return open_sockets() <= connected
 
     await until_async(is_left, "the connections are closed")
     async with producer:

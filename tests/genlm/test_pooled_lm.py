@@ -28,7 +28,7 @@ from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsErro
 from lmpool.producer.genlm import PooledLM, language_model, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
-from tests.pool import Pool, until, until_async
+from tests.pool import Pool, open_sockets, until, until_async
 
 IDS = [72, 105, 33]
 PROMPTS = [[1], [1, 2], IDS, [1]]
@@ -421,30 +421,22 @@ def test_closing_ends_what_connects_in_other_threads(
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
 async def test_a_model_ended_inside_an_event_loop_leaves_no_connection(
-    own_server: Any, tokenizer: Any, is_closed: bool
+    small_pool: Pool, tokenizer: Any, is_closed: bool
 ) -> None:
-    with redis.Redis.from_url(own_server.url) as client:
-        pool = Pool(own_server.url, "alone", own_server.log_path.parent)
-        try:
-            pool.start("--vocab-size", SIZE)
-            async with connect(pool, tokenizer) as model:
-                await model.next_token_logprobs(IDS)  # The worker opens its connections for rows, too.
-            before = len(client.client_list())
-            model = connect(pool, tokenizer)
-            await model.next_token_logprobs(IDS)
-            model.next_token_logprobs_sync(IDS)
-            assert len(client.client_list()) > before
-            if is_closed:
-                model.close()
-            del model
+    before = open_sockets()
+    model = connect(small_pool, tokenizer)
+    await model.next_token_logprobs(IDS)
+    model.next_token_logprobs_sync(IDS)
+    assert open_sockets() > before
+    if is_closed:
+        model.close()
+    del model
 
-            async def are_gone() -> bool:
-                gc.collect()
-                return len(client.client_list()) <= before  # Some may have been about to close then.
+    async def are_gone() -> bool:
+        gc.collect()
+        return open_sockets() <= before
 
-            await until_async(are_gone, "the model's connections end")
-        finally:
-            pool.end()
+    await until_async(are_gone, "the model's connections end")
 
 
 def test_a_dropped_model_leaves_no_thread(small_pool: Pool, tokenizer: Any, threads_of_ours: ThreadList) -> None:
