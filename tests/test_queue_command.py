@@ -206,6 +206,11 @@ def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool)
     assert "removed 1 prompts from the queue of 'syn'" in printed
 
 
+def test_an_empty_queue_has_no_oldest_prompt(pool: Pool) -> None:
+    pool.start()
+    assert queue(pool, "show", "syn")[0].startswith("0 prompts: workers hold 0")
+
+
 async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn") as producer, pool.producer("syn") as other:

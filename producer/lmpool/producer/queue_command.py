@@ -72,9 +72,10 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
     if as_json:
         say_json(found)
         return
-    held, backlog, oldest = found["held"], found["backlog"], seconds(found["age_s"]) or "0 s"
+    held, backlog = found["held"], found["backlog"]
+    oldest = f", the oldest of {seconds(found['age_s']) or '0 s'}" if found["queued"] else ""
     say(
-        f"{found['queued']} prompts, the oldest of {oldest}: workers hold {held}, "
+        f"{found['queued']} prompts{oldest}: workers hold {held}, "
         f"{found['queued'] - held - backlog} are next, {backlog} wait behind them{_joined(doubt)}"
     )
     if found["clients"]:
