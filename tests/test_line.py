@@ -6,8 +6,76 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from lmpool.errors import ServerUnreachable
 from lmpool.line import Line
 from lmpool.server import Server
+
+
+class Deaf:
+    """A link to a server that answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.asked: list[asyncio.Future[str]] = []
+
+    def ask(self) -> asyncio.Future[str]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return self.asked[-1]
+
+    def close(self, reason: Exception) -> None:
+        self.closed = True
+        for reply in self.asked:
+            if not reply.done():
+                reply.set_exception(reason)
+
+
+@pytest.fixture
+def deaf() -> Deaf:
+    return Deaf()
+
+
+@pytest.fixture
+async def line(deaf: Deaf) -> Line[Any]:
+    async def connect() -> Any:
+        return deaf
+
+    return Line(Server("redis://localhost:1"), connect)
+
+
+async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Line[Any], deaf: Deaf) -> None:
+    line.reply_timeout_s = 0.05
+    for _ in range(2):
+        answered, unanswered = (asyncio.ensure_future(line.wait_for(deaf, deaf.ask())) for _ in range(2))
+        await asyncio.sleep(0)
+        deaf.asked[-2].set_result("there")
+        assert await answered == "there"
+        with pytest.raises(ServerUnreachable, match="has not answered for"):
+            await asyncio.wait_for(unanswered, 60)
+        assert deaf.closed
+        deaf.closed = False
+
+
+async def test_a_server_that_answers_in_time_is_not_given_up(line: Line[Any], deaf: Deaf) -> None:
+    line.reply_timeout_s, loop = 0.05, asyncio.get_running_loop()
+    began = loop.time()
+    # Longer than the first one's deadline.
+    while loop.time() < began + 3 * line.reply_timeout_s:
+        loop.call_soon(deaf.ask().set_result, "there")
+        assert await line.wait_for(deaf, deaf.asked[-1]) == "there"
+    assert not deaf.closed
+
+
+async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(line: Line[Any], deaf: Deaf) -> None:
+    line.reply_timeout_s = 3600
+    patient = asyncio.ensure_future(line.wait_for(deaf, deaf.ask()))
+    await asyncio.sleep(0)
+    line.reply_timeout_s = 0.01
+    with pytest.raises(ServerUnreachable, match=r"has not answered for 0\.01 s"):
+        await asyncio.wait_for(line.wait_for(deaf, deaf.ask()), 60)
+    with pytest.raises(ServerUnreachable):
+        await patient
 
 
 async def test_nobody_overtakes_those_who_wait_for_a_connection() -> None:

@@ -50,6 +50,10 @@ class Line(Generic[L]):
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
+        # Reply that is awaited -> on which link, and until which loop time; and one timer for all of them.
+        self._awaited: dict[asyncio.Future[Any], tuple[L, float]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = 0.0
 
     async def open(self) -> L:
         """The open link.
@@ -75,7 +79,11 @@ class Line(Generic[L]):
 
     async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
         """The reply, or ServerError; a server that is silent for `reply_timeout_s` counts as gone."""
-        timer = asyncio.get_running_loop().call_later(self.reply_timeout_s, self._give_up, link)
+        # A timer for each would cost more than the command itself.
+        until = asyncio.get_running_loop().time() + self.reply_timeout_s
+        self._awaited[reply] = link, until
+        if self._timer is None or until < self._looks_at:
+            self._look_at(until)
         try:
             return await reply
         except (RedisError, OSError, LMPoolError) as error:
@@ -85,7 +93,7 @@ class Line(Generic[L]):
                 self.check(link, error)
             raise self._server.explain(error) from error
         finally:
-            timer.cancel()
+            del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
         """A reply cannot be that of its command, so no later one can be either: closes the link; returns why."""
@@ -104,12 +112,29 @@ class Line(Generic[L]):
             link.close(self._server.explain(error))
         return found
 
-    def _give_up(self, link: L) -> None:
-        link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
+    def _look_at(self, when: float) -> None:
+        """Look at a loop time whether a reply is late, instead of at a later one."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._looks_at = when
+        self._timer = asyncio.get_running_loop().call_at(when, self._look)
+
+    def _look(self) -> None:
+        """Give up links whose replies are late; look again when the next one may be."""
+        self._timer = None
+        awaited = [one for reply, one in self._awaited.items() if not reply.done()]
+        for link, until in awaited:
+            if until <= self._looks_at:
+                link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
+        if later := [until for _, until in awaited if until > self._looks_at]:
+            self._look_at(min(later))
 
     def close(self) -> None:
         """Close the link for good; what is under way fails."""
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._link is not None:
             self._link.close()
 

@@ -35,9 +35,11 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
 
-_CHUNK_BYTES = 2 * 1024 * 1024
+# With each write the server goes through all that it still has to send to a client: the more rows are under way, the
+# more each costs. 6 MiB of them cost it 15 µs more a row than 2 MiB.
+_CHUNK_BYTES = 1024 * 1024
 _CHUNK_ROWS = 512
-_CHUNKS_UNDER_WAY = 3
+_CHUNKS_UNDER_WAY = 2
 _MOST_SPARE = 32
 _WEIGHTS_TTL_MS = 120_000
 _ANSWER_TTL_MS = 60_000
@@ -275,12 +277,13 @@ class RedisRows:
         for value in values:
             if isinstance(value, ResponseError) and self._line.check(link, value):
                 raise self._server.explain(value)
-        rows: Sequence[Found] | None = None if lengths else decode_rows(values, self._vocab_size)
-        if rows is None:
-            rows = [self._found(number, value, digests, read) for number, value in enumerate(values)]
-        else:
+        if not lengths and (rows := decode_rows(values, self._vocab_size)) is not None:
             fetched += sum(map(len, values))
-        deliver(digests, rows)
+            deliver(digests, rows)
+        elif set(map(type, values)) == {np.ndarray}:  # All of them have been read.
+            deliver(digests, values)
+        else:
+            deliver(digests, [self._found(number, value, digests, read) for number, value in enumerate(values)])
         return fetched
 
     async def _get_bounded(self, digests: Sequence[bytes]) -> list[object]:

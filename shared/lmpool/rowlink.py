@@ -348,10 +348,10 @@ class RowLink(Link, asyncio.BufferedProtocol):
 
     def _comes_as_expected(self) -> bool:
         """Whether what has come of a value is what was expected; if not, it goes where it belongs."""
-        begin = self._bulk_start - len(self._line_ahead)
-        line = bytes(self._bulk[begin : min(self._bulk_got, self._bulk_start)])
-        if self._line_ahead.startswith(line):
-            self._line_ahead = self._line_ahead if len(line) < len(self._line_ahead) else b""
+        begin, stop = self._bulk_start - len(self._line_ahead), min(self._bulk_got, self._bulk_start)
+        if self._line_ahead.startswith(self._bulk.data[begin:stop]):
+            if stop == self._bulk_start:
+                self._line_ahead = b""
             return True
         rest = self._bulk[begin : self._bulk_got].data
         self._bulk, self._line_ahead = _NONE, b""
