@@ -30,6 +30,7 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
+    "hf-long": real_model.hf_long,
 }
 _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,

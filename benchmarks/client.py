@@ -13,13 +13,16 @@ from benchmarks.lines import Handler
 from lmpool.keys import Keys
 from lmpool.prompts import encode_prompt
 
+_UNDER_WAY_S = 0.5
+"""By then a worker computes what was asked."""
+
 
 class Client(Bursts):
     """Answers those requests too that older commits cannot answer."""
 
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
-        return [*super().handlers(), self.entries, self.row_of, self.scored, self.keys, self.grow]
+        return [*super().handlers(), self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
 
     async def entries(self, times: int, at_once: int, count: int) -> float:
         """As `again`, but just `count` entries are wanted of each row, others of each."""
@@ -63,6 +66,18 @@ class Client(Bursts):
         for left in range(steps - 1, -1, -1):
             rows = await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - left]) for ids in contexts])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
+
+    async def beside(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
+        """Seconds for a long prompt, and those of each short one that is asked meanwhile, one after the other."""
+        long = asyncio.create_task(self.together([prompt]))
+        await asyncio.sleep(_UNDER_WAY_S)
+        waits = []
+        while not long.done():
+            (ids,) = self._fresh(1)
+            began = time.perf_counter()
+            await self._producer.logprobs(ids[:short_tokens])
+            waits.append(time.perf_counter() - began)
+        return {**await long, "waits": waits}
 
 
 if __name__ == "__main__":

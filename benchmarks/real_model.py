@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.asking import agree, compare
+from benchmarks.asking import Asked, agree, compare
 from benchmarks.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.peers import peers_python
 from benchmarks.processes import REPOSITORY, BenchmarkError, Child
@@ -21,6 +23,7 @@ Ids = list[int]
 
 _PROMPTS, _PROMPT_TOKENS = 64, 32
 _CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16
+_LONG_TOKENS, _QUICK_LONG_TOKENS, _SHORT_TOKENS, _LONG_REPEATS = 8192, 1024, 3, 3
 _FIRST_ORDINARY_ID = 3
 
 
@@ -81,6 +84,37 @@ def hf_direct(place: Workplace) -> list[Result]:
         f"cache ÷ transformers called directly in batches of 64, on {device}"
     )
     return [Result("hf-direct", meaning, None, *[Side(side, "rows/s", taken) for side, taken in samples.items()])]
+
+
+def hf_long(place: Workplace) -> list[Result]:
+    """How long short prompts wait beside a long one, which is computed in chunks or whole."""
+    length = place.scaled(_LONG_TOKENS, _QUICK_LONG_TOKENS)
+    with ExitStack() as stack:
+        sides = {}
+        for name, options in {"in chunks": (), "whole": ("--chunked-prefill-size", str(_LONG_TOKENS))}.items():
+            served_as = name.replace(" ", "-")
+            options = ("--backend", "hf", "--device", "cpu", *options)
+            stack.enter_context(place.workers(served_as, str(smollm2_folder()), *options))
+            sides[name] = stack.enter_context(place.producer(served_as))
+        asked = Asked()
+        taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+        for _ in range(min(place.repeats, _LONG_REPEATS)):
+            (prompt,) = asked.fresh(1, length)
+            for name, side in sides.items():
+                taken[name].append(side.ask("beside", within=900, prompt=prompt, short_tokens=_SHORT_TOKENS))
+            agree(*[answers[-1]["probe"] for answers in taken.values()])
+    waits = f"seconds that a prompt of {_SHORT_TOKENS} tokens waits, one after the other,"
+    option = f"`--chunked-prefill-size {_LONG_TOKENS}`"
+    beside = f"a prompt of {length:,} tokens, SmolLM2-135M f32, in chunks as usual ÷ whole, by {option}"
+    figures: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+        "hf-long-median": (f"median {waits} beside {beside}", lambda taken: statistics.median(taken["waits"])),
+        "hf-long-most": (f"most {waits} beside {beside}", lambda taken: max(taken["waits"])),
+        "hf-long": (f"seconds for {beside}, with short ones beside it", lambda taken: taken["seconds"]),
+    }
+    return [
+        Result(name, meaning, None, *[Side(side, "s", list(map(figure, answers))) for side, answers in taken.items()])
+        for name, (meaning, figure) in figures.items()
+    ]
 
 
 class _Contest:
