@@ -15,7 +15,7 @@
 -- calls are this worker's share of a look at all that is held}. An empty list with alone = 1 asks the caller to come back
 -- when it holds nothing. A job that is too large is told by its size alone.
 
--- include stream
+-- include room
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'

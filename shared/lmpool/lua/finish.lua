@@ -36,27 +36,30 @@ local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
 local entries, ended, stored, left, unfinished = {}, {}, {}, {}, {}
-local function bury(failure, entry)
-  local found = redis.call('XRANGE', jobs, entry, entry)
-  if #found == 0 then
-    return
-  end
-  local fields, size = found[1][2], 0
-  for _, part in ipairs(fields) do
-    size = size + #part
-  end
-  if #fields > 2 * MOST_DEAD_FIELDS or size > MOST_DEAD_BYTES then
-    fields = {'bytes', size}
-  end
-  local outcome = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
-  if type(outcome) == 'table' and not is_spoilt(outcome) then
-    redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
-  end
-end
 -- Number of a job -> where its failure is.
 local failures = {}
 for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
+end
+local bury
+if next(failures) then
+  function bury(failure, entry)
+    local found = redis.call('XRANGE', jobs, entry, entry)
+    if #found == 0 then
+      return
+    end
+    local fields, size = found[1][2], 0
+    for _, part in ipairs(fields) do
+      size = size + #part
+    end
+    if #fields > 2 * MOST_DEAD_FIELDS or size > MOST_DEAD_BYTES then
+      fields = {'bytes', size}
+    end
+    local outcome = redis.pcall('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+    if type(outcome) == 'table' and not is_spoilt(outcome) then
+      redis.call('XADD', dead, 'MAXLEN', '~', ARGV[5], '*', 'e', failure, unpack(fields))
+    end
+  end
 end
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.

@@ -20,7 +20,7 @@
 --
 -- The keys that are not among KEYS carry the model's hash tag, as KEYS[1] does.
 
--- include stream
+-- include room
 
 -- What one call moves up, and takes back.
 local MOST_MOVED, MOST_MOVED_BYTES, MOST_BACK, PART_BACK = 128, 524288, 128, 4

@@ -1,38 +1,8 @@
--- The stream of a model's queue, and how much is to stand in it, for the scripts that include it. See queue.lua.
+-- The names of a model's queue, for the scripts that include it. See queue.lua. There are no functions here: making one costs
+-- as much as a quarter of a command, and what is done most often needs none.
 local GROUP = 'workers'
--- Batches in the stream for each worker: enough to take from until the next batch has ended and more moves up.
-local BATCHES = 3
--- Prompts in the stream while no worker is known.
-local NOBODY = 128
--- How much further the prompts of a client that asks alone may go, and how large a job may be that does: what can soon
--- be taken back.
-local MORE = 2000
-local MOST_MORE_BYTES = 8192
-local FLOOD_MS = 3600000
 -- What a waiting key has instead of an entry id: the job is in the backlog; its row has just been stored.
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
-local backlog, flood, rooms = base .. ':backlog', base .. ':flood', base .. ':rooms'
--- What reply keys begin with.
-local replies = base .. ':reply'
-
--- A figure of the group of workers, such as 'pending'. Not XPENDING: its summary goes through all consumers.
-local function of_group(name)
-  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', jobs)) do
-    local figures = {}
-    for at = 1, #group, 2 do
-      figures[group[at]] = group[at + 1]
-    end
-    if figures.name == GROUP then
-      return figures[name]
-    end
-  end
-  return 0
-end
-
--- How many more prompts the stream may hold beside its `depth`, and how many more than these for a client that asks alone.
-local function room(depth)
-  local batches = tonumber(redis.pcall('HGET', rooms, '')) or 0
-  return (batches > 0 and BATCHES * batches or NOBODY) - (depth - of_group('pending')), batches > 0 and MORE or 0
-end
+local backlog = base .. ':backlog'

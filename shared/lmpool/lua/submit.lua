@@ -24,6 +24,18 @@ local look, again = ARGV[3], ARGV[4] == '1'
 local limit, count = tonumber(ARGV[1]), #ARGV - 4
 local depth = redis.call('XLEN', jobs)
 
+-- Nobody has asked for any of these yet.
+local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
+local is_new = existing == 0 and depth + count <= limit
+if is_new and depth == 0 and count == 1 then
+  -- One prompt in an empty stream, whoever reads it: its client waits for nothing else, so this goes first.
+  redis.call('HSET', KEYS[3], 'job', redis.call('XADD', jobs, '*', 'm', ARGV[5], 'u', lifetime), reply, '')
+  redis.call('PEXPIRE', KEYS[3], lifetime)
+  return 'Q'
+end
+
+-- include room
+
 -- Queue a prompt in the stream; with its digest, where it may have to go back.
 local function to_stream(waiting, job, may_go_back)
   local tag = may_go_back and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
@@ -44,13 +56,11 @@ local function is_known_alone()
   return true
 end
 
--- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. Nobody has asked for
--- any of these yet, and all find room at once: in an empty stream, whoever reads it, or where this client asks alone.
-local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
-if existing == 0 and depth + count <= limit then
-  local is_lone = depth == 0 and count == 1
-  local is_alone = not is_lone and depth + count <= MORE and is_known_alone()
-  if is_lone or is_alone or room(depth) >= count then
+-- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find room at
+-- once, where this client asks alone or where there is so much.
+if is_new then
+  local is_alone = depth + count <= MORE and is_known_alone()
+  if is_alone or room(depth) >= count then
     local outcome, queued = {}, {}
     for i = 1, count do
       local waiting = KEYS[2 + i]
@@ -70,7 +80,7 @@ end
 local SHARE = 9
 local behind, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Who comes behind others is spared a look at each prompt too, if all of them are new.
-local is_new = existing == (behind > 0 and 1 or 0)
+is_new = existing == (behind > 0 and 1 or 0)
 local free, more = room(depth)
 if free < 0 then
   local alone = redis.pcall('GET', flood)
