@@ -438,41 +438,6 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
     assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"
 
 
-class Computing(Interrupted):
-    """One whose rows are not there yet; as an outbox it tells how often they were asked for again."""
-
-    def __init__(self, flights: FlightTable) -> None:
-        super().__init__(flights)
-        self.lost: list[Flight] = []
-        self.asked_again: asyncio.Queue[Sequence[Flight]] = asyncio.Queue()
-
-    async def settle(self, digests: list[bytes]) -> None:
-        pass
-
-    async def submit(self, flights: Sequence[Flight], *, again: bool) -> None:
-        assert again
-
-    async def note_lost(self, flights: Sequence[Flight]) -> None:
-        self.lost += flights
-        self.asked_again.put_nowait(flights)
-
-
-async def test_after_a_lost_connection_rows_that_nobody_has_announced_are_not_told_as_evicted(desk: Desk) -> None:
-    flight, _ = desk.flights.board(prompt(1), Ear())
-    desk.flights.send(deque([flight]))
-    channel: Any = Computing(desk.flights)
-    inbox = Inbox(channel, desk.flights, channel, lambda: None)
-    async with asyncio.TaskGroup() as group:
-        parts = [group.create_task(part) for part in (inbox.read(), inbox.collect())]
-        await asyncio.wait_for(channel.asked_again.get(), DEADLINE_S)
-        assert channel.lost == []
-        inbox._on_message({b"d": flight.prompt.digest, b"f": b"f"})
-        await asyncio.wait_for(channel.asked_again.get(), DEADLINE_S)
-        assert channel.lost == [flight]
-        for part in parts:
-            part.cancel()
-
-
 # Learning what a look for rows finds
 
 
@@ -489,6 +454,7 @@ class Answering:
         self.is_seen = True
         self.looks: list[list[bytes]] = []
         self.meanwhile: Callable[[], None] = lambda: None
+        self.lost: list[Flight] = []
         self._flights = flights
         self._outcome = outcome
         self._cached = {one.digest for one in cached}
@@ -515,6 +481,9 @@ class Answering:
 
     async def unlink(self, keys: list[bytes]) -> None:
         assert not keys
+
+    async def note_lost(self, flights: list[Flight]) -> None:
+        self.lost += flights
 
     def spent(self, flights: list[Flight]) -> list[bytes]:
         return []
@@ -590,3 +559,16 @@ async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
 
     channel.call, channel.note = fails, lambda error: None
     assert await learned(desk, channel) == 0
+
+
+# Rows that are gone
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("outcome", ["Q", "J", "R"])
+async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(desk: Desk, outcome: str, again: bool) -> None:
+    # After a lost connection all are asked for again: those that are computed are not gone.
+    flight, _ = desk.flights.board(prompt(1), Ear())
+    channel: Any = Answering(desk.flights, outcome)
+    await Outbox(channel, desk.flights, Tasks()).submit([flight], again=again)
+    assert channel.lost == ([flight] if again and outcome == "Q" else [])

@@ -19,6 +19,7 @@ from lmpool.producer.channel import Channel
 from lmpool.server import Server
 from lmpool.server_memory import ServerMemory, read_memory
 from lmpool.testing.front import Front
+from tests.gate import Gate, GatedBackend, gated_worker
 from tests.pool import Pool, is_held, run_lmpool, until, until_async
 
 WARNING = "the server's memory is not set up for a pool: "
@@ -136,6 +137,26 @@ async def test_rows_that_somebody_drops_are_not_told_as_evicted(
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
     make_rows_go(monkeypatch, own_pool)
     assert "although the server has evicted nothing" in await late(own_pool)
+
+
+async def test_a_row_that_goes_together_with_the_word_of_it_is_told_of_as_gone(own_pool: Pool, tmp_path: Path) -> None:
+    def waiting() -> list[bytes]:
+        return list(own_pool.redis.scan_iter(f"{own_pool.prefix}:*waiting*"))
+
+    async def is_asked_again() -> bool:
+        return bool(waiting())
+
+    backend = GatedBackend(Gate(tmp_path / "gate"))
+    async with gated_worker(own_pool, backend, lease_s=1.0), own_pool.producer(timeout=3000) as producer:
+        patient = asyncio.create_task(producer.logprobs([1]))
+        await until_async(lambda: is_held(own_pool), "the worker holds it")
+        # What is left when its row and the client's reply stream have been evicted.
+        own_pool.redis.delete(*waiting())
+        await until_async(is_asked_again, "it is asked for again, after a lease")
+        with pytest.raises(DeadlineExceeded, match="the row was gone from the server before it could be fetched"):
+            await producer.logprobs([1], timeout=0.1)
+        backend.gate.open()
+        await patient
 
 
 async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

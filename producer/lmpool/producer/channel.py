@@ -188,7 +188,7 @@ class Channel:
         )
 
     async def note_lost(self, flights: Iterable[Flight]) -> None:
-        """Remember that rows were said to be there and were gone: evicted, unless they were damaged."""
+        """Remember that jobs had ended and their rows were gone: evicted, unless they were damaged."""
         lost = [one for one in flights if not one.damaged and self._flights.is_open(one)]
         if not lost:
             return
@@ -207,7 +207,8 @@ class Channel:
             return ""
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
         if self._memory is not None and not self._memory.evicted_keys:
-            return f"{gone}, although the server has evicted nothing ({self._memory}): does somebody drop rows?"
+            why = "was it started anew, or does somebody drop rows?"
+            return f"{gone}, although the server has evicted nothing ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
         size = encoded_size(self.card.vocab_size, self.card.row_encoding) / 1e6
         rows = "" if self.card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."

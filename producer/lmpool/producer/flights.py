@@ -115,7 +115,7 @@ class FlightTable:
         self._stats = stats
         # Flights that the server has, and the bytes of their prompts.
         self._away = self._away_bytes = 0
-        # How often a row was said to be there and was not: of those flights alone, for there are hardly ever any.
+        # How often a row was to be there and was not: of those flights alone, for there are hardly ever any.
         self._lost: dict[bytes, int] = {}
         self.on_end: Callable[[], None] | None = None
         self.figures = figures or Figures(stats, cache)
@@ -193,7 +193,7 @@ class FlightTable:
             self._away_bytes -= len(prompt.ids)
 
     def count_lost(self, flights: Iterable[Flight]) -> None:
-        """Count that rows were said to be there, and were gone before they could be fetched."""
+        """Count that jobs had ended, and their rows were gone before they could be fetched."""
         for flight in flights:
             digest = flight.prompt.digest
             self._lost[digest] = self._lost.get(digest, 0) + 1

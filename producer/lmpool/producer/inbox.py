@@ -41,8 +41,6 @@ class Inbox:
         self._outbox = outbox
         self._on_other_model = on_other_model
         self._arrived: list[bytes] = []
-        # Those of them that nobody has announced: their rows may not be there yet.
-        self._doubtful: set[bytes] = set()
         self._has_arrived = asyncio.Event()
 
     async def read(self) -> None:
@@ -80,9 +78,7 @@ class Inbox:
 
         Looking does not tell of touches, which are submitted again after a while.
         """
-        digests = [one.prompt.digest for one in self._flights if one.is_away and not one.is_touch]
-        self._doubtful.update(digests)
-        self._announce(digests)
+        self._announce([one.prompt.digest for one in self._flights if one.is_away and not one.is_touch])
 
     async def _start_over(self) -> bytes:
         """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
@@ -102,7 +98,6 @@ class Inbox:
         while True:
             await self._has_arrived.wait()
             digests, self._arrived = self._arrived, []
-            doubtful, self._doubtful = self._doubtful, set()
             self._has_arrived.clear()
             try:
                 announced = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
@@ -112,7 +107,6 @@ class Inbox:
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.
                     await self._outbox.submit(lost, again=True)
-                    await self._channel.note_lost([one for one in lost if one.prompt.digest not in doubtful])
             except TROUBLE as error:
                 self._channel.note(error)
 

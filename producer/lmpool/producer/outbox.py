@@ -106,7 +106,6 @@ class Outbox:
             if gone and not again:
                 # Evicted since: a row is a pure function, so ask for it once more.
                 await self.submit(gone, again=True)
-                await channel.note_lost(gone)
 
     async def _submit_parts(self, flights: Sequence[Flight], again: bool) -> list[bytes]:
         """Returns the digests whose rows have appeared in the cache meanwhile."""
@@ -222,7 +221,7 @@ class Outbox:
         is_full = b"F" in outcome
         if is_full and self._waits_when_full:
             self.retry_soon()
-        stored, abandoned = [], []
+        stored, abandoned, lost = [], [], []
         now = self._tasks.loop.time()
         waiting = Stage.WAITING
         for flight, code in zip(flights, outcome.decode("ascii", "replace"), strict=True):
@@ -233,6 +232,8 @@ class Outbox:
                 flight.overwrites += flight.damaged
             if code == "Q":
                 flight.origin = "computed"
+                if again:  # Its job has ended, and what came of it is not there.
+                    lost.append(flight)
             elif code == "J" and flight.origin != "computed":
                 flight.origin = "joined"
             elif code == "R":
@@ -246,6 +247,7 @@ class Outbox:
             if not flight.waiters and code in "QJ" and self._flights.get(digest) is None:
                 abandoned.append(digest)
         await self._cancel(abandoned)
+        await channel.note_lost(lost)
         if is_in_the_way:
             self._tasks.spawn(self._clear_the_way())
         return stored, is_full
