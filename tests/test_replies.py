@@ -175,6 +175,19 @@ async def test_what_answers_and_is_no_server_for_a_pool_is_told_apart(kind: str)
     assert type(error) is expected
 
 
+async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
+    """Whether the cut comes before what is written, or after it, is chance."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = Server(f"redis://127.0.0.1:{listening.getsockname()[1]}")
+        connection = await server.client().connection_pool.get_connection()
+        # The event loop does not run meanwhile, so it has not seen the cut when it is to write.
+        cut(listening.accept()[0])
+        with pytest.raises(RedisError) as caught:
+            await connection.send_command("PING")
+    assert "while writing" in str(caught.value)
+    assert CUT in str(server.explain(caught.value))
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

@@ -76,7 +76,7 @@ _LOST = {
     "Name or service not known|name resolution|nodename nor servname": "its host is not known by this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost": "the server, or "
+    r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost": "the server, or "
     "something on the way to it, has cut the connection; where TLS is spoken the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
