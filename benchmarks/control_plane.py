@@ -168,9 +168,9 @@ class _Fleet:
         """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
         for (presence, intake), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
-            further = (await intake.claim(_BATCH, idle=False)).further
+            further = (await intake.claim(_BATCH, held)).further
             for _ in range(further):
-                await intake.claim(_BATCH, idle=False)
+                await intake.claim(_BATCH, held)
             await presence.sweep()
 
     async def _take(self) -> None:

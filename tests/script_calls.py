@@ -82,9 +82,9 @@ async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bo
 
 
 async def claim(
-    redis: redis_async.Redis, *, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
+    redis: redis_async.Redis, *held: bytes, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
 ) -> tuple[int, list[tuple[bytes, bytes, int]]]:
-    args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS]
+    args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS, *held]
     alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
     return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 

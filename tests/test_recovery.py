@@ -88,6 +88,38 @@ async def test_a_slow_step_is_not_stolen(pool: Pool, gate: Gate) -> None:
         assert await pool.rows_computed() == 8
 
 
+async def test_a_worker_that_sleeps_again_and_again_is_not_taken_for_one_that_its_prompts_have_killed(
+    pool: Pool, gate: Gate
+) -> None:
+    """As on a laptop, or where the server's clock is set: it finds the leases of its own prompts passed."""
+    lease_s = 1
+    worker = pool.start("--lease-s", lease_s, command=gate.command)
+    async with pool.producer(when_absent="wait") as producer:
+        asked = asyncio.create_task(ask_all(producer, [[i] for i in range(3)]))
+        await until_async(lambda: _are_held(pool, 3), "the worker holds them, and has room for more")
+        for _ in range(6):
+            worker.signal(signal.SIGSTOP)
+            await until_async(lambda: _are_silent_for(pool, lease_s), "the leases pass")
+            worker.signal(signal.SIGCONT)
+            await until_async(lambda: _are_renewed(pool, lease_s), "the worker renews them")
+        assert {job["times_delivered"] for job in pending(pool)} == {1}
+        gate.open()
+        await asked
+    assert not pool.redis.exists(pool.keys.model("syn").dead)
+
+
+async def _are_held(pool: Pool, count: int) -> bool:
+    return len(pending(pool)) == count
+
+
+async def _are_silent_for(pool: Pool, seconds: float) -> bool:
+    return min(job["time_since_delivered"] for job in pending(pool)) > 1000 * seconds
+
+
+async def _are_renewed(pool: Pool, lease_s: float) -> bool:
+    return max(job["time_since_delivered"] for job in pending(pool)) < 1000 * lease_s
+
+
 async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served(pool: Pool) -> None:
     # All at once: how long one takes to start is no matter then.
     for _ in range(4):

@@ -381,6 +381,19 @@ async def test_no_more_is_claimed_than_wanted(redis: redis_async.Redis) -> None:
     assert [entry for entry, _, _ in (await claim(redis, want=10))[1]] == entries[2:]
 
 
+async def test_a_worker_does_not_claim_what_it_is_at_work_on_itself(redis: redis_async.Redis) -> None:
+    """A reply may be lost with which it was given jobs, so not all that are its own by the queue are."""
+    await submit(redis, 1, 2, 3)
+    first, second, third = await take(redis, "w2")
+    await fall_silent(redis, first, second, deliveries=2, consumer="w2")
+    await fall_silent(redis, third, deliveries=1)
+    assert await claim(redis, first, second, third, idle=False) == (0, [(third, b"job-3", 1)])
+    assert await claim(redis, first, third, idle=False) == (1, [])
+    assert await pending(redis) == {first: (b"w2", 2), second: (b"w2", 2), third: (b"w2", 2)}
+    assert await claim(redis, first, third) == (1, [(second, b"job-2", 2)])
+    assert await claim(redis, first, consumer="w3") == (1, [(first, b"job-1", 2)])
+
+
 async def test_each_claim_counts_as_a_delivery(redis: redis_async.Redis) -> None:
     await submit(redis, 1)
     (entry,) = await take(redis)

@@ -3,7 +3,9 @@
 -- KEYS  jobs, where the next call goes on looking
 -- ARGV  consumer group, consumer, lease in ms, deliveries a job may have, most jobs to take,
 --       idle (0|1): the caller holds no job, most bytes of a job, most bytes of all jobs together but the first,
---       lifetime of the second key in ms
+--       lifetime of the second key in ms, then entry ids: what the caller holds and has not lost sight of
+--
+-- What the caller itself is at work on is not taken over, however late its renewal: it would count as a delivery.
 --
 -- A job that was delivered often is suspected of killing workers. For its last delivery it is taken alone,
 -- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
@@ -23,6 +25,10 @@ local largest, room_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
 local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two looks of one.
 local LEAST_PART, MOST_PART = 50, 500
+local ours = {}
+for at = 10, #ARGV do
+  ours[ARGV[at]] = true
+end
 local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', rooms)) or 0) - 1)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
@@ -72,7 +78,7 @@ local function look(from)
   end
   for _, one in ipairs(held) do
     local id, deliveries = one[1], one[4]
-    if one[3] >= lease then
+    if one[3] >= lease and not (one[2] == consumer and ours[id]) then
       local alone = deliveries == most - 1
       if alone and #taken == 0 and not idle then
         is_alone = true

@@ -95,7 +95,7 @@ class Feeder:
             alone, looks = False, 0
             while not duty.stopping.is_set() and (self._room() > 0 or alone):
                 count = max(1, min(self._room(), self._stepper.batch))
-                claimed = await self._intake.claim(count, idle=not self._held)
+                claimed = await self._intake.claim(count, self._held.all_entries())
                 self._figures.claimed += len(claimed.taken)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))

@@ -83,6 +83,10 @@ class Holdings:
         held.entries[taken.entry] = taken
         return is_new
 
+    def all_entries(self) -> list[bytes]:
+        """The entries of all that is held."""
+        return [entry for held in self._held.values() for entry in held.entries]
+
     def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Taken]]:
         """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
         return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}

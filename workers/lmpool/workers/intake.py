@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -195,8 +196,8 @@ class Intake:
         removed = await self._unwanted.remove([Doubtful(one.entry, one.digest, one.fields) for one in stale])
         return [one for one in taken if one.entry not in removed]
 
-    async def claim(self, count: int, *, idle: bool) -> Claimed:
-        """Take over up to `count` jobs whose lease has passed; `idle`: this worker holds none."""
+    async def claim(self, count: int, held: Collection[bytes]) -> Claimed:
+        """Take over up to `count` jobs whose lease has passed, but none of `held`, which this worker is at work on."""
         reply = await scripts.CLAIM(
             self._redis,
             [self._keys.jobs, self._keys.claims],
@@ -206,10 +207,11 @@ class Intake:
                 int(self._card.lease_s * 1000),
                 self._max_deliveries,
                 count,
-                int(idle),
+                int(not held),
                 MAX_JOB_BYTES,
                 _MOST_CLAIMED_BYTES,
                 _CURSOR_TTL_MS,
+                *held,
             ],
         )
         alone, entries, further = reply

@@ -302,7 +302,7 @@ class Worker:
             self._duty.look_again()
 
     async def _renew(self) -> None:
-        entries = [entry for held in self._held for entry in held.entries]
+        entries = self._held.all_entries()
         for at in range(0, len(entries), scripts.MOST_AT_ONCE):
             part = entries[at : at + scripts.MOST_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._id, *part])
