@@ -25,7 +25,7 @@ from lmpool.workers.backend import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.pool import DEADLINE_S, Pool, Prepared, V
+from tests.pool import DEADLINE_S, Pool, Prepared, V, until_async
 
 
 class Gate:
@@ -104,6 +104,22 @@ class GatedBackend(SyntheticBackend):
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
         self.computed += [job.ids for job in jobs.values()]
         return super()._draw(jobs)
+
+
+async def until_full(pool: Pool, batch: int) -> None:
+    """Wait until a worker whose gate is shut holds all that it may: its step at the gate, and the next one.
+
+    It takes nothing more then until a step has passed. It may have been given more, in a reply that was lost.
+
+    Args:
+        pool: in which no other works.
+        batch: prompts in one step.
+    """
+
+    async def is_full() -> bool:
+        return pool.held() >= 2 * batch
+
+    await until_async(is_full, "the worker holds all that it may")
 
 
 @asynccontextmanager

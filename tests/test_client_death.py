@@ -18,7 +18,7 @@ from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import intake
 from tests.clocks import SetClock
-from tests.gate import Gate, GatedBackend, gated_worker
+from tests.gate import Gate, GatedBackend, gated_worker, until_full
 from tests.pool import DEADLINE_S, Pool, V, until, until_async
 
 QUEUED = 400
@@ -111,13 +111,14 @@ async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
     monkeypatch.setattr(intake, "STALE_S", -1.0)  # To the worker's own clock they are new.
     async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
+        await until_full(pool, backend.batch)
+        held = pool.held()
         clients[0].kill()
         waiting = list(pool.redis.scan_iter(f"{pool.prefix}:*waiting*", 1000))
         assert len(waiting) == QUEUED
         assert all(0 < pool.redis.pttl(key) <= 1000 * (PATIENCE_S + 10) for key in waiting)
         await asyncio.to_thread(set_clock, AFTER)
         assert not pool.names("*waiting*")
-        held = pool.held()
         gate.open()
         await until_async(lambda: is_empty(pool), "its prompts are done with")
         assert await is_right(producer, [7])

@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import pty
-import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from lmpool.keys import GROUP
 from lmpool.producer.queue_command import Cleared, clear_queue, queue_app
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
+from tests.gate import Gate, until_full
 from tests.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
 
 BATCH = 4
@@ -75,21 +76,16 @@ async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(
         assert all(np.array_equal(row, synthetic_row([7], vocab_size=V)) for row in rows)
 
 
-async def test_what_a_worker_holds_is_answered(pool: Pool) -> None:
-    worker = pool.start("--lease-s", 600, "--max-batch", BATCH, "--step-ms", 300)
+async def test_what_a_worker_holds_is_answered(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start("--lease-s", 600, "--max-batch", BATCH, command=gate.command)
     async with pool.producer("syn") as producer:
         asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
-
-        async def is_held() -> bool:
-            return pool.held() > 0
-
-        await until_async(is_held, "the worker holds some")
-        worker.signal(signal.SIGSTOP)
-        held = pool.held()
+        await until_queued(pool, 100)
+        await until_full(pool, BATCH)
         told = await clear(pool)
-        assert told["held"] == held
-        assert pool.jobs() == held
-        worker.signal(signal.SIGCONT)
+        assert told["held"] == pool.held() == pool.jobs() < 100
+        gate.open()
         ended = await asyncio.gather(*asked, return_exceptions=True)
         rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
         assert len(rows) == 100 - told["removed"]

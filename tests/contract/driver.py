@@ -23,6 +23,7 @@ from tests.contract.subjects import Subject
 Row = NDArray[np.float32]
 
 DEADLINE_S = 60.0
+"""Between one answer and the next. How long all of them take is a matter of how many there are, and of the machine."""
 _numbers = itertools.count()
 
 
@@ -93,24 +94,27 @@ class Opened:
 
     def finish(self, digests: Sequence[bytes]) -> list[Row]:
         """Step until all of these are answered; returns their rows."""
-        end = time.monotonic() + DEADLINE_S
-        while not all(digest in self.rows or digest in self.failures for digest in digests):
-            assert time.monotonic() < end, f"{len(digests)} prompts are not answered within {DEADLINE_S} s"
-            self.step()
+        self._step_until(lambda: all(digest in self.rows or digest in self.failures for digest in digests))
         failed = [self.failures[digest] for digest in digests if digest in self.failures]
         assert not failed, failed
         return [self.rows[digest] for digest in digests]
+
+    def _step_until(self, is_done: Callable[[], bool]) -> None:
+        """Step until something is so; gives up when no answer comes any more."""
+        answered, since = 0, time.monotonic()
+        while not is_done():
+            assert time.monotonic() < since + DEADLINE_S, f"no answer within {DEADLINE_S} s"
+            self.step()
+            if (now := len(self.rows) + len(self.scores) + len(self.failures)) != answered:
+                answered, since = now, time.monotonic()
 
     def score(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "") -> list[Row]:
         """What the tokens of some prompts score from these positions on; the prompts run together."""
         pairs = zip(prompts, starts, strict=True)
         jobs = [self.job(ids, adapter)._replace(score_from=start) for ids, start in pairs]
         self.backend.submit(jobs)
-        end = time.monotonic() + DEADLINE_S
-        while not all(job.digest in self.scores for job in jobs):
-            assert time.monotonic() < end, f"{len(jobs)} prompts are not scored within {DEADLINE_S} s"
-            self.step()
-            assert not self.failures, self.failures
+        self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
+        assert not self.failures, self.failures
         return [self.scores[job.digest] for job in jobs]
 
     def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
