@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from lmpool.errors import DeadlineExceeded, NoWorker
 from lmpool.producer.channel import Channel
 
 _RESTART_S = 5.0
+_LEAST_GAP_S = 2.0
 
 
 class Crew:
@@ -20,6 +23,7 @@ class Crew:
         self._count = 0
         self._is_loading = False
         self._missing_since: float | None = None
+        self._looked_at = -math.inf
 
     async def meet(self, model: str) -> None:
         """Look for the first time.
@@ -37,7 +41,8 @@ class Crew:
         """Look who is there; returns the end of all requests when nobody has been for long.
 
         That is a lease, and time enough for one that is started again to say so; while one loads the model, requests
-        wait for it as long as they may.
+        wait for it as long as they may. Between two looks that are further apart than a lease, for this client was held
+        up, workers may have lived and been silent again: so nobody is missed since before the second.
 
         Args:
             now: the event loop's time.
@@ -46,6 +51,7 @@ class Crew:
             RedisError, OSError: the server cannot be used.
         """
         card = self._channel.card
+        gap, self._looked_at = now - self._looked_at, now
         alive = await self._channel.lobby.alive(card.name)
         self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self._count or self._is_loading:
@@ -53,7 +59,7 @@ class Crew:
             return None
         # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
         await self._channel.check_writes()
-        if self._missing_since is None:
+        if self._missing_since is None or gap > max(card.lease_s, _LEAST_GAP_S):
             self._missing_since = now
         elif now - self._missing_since >= max(card.lease_s, _RESTART_S):
             seconds = now - self._missing_since

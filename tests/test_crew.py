@@ -1,0 +1,52 @@
+"""Who serves a client's model, as far as it can have seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from lmpool.card import ModelCard
+from lmpool.errors import NoWorker
+from lmpool.producer.channel import Channel
+from lmpool.producer.crew import Crew
+from lmpool.queue import Alive
+
+CARD = replace(ModelCard("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
+
+
+class Empty:
+    """A pool that nobody serves, each time that it is looked at; stands for the channel and the lobby."""
+
+    card = CARD
+
+    @property
+    def lobby(self) -> Empty:
+        return self
+
+    async def alive(self, model: str) -> Alive:
+        return Alive(0, 0, ())
+
+    async def check_writes(self) -> None:
+        pass
+
+
+async def looks(*times: float) -> list[NoWorker | None]:
+    """What looks at such a pool tell, at these times."""
+    crew = Crew(cast(Channel, cast(Any, Empty())))
+    return [await crew.look(time) for time in times]
+
+
+async def test_nobody_is_missed_before_a_lease_and_a_restart_have_passed() -> None:
+    *before, last = await looks(100, 101, 103, 104.9, 105)
+    assert before == [None] * 4
+    assert "no live worker has served 'syn' for 5 s" in str(last)
+
+
+@pytest.mark.parametrize("gap", [4.5, 600])
+async def test_who_was_held_up_between_two_looks_has_not_seen_that_nobody_lived_meanwhile(gap: float) -> None:
+    """A heartbeat lasts for a lease, so a worker may have shown itself and fallen silent again."""
+    assert await looks(100, 100 + gap, 100 + 2 * gap, 101 + 2 * gap) == [None] * 4
+    *_, last = await looks(100, 100 + gap, 103 + gap, 105 + gap)
+    assert "for 5 s" in str(last), "counted from the look after that"
