@@ -36,7 +36,6 @@ async def checked(producer: Producer, prompt: list[int]) -> None:
 async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(pool: Pool) -> None:
     gate = OneByOne()
     backend = GatedBackend(gate, BATCH)
-    patient = {"timeout": 3000, "when_absent": "wait"}  # The worker's heart beats in this very event loop.
 
     async def compute_a_batch() -> None:
         await until_full(pool, BATCH)
@@ -44,7 +43,9 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
         gate.let_one()
         await until_async(lambda: _is(len(backend.computed) > done), "a batch is computed")
 
-    async with gated_worker(pool, backend), pool.producer(**patient) as greedy, pool.producer(**patient) as modest:
+    # It shares this event loop with all that is asked: its lease must not pass meanwhile, nor patience with the server.
+    worker = gated_worker(pool, backend, lease_s=60.0)
+    async with worker, pool.producer(timeout=3000) as greedy, pool.producer(timeout=3000) as modest:
         many = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
         await until_async(lambda: has_queued(pool, 8192), "as many as may be are queued")
         for prompt in ([501, i] for i in range(10)):
