@@ -35,6 +35,10 @@ MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
 SYNTHETIC_MAX_TOKENS = 200
 
+# Kernels that are interpreted take a hundred times as long.
+ROUNDS = 10 if os.environ.get("TRITON_INTERPRET") == "1" else 40
+"""Steps in which contexts grow: enough for the next block of the KV cache, and for more than it can hold."""
+
 DEVICE = os.environ.get("LMPOOL_DEVICE", "cpu")
 """Where backends that can choose compute."""
 

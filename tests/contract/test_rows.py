@@ -13,7 +13,7 @@ from lmpool.vocab import Vocabulary
 from lmpool.workers.backends.canary import check_canary
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import PIECES, V, write_tokenizer
-from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS
+from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, ROUNDS
 
 
 def test_ragged_prompts_run_together(opened: Opened, draw: random.Random) -> None:
@@ -36,7 +36,7 @@ def test_a_prompt_alone(opened: Opened, draw: random.Random) -> None:
 
 def test_prompts_grow_token_by_token(opened: Opened, draw: random.Random) -> None:
     contexts = [prompt(draw, length) for length in (5, 16, 31, 40)]
-    for _ in range(40):
+    for _ in range(ROUNDS):
         opened.check(contexts, opened.ask(contexts))
         contexts = [[*ids, draw.randrange(V)] for ids in contexts]
 
@@ -137,7 +137,7 @@ def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
     most = opened.backend.card.max_prompt_tokens
     asked: dict[bytes, list[int]] = {}
     contexts = [prompt(draw, draw.randrange(1, 70)) for _ in range(2 * MAX_BATCH)]
-    for _ in range(40):
+    for _ in range(ROUNDS):
         chosen = draw.sample(range(len(contexts)), draw.randrange(1, len(contexts)))
         for index in chosen:
             grown = [*contexts[index], draw.randrange(V)]

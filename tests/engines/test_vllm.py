@@ -111,7 +111,8 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
 def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend) -> None:
     assert backend.card.scores
     # Long ones are computed in chunks, and beside them prompts whose rows are wanted.
-    prompts, starts = [draw(seed, 30 * (seed - 50)) for seed in range(51, 57)], [1, 50, 89, 7, 100, 1]
+    lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
+    prompts = [draw(50 + length, length) for length in lengths]
     for _ in range(2):  # What is held of them the second time must not be used.
         rows = [job(ids) for ids in prompts]
         jobs = [job(ids, "score")._replace(score_from=at) for ids, at in zip(prompts, starts, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_fold
         small.close()
 
 
-def test_preempted_sessions_are_not_kept(model_folder: Path) -> None:
+def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is preempted while its answer is on the way would wait for ever, in no queue of the scheduler."""
     made = settings(
         model_folder, max_batch=12, sessions=12, kv_cache_bytes=640 * BYTES_A_TOKEN,
@@ -35,12 +36,21 @@ def test_preempted_sessions_are_not_kept(model_folder: Path) -> None:
     ).open()  # fmt: skip
     assert isinstance(made, VllmBackend)
     try:
-        chosen_ids = random.Random(7)
-        contexts = [draw(seed, chosen_ids.randrange(20, 100)) for seed in range(100, 112)]
-        for token in range(25):
+        scheduler: Any = made._scheduler
+        preempt, preempted = scheduler._preempt_request, []
+
+        def noted(*args: Any, **named: Any) -> None:
+            preempted.append(args)
+            preempt(*args, **named)
+
+        monkeypatch.setattr(scheduler, "_preempt_request", noted)
+        lengths = random.Random(11)
+        contexts = [draw(seed, lengths.randrange(40, 120)) for seed in range(100, 112)]
+        for token in range(5):
             long = [draw(200 + token, MAX_TOKENS - 1 - token)] if token % 3 == 0 else []
             answer(made, *contexts, *long)
             contexts = [[*ids, token] for ids in contexts]
+        assert preempted
         assert len(made._scheduler.requests) == len(made._sessions)
     finally:
         made.close()
