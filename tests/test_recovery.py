@@ -113,11 +113,11 @@ async def _are_held(pool: Pool, count: int) -> bool:
 
 
 async def _are_silent_for(pool: Pool, seconds: float) -> bool:
-    return min(job["time_since_delivered"] for job in pending(pool)) > 1000 * seconds
+    return all(job["time_since_delivered"] > 1000 * seconds for job in pending(pool))
 
 
 async def _are_renewed(pool: Pool, lease_s: float) -> bool:
-    return max(job["time_since_delivered"] for job in pending(pool)) < 1000 * lease_s
+    return all(job["time_since_delivered"] < 1000 * lease_s for job in pending(pool))
 
 
 async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served(pool: Pool) -> None:

@@ -179,7 +179,8 @@ async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
     """Whether the cut comes before what is written, or after it, is chance."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = Server(f"redis://127.0.0.1:{listening.getsockname()[1]}")
-        connection = await server.client().connection_pool.get_connection()
+        pool: Any = server.client().connection_pool
+        connection = await pool.get_connection()
         # The event loop does not run meanwhile, so it has not seen the cut when it is to write.
         cut(listening.accept()[0])
         with pytest.raises(RedisError) as caught:
