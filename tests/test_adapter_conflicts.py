@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lmpool.adapters import Adapter
+from lmpool.adapters import Adapter, AdapterRegistry
 from lmpool.errors import (
     AdapterRefused,
     ProducerClosed,
@@ -134,6 +135,34 @@ async def test_nothing_is_offered_when_all_who_did_have_given_up(pool: Pool, tmp
             change.cancel()
         await until_async(no_offers(pool), "both have taken their offers back")
         worker.signal(signal.SIGCONT)
+
+
+async def test_an_offer_that_is_on_its_way_when_it_is_given_up_is_taken_back(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start(*QUICK).signal(signal.SIGSTOP)
+    offer, is_sent, is_given_up, is_there = AdapterRegistry.offer, *(asyncio.Event() for _ in range(3))
+
+    async def arrive(registry: AdapterRegistry, *arguments: Any) -> bool:
+        await is_given_up.wait()
+        outcome = await offer(registry, *arguments)
+        is_there.set()
+        return outcome
+
+    async def slowly(registry: AdapterRegistry, *arguments: Any) -> bool:
+        is_sent.set()
+        # What is sent arrives, whether or not somebody still waits for the answer.
+        return await asyncio.shield(asyncio.create_task(arrive(registry, *arguments)))
+
+    monkeypatch.setattr(AdapterRegistry, "offer", slowly)
+    async with pool.producer("syn") as producer:
+        change = asyncio.create_task(producer.add_adapter("poet", write(tmp_path, "a", "1")))
+        await asyncio.wait_for(is_sent.wait(), DEADLINE_S)
+        change.cancel()
+        await asyncio.wait([change])
+        is_given_up.set()
+        await asyncio.wait_for(is_there.wait(), DEADLINE_S)
+        await until_async(no_offers(pool), "it is taken back", 30)
 
 
 @pytest.mark.usefixtures("short_memory")

@@ -94,6 +94,7 @@ class AdapterChange:
         self._replicas = check_replicas(replicas)
         self._waits_for = "the server has not answered"
         self._live: set[str] = set()
+        self._offering: asyncio.Future[bool] | None = None
         self._heard: dict[str, float] = {}  # When a worker was last listed that still counts as live.
 
     async def add(self, source: str | Path) -> str:
@@ -141,9 +142,14 @@ class AdapterChange:
     async def _offer(self, offer: Offer) -> None:
         lifetime = self._within.left + _OUTLIVES_S
         for wait in delays():
-            if await self._insist(partial(self._registry.offer, self._name, offer, lifetime)):
+            if await self._insist(partial(self._try_to_offer, offer, lifetime)):
                 return
             await self._pause(wait)  # Workers write down what the server has lost.
+
+    async def _try_to_offer(self, offer: Offer, lifetime: float) -> bool:
+        # A change may be given up while this is on its way to the server: taking it back then comes after it.
+        self._offering = asyncio.ensure_future(self._registry.offer(self._name, offer, lifetime))
+        return await asyncio.shield(self._offering)
 
     async def _until_loaded(self, offer: Offer, before: str | None) -> tuple[Offer, Registered]:
         """Wait until all workers have loaded what is offered; returns the offer with its revision, and the registry.
@@ -292,6 +298,8 @@ class AdapterChange:
             line.close()
 
     async def _withdraw(self, nonce: str) -> None:
+        if self._offering is not None:
+            await asyncio.wait([self._offering])
         try:
             await self._registry.withdraw(self._name, nonce)
         except TROUBLE:
