@@ -11,7 +11,6 @@ local NOBODY = 128
 local MORE = 2000
 local MOST_MORE_BYTES = 8192
 local FLOOD_MS = 3600000
-local flood, rooms = base .. ':flood', base .. ':rooms'
 
 -- A figure of the group of workers, such as 'pending'. Not XPENDING: its summary goes through all consumers.
 local function of_group(name)

@@ -5,4 +5,6 @@ local GROUP = 'workers'
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
-local backlog = base .. ':backlog'
+local backlog, flood, rooms = base .. ':backlog', base .. ':flood', base .. ':rooms'
+-- What reply keys begin with.
+local replies = base .. ':reply'

@@ -4,8 +4,6 @@
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or replaced.
 
 local DIGEST, MOST_CLIENTS = 16, 10000
--- What reply keys begin with.
-local replies = base .. ':reply'
 -- What one call tells: beyond it no more prompts are begun.
 local MOST_TOLD = 250
 -- Reply key -> digests that it is to be told of together; reply key -> true where something was told.
