@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +24,13 @@ from tests.clocks import clock, clocked  # noqa: F401
 from tests.cluster import LocalCluster
 from tests.hf_fixtures import smollm2_folder  # noqa: F401
 from tests.pool import Pool
+
+with suppress(ImportError):  # The engines' environments lack it, and none of their tests needs it.
+    import hypothesis
+
+    # On a busy machine an example takes as long as it takes.
+    hypothesis.settings.register_profile("lmpool", deadline=None)
+    hypothesis.settings.load_profile("lmpool")
 
 _numbers = itertools.count()
 _BEGAN = pytest.StashKey[tuple[float, float]]()

@@ -9,7 +9,7 @@ import pytest
 import sentencepiece
 import tiktoken
 from genlm.backend.tokenization import decode_vocab as genlm_decode_vocab
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.tokenization_mistral_common import MistralCommonBackend
@@ -81,14 +81,12 @@ pieces_of_sentencepiece = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(pieces_of_sentencepiece, st.lists(st.text("▁a<中|>", min_size=1, max_size=4), max_size=3))
 def test_any_pieces_of_sentencepiece_are_read_as_genlm_reads_them(pieces: list[str], added: list[str]) -> None:
     tokenizer = real.fast(unigram(pieces, added))
     assert decode_vocab(tokenizer) == genlm(tokenizer)
 
 
-@settings(deadline=None)
 @given(st.sets(st.binary(min_size=2, max_size=5), max_size=8), st.lists(st.text("▁aĠ中|", min_size=1, max_size=4)))
 def test_any_byte_level_pieces_are_read_as_genlm_reads_them(tokens: set[bytes], added: list[str]) -> None:
     tokenizer = real.byte_level(BYTES | {token: 256 + i for i, token in enumerate(tokens)})

@@ -20,7 +20,7 @@ import torch
 from genlm.backend.tokenization import Token as TheirToken
 from genlm.backend.trie import ParallelTokenCharacterTrie as TheirParallel
 from genlm.backend.trie import TokenCharacterTrie as TheirSequential
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -111,7 +111,6 @@ def weights_for(decode: list[Any], seed: int) -> NDArray[np.float32]:
 # Structure
 
 
-@settings(deadline=None)
 @given(vocabularies)
 def test_nodes_have_genlms_numbers(decode: list[Any]) -> None:
     theirs = TheirSequential(decode)
@@ -119,7 +118,6 @@ def test_nodes_have_genlms_numbers(decode: list[Any]) -> None:
     assert TokenCharacterTrie(own(decode)).children == theirs.children
 
 
-@settings(deadline=None)
 @given(mixed_vocabularies)
 def test_nodes_of_letters_that_are_no_bytes_have_genlms_numbers(decode: list[Any]) -> None:
     assert_same_structure(TokenCharacterTrie(decode), TheirSequential(decode))
@@ -161,7 +159,6 @@ def test_a_token_longer_than_the_recursion_limit_has_a_place() -> None:
 
 @both_ops
 @both_classes
-@settings(deadline=None)
 @given(decode=mixed_vocabularies, seed=st.integers(0, 99), wide=st.booleans())
 def test_weights_are_genlms(ours: Any, theirs: Any, op: str, decode: list[Any], seed: int, wide: bool) -> None:
     rows = weights_for(decode, seed).astype(np.float64 if wide else np.float32)

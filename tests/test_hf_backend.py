@@ -112,7 +112,7 @@ def test_rows_survive_evictions(tiny: Tiny, kind: str, slots: int) -> None:
 def test_any_split_into_batches_gives_the_same_rows(tiny: Tiny, kind: str) -> None:
     ids = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
-    @settings(max_examples=8, deadline=None, derandomize=True)
+    @settings(max_examples=8, derandomize=True)
     @given(
         rounds=st.lists(st.lists(ids, min_size=1, max_size=12), min_size=1, max_size=3),
         max_batch=st.integers(1, 7),

@@ -103,7 +103,7 @@ def some_weights(rows: int, tokens: int, seed: int = 0) -> Weights:
 
 
 @everywhere
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(numbers(0, 1)))
 def test_each_node_has_the_sum_of_the_tokens_below_it(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
@@ -113,7 +113,7 @@ def test_each_node_has_the_sum_of_the_tokens_below_it(make: Maker, case: tuple[T
 
 
 @everywhere
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(numbers(-(2.0**100), 2.0**100)))
 def test_sums_of_any_sign_lose_nothing_but_what_cancels(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
@@ -124,7 +124,7 @@ def test_sums_of_any_sign_lose_nothing_but_what_cancels(make: Maker, case: tuple
 
 
 @everywhere
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(numbers(-(2.0**100), 2.0**100, infinite=True)))
 def test_each_node_has_the_exact_maximum_of_the_tokens_below_it(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
@@ -132,7 +132,7 @@ def test_each_node_has_the_exact_maximum_of_the_tokens_below_it(make: Maker, cas
 
 
 @everywhere
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(numbers(-100, 0, infinite=True) | numbers(-30000, 30000)))
 def test_each_node_has_the_log_sum_exp_of_the_tokens_below_it(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
@@ -148,7 +148,7 @@ def test_each_node_has_the_log_sum_exp_of_the_tokens_below_it(make: Maker, case:
 
 @everywhere
 @every_op
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=cases(numbers(-50, 0, infinite=True)))
 def test_all_values_are_the_inner_ones_expanded(make: Maker, op: Op, case: tuple[Trie, Weights]) -> None:
     trie, weights = case

@@ -70,7 +70,7 @@ def test_of_a_prompt_longer_than_the_pool_the_beginning_is_held() -> None:
     assert held(slots, [1, 2, 3, 4, 5]) == 3
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     capacity=st.integers(1, 30),
     steps=st.lists(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=4), max_size=25),
@@ -148,7 +148,7 @@ def test_a_prompt_that_grows_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -
     assert steps([[*other, 7, 9]], 1) == 9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     capacity=st.integers(1, 30),
     steps=st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2), max_size=25),

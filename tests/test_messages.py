@@ -205,7 +205,7 @@ def test_a_tree_of_lists_is_refused_without_decoding_it(depth: int) -> None:
     assert peak_bytes(unpack_job, data) < 200_000 + 4 * len(data)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.binary(min_size=1, max_size=4))
 def test_a_message_over_the_limit_is_refused_with_size_and_limit(end: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"{LIMIT + len(end)} bytes .* {LIMIT}"):

@@ -136,7 +136,6 @@ cuts = st.lists(st.integers(1, 12), max_size=60)
 # Replies cut anywhere
 
 
-@settings(deadline=None)
 @given(values, nulls, cuts)
 def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], null: bytes, sizes: list[int]) -> None:
     async def work() -> None:
@@ -149,7 +148,6 @@ def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], 
     in_a_loop(work)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["mget", "set", "call"]), min_size=1, max_size=6))
@@ -181,7 +179,7 @@ def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
     in_a_loop(work)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.data())
 def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 1023, 1025, 32_768, 65_536, 65_537, LARGE]), min_size=1))
@@ -526,7 +524,6 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
     assert plain(reply) == [b"x" * 10]
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=200), cuts)
 def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
     async def work() -> None:
@@ -618,7 +615,6 @@ def resp(value: Any) -> bytes:
     return b":%d\r\n" % value if isinstance(value, int) else bulk(value)
 
 
-@settings(deadline=None)
 @given(st.lists(NESTED, min_size=1, max_size=5), cuts)
 def test_replies_of_commands_come_in_order_wherever_they_are_cut(found: list[Any], sizes: list[int]) -> None:
     async def work() -> None:

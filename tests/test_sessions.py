@@ -243,5 +243,5 @@ class AgainstALedger(RuleBasedStateMachine):
         return sum(-(-len(prompt) // 4 // self.block) * self.block for prompt in held)
 
 
-AgainstALedger.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AgainstALedger.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_what_is_kept_and_closed_is_exact = AgainstALedger.TestCase

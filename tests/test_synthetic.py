@@ -48,7 +48,6 @@ def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.
 # Rows
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**62), st.data())
 def test_the_probabilities_of_a_row_sum_to_one(vocab_size: int, seed: int, data: st.DataObject) -> None:
     prompt = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=8))
@@ -129,7 +128,7 @@ def test_bad_prompts_are_refused() -> None:
 
 
 @encodings
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(vocab_size=st.integers(1, 80), seed=st.integers(0, 2**62), data=st.data())
 def test_the_backend_answers_with_exactly_the_synthetic_rows(
     encoding: str, vocab_size: int, seed: int, data: st.DataObject

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import InvalidVocabulary, UnknownNode
@@ -271,7 +271,6 @@ def test_several_nodes_that_are_none_are_refused(nodes: Any) -> None:
 # Values
 
 
-@settings(deadline=None)
 @given(vocabularies, st.integers(0, 3), st.data())
 def test_expanded_values_are_those_of_the_tokens_below(tokens: list[bytes], rows: int, data: st.DataObject) -> None:
     trie, below = Trie(tokens), reference(tokens).below

@@ -294,7 +294,7 @@ def test_weights_of_zero_make_no_shares() -> None:
     ElementTree.fromstring(TriePicture(root, "nothing", "mass").svg())
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(vocabularies)
 def test_every_vocabulary_has_a_picture_that_parses(tokens: list[bytes]) -> None:
     root, _ = grown(tokens, b"", WIDE)
@@ -321,7 +321,6 @@ def test_a_byte_that_completes_a_character_is_shown_with_it(capsys: pytest.Captu
 # Byte strings as text
 
 
-@settings(deadline=None)
 @given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))
 def test_what_is_written_is_read_back(data: bytes) -> None:
     text = to_text(data)

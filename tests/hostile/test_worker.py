@@ -162,6 +162,12 @@ async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
         behind = asyncio.create_task(producer.logprobs([2]))
         execute(pool.redis, "XADD", jobs, entry, "m", "x")
         if is_deleted:
+
+            async def is_read() -> bool:
+                (group,) = pool.redis.xinfo_groups(jobs)
+                return bool(group["last-delivered-id"] == entry.encode())
+
+            await until_async(is_read, "the worker has read what is behind the prompt that it holds")
             pool.redis.xdel(jobs, entry)
         await asyncio.to_thread(worker.until_says, "the job stream of 'syn' was replaced")
         gate.open()
