@@ -68,7 +68,11 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def beside(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
-        """Seconds for a long prompt, and those of each short one that is asked meanwhile, one after the other."""
+        """Seconds for a long prompt, and those of each short one that is asked meanwhile, one after the other.
+
+        Raises:
+            RuntimeError: it took so little time that none was asked.
+        """
         long = asyncio.create_task(self.together([prompt]))
         await asyncio.sleep(_UNDER_WAY_S)
         waits = []
@@ -77,6 +81,8 @@ class Client(Bursts):
             began = time.perf_counter()
             await self._producer.logprobs(ids[:short_tokens])
             waits.append(time.perf_counter() - began)
+        if not waits:
+            raise RuntimeError(f"a prompt of {len(prompt)} tokens was answered within {_UNDER_WAY_S} s")
         return {**await long, "waits": waits}
 
 
