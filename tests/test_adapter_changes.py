@@ -34,7 +34,7 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from lmpool.workers.settings import WorkerSettings
 from tests.adapter_changes import QUICK, V, check, expected, no_offers, two_clients, write
 from tests.gate import GatedBackend, OneByOne, gated_worker
-from tests.pool import Pool, until_async
+from tests.pool import Pool, deadline_ms, until_async
 from tests.test_adapters import serving
 
 
@@ -408,7 +408,7 @@ async def test_a_model_has_so_many_adapters_and_no_more(pool: Pool, tmp_path: Pa
 @pytest.mark.usefixtures("short_memory")
 async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_path: Path) -> None:
     # While its lease lasts a worker that is silent may be loading.
-    worker = pool.start("--vocab-size", V, "--lease-s", 8)
+    worker = pool.start("--vocab-size", V, "--lease-s", 600)
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGSTOP)
@@ -418,8 +418,12 @@ async def test_without_workers_a_change_ends_with_its_deadline(pool: Pool, tmp_p
         ):
             await producer.add_adapter("poet", write(tmp_path, "b", "2"), timeout=3)
         worker.signal(signal.SIGKILL)
+        # As when its lease has passed.
+        workers = pool.keys.model("syn").workers
+        names: Any = pool.redis.zrange(workers, 0, -1)
+        pool.redis.zadd(workers, dict.fromkeys(names, deadline_ms(-1)))
         with pytest.raises(NoWorker, match="no live worker serves the model; start one with `lmpool worker`"):
-            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=20)
+            await producer.add_adapter("other", write(tmp_path, "b", "2"), timeout=3)
 
 
 @pytest.mark.usefixtures("short_memory")
