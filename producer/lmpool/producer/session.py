@@ -116,6 +116,8 @@ class Session:
             raise channel.explain(error) from error
         channel.adopt(card)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
+        # A task that is cancelled before its first step does not run at all, and this one closes the connections.
+        await asyncio.sleep(0)
 
     @property
     def closed(self) -> bool:

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lmpool.backoff import delays
 from lmpool.errors import (
@@ -194,7 +194,7 @@ class SessionSlot:
         except BaseException:
             # A loop that was closed without cancelling its tasks can do nothing any more.
             if not session.loop.is_closed():
-                await session.close()
+                await _to_its_end(session.close())
             raise
         return session
 
@@ -256,6 +256,15 @@ class SessionSlot:
         finally:
             if session is not None:
                 await session.close()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do something however often that is cancelled: what is closed in part stays open until it is collected."""
+    doing = asyncio.ensure_future(work)
+    while not doing.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([doing])
+    await doing
 
 
 def _may_come(error: LMPoolError, server: Server | None) -> bool:
