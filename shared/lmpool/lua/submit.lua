@@ -26,8 +26,8 @@ local depth = redis.call('XLEN', jobs)
 
 -- Nobody has asked for any of these yet.
 local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
-local is_new = existing == 0 and depth + count <= limit
-if is_new and depth == 0 and count == 1 then
+local may_be_usual = existing == 0 and depth + count <= limit
+if may_be_usual and depth == 0 and count == 1 then
   -- One prompt in an empty stream, whoever reads it: its client waits for nothing else, so this goes first.
   redis.call('HSET', KEYS[3], 'job', redis.call('XADD', jobs, '*', 'm', ARGV[5], 'u', lifetime), reply, '')
   redis.call('PEXPIRE', KEYS[3], lifetime)
@@ -58,7 +58,7 @@ end
 
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find room at
 -- once, where this client asks alone or where there is so much.
-if is_new then
+if may_be_usual then
   local is_alone = depth + count <= MORE and is_known_alone()
   if is_alone or room(depth) >= count then
     local outcome, queued = {}, {}
@@ -80,7 +80,7 @@ end
 local SHARE = 9
 local behind, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Who comes behind others is spared a look at each prompt too, if all of them are new.
-is_new = existing == (behind > 0 and 1 or 0)
+local is_new = existing == (behind > 0 and 1 or 0)
 local free, more = room(depth)
 if free < 0 then
   local alone = redis.pcall('GET', flood)
