@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lmpool import vector_math
 from lmpool.prompts import encode_prompt
 from lmpool.rows import RowBlock, decode_row
 from lmpool.workers.backend import BackendJob, Finished
@@ -28,6 +29,7 @@ class Reference:
     """transformers' own rows: each prompt alone, all of it, without a cache."""
 
     def __init__(self, folder: Path) -> None:
+        vector_math.settle()
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
         self.row: Callable[[Ids], Logprobs] = functools.cache(self._row)

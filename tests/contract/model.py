@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lmpool import vector_math
+
 Row = NDArray[np.float32]
 
 # No multiple of 64: engines pad the vocabulary.
@@ -72,6 +74,7 @@ def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
 
 @cache
 def _reference(ids: tuple[int, ...], adapter: str) -> Row:
+    vector_math.settle()
     with torch.inference_mode():
         logits = _model(adapter)(torch.tensor([ids])).logits[0, -1]
         row: Row = torch.log_softmax(logits.float(), -1).numpy()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from lmpool import vector_math
 from lmpool.rows import Encoding, RowBlock
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import V
@@ -54,3 +55,20 @@ def test_a_backend_can_be_closed_and_opened_again(narrow: Opened, draw: random.R
             rows.append(narrow.ask(prompts))
     assert len(fingerprints) == 1
     assert all(np.array_equal(first, second) for first, second in zip(*rows, strict=True))
+
+
+def test_no_model_is_loaded_before_vector_functions_are_settled(
+    narrow: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if narrow.subject.spy is None:
+        return
+
+    class Settled(Exception):
+        pass
+
+    def settle() -> None:
+        raise Settled
+
+    monkeypatch.setattr(vector_math, "settle", settle)
+    with pytest.raises(Settled), narrow:
+        pass

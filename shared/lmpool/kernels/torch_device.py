@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lmpool import vector_math
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.kernels import Op, check_op, check_out
 from lmpool.kernels.plan import Compressed, make_plan
@@ -66,6 +67,7 @@ class TorchKernels:
         Raises:
             SettingsError: torch has no such device.
         """
+        vector_math.settle()
         try:
             self._device = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, NotImplementedError) as error:

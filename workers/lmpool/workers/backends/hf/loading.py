@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from lmpool import vector_math
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub, not_had
 from lmpool.workers.backends.device import log_threads, pick_device
@@ -48,6 +49,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     Raises:
         SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
     """
+    vector_math.settle()
     device = pick_device(settings.device)
     place, is_local = _find(settings)
     log_threads(str(device))

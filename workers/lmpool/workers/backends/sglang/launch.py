@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmpool import vector_math
 from lmpool.adapters import qualify
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
@@ -58,6 +59,7 @@ def launch(settings: SglangSettings) -> Launched:
     Raises:
         SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
     """
+    vector_math.settle()
     version = require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}

@@ -21,6 +21,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
+from lmpool import vector_math
 from lmpool.adapters import revision_of
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
@@ -119,6 +120,7 @@ def open_engine(settings: VllmSettings) -> Engine:
     Raises:
         SettingsError: no such model, adapter or option, no device, or too little memory.
     """
+    vector_math.settle()
     processors = named_plugins("logits_processors", LOGITSPROCS_GROUP, settings.logits_processors)
     given = user_arguments(settings)
     folder = checkpoint_folder("model", settings.model, settings.revision)

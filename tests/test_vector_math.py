@@ -1,0 +1,50 @@
+"""No thread of torch's meets a vector function of MKL that has not been called before."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lmpool import vector_math
+from lmpool.kernels.torch_device import TorchKernels
+from lmpool.trie import Trie
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
+    """Functions that torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            assert args[0].numel() == 1, "more than one element may go to several threads"
+            self.seen.add((function.__name__.split(".")[0], args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_function_that_torch_leaves_to_mkl_is_called_once_with_one_element() -> None:
+    header = (Path(torch.__file__).parent / "include/ATen/cpu/vml.h").read_text()
+    theirs = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header, re.M))
+    assert theirs
+    with Calls() as calls:
+        vector_math.settle.__wrapped__()
+    assert calls.seen == {(name, dtype) for name in theirs for dtype in (torch.float32, torch.float64)}
+
+
+def test_no_kernels_of_torch_are_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Settled(Exception):
+        pass
+
+    def settle() -> None:
+        raise Settled
+
+    monkeypatch.setattr(vector_math, "settle", settle)
+    with pytest.raises(Settled):
+        TorchKernels(Trie([b"a", b"b"]), "cpu")
