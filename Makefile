@@ -39,8 +39,8 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-smoke test-vllm $(VLLM_RUNS) test-sglang test-servers test-cluster model-check lint \
-	scan bench bench-compare clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+	test-servers test-cluster model-check lint scan bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -52,11 +52,18 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
 
-# In four processes: many tests wait for a lease to pass. Each takes a run of neighbours, and then half of what another
-# has left: the longest file would be what all wait for.
+# All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
+# others print what they have to say when they end.
 test: lint
+	$(MAKE) -j3 test-main test-others
+
+# Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
+# for.
+test-main: $(INSTALLED)
 	$(BIN)/python -m pytest -n 4 --dist worksteal
-	$(MAKE) -j2 --output-sync=target test-vllm test-sglang test-smoke
+
+test-others:
+	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
 # The oldest Redis that has users, and the oldest redis-py: the part of `make test-servers` that `make test` does.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)

@@ -44,9 +44,9 @@ def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest
             preempt(*args, **named)
 
         monkeypatch.setattr(scheduler, "_preempt_request", noted)
-        lengths = random.Random(7)
-        contexts = [draw(seed, lengths.randrange(20, 100)) for seed in range(100, 112)]
-        for token in range(25):
+        lengths = random.Random(11)
+        contexts = [draw(seed, lengths.randrange(40, 120)) for seed in range(100, 112)]
+        for token in range(5):
             long = [draw(200 + token, MAX_TOKENS - 1 - token)] if token % 3 == 0 else []
             answer(made, *contexts, *long)
             contexts = [[*ids, token] for ids in contexts]
