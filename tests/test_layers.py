@@ -34,6 +34,7 @@ ENGINES = {
 FILES_WITH_MORE = {
     "shared/lmpool/kernels/cpu_loops.py": {"numba"},
     "shared/lmpool/kernels/torch_device.py": {"torch"},
+    "shared/lmpool/vector_math.py": {"torch"},
     "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/aliases.py": {"torch"},

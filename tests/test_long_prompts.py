@@ -66,6 +66,20 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
     assert order == [job(one).digest for one in ((long, late) if kind in WHOLE else (late, long))]
 
 
+@pytest.mark.parametrize("length", [60, 64])
+def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length: int) -> None:
+    backend = tiny.backend("llama", chunked_prefill_size=8, max_batch=1)
+    (long,) = random_prompts(1, (length, length))
+    short = iter(random_prompts(20, (1, 1), seed=3))
+    backend.submit([job(long)])
+    waits = 0
+    while not answered(backend):
+        waits += 1
+        backend.submit([asked := job(next(short))])
+        assert answered(backend) == [asked.digest]
+    assert waits == (length - 1) // 8
+
+
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])
 @pytest.mark.parametrize("chunk", [4, 8])
 def test_a_long_prompt_is_answered_however_many_short_ones_come(tiny: Tiny, kind: str, chunk: int) -> None:

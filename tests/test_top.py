@@ -104,7 +104,9 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     text = on_a_terminal([*lmpool_command(), *command], 80)
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
-    assert "no room for rows, held, reuse, heard" in " ".join(text.split()), "what is not shown is named"
+    # How many there is room for is a matter of how long the times are.
+    (left_out,) = re.findall(r"no room for ((?:\w+, )*\w+)", " ".join(text.split()))
+    assert {"rows", "held", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
 
 
 def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:

@@ -180,8 +180,7 @@ class HfBackend:
         shorter = [] if self._has_let_by else choose_shorter(batch, waiting, rows, rules)
         self._has_let_by = bool(shorter)
         if self._pool is not None:
-            begun = (one.path for one in waiting if self._waiting[one.digest].reached)
-            self._pool.held = next(begun, [])
+            self._pool.held = next((one.path for one in waiting if one.begun), [])
         answers = self._answer(shorter or batch)
         scores = {digest: own for answer in answers for digest, own in answer.scores.items()}
         finished = Finished(
@@ -205,10 +204,11 @@ class HfBackend:
         root = waiting.root if waiting.root is not None else self._roots.get(waiting.adapter, ROOT)
         path = pool.slots.match(ids, root)
         end = min(len(path) + rules.chunk, pool.capacity)
+        begun = waiting.reached > 0
         # A part that got no further than the last one, because the pool has lost that, would not end.
         if waiting.reached < end < len(ids) and new_tokens(len(ids), len(path), kept) > rules.chunk:
-            return Candidate(digest, ids[:end], path, 1, PART, waiting.adapter, root, later + len(ids) - end)
-        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter, root, later)
+            return Candidate(digest, ids[:end], path, 1, PART, waiting.adapter, root, later + len(ids) - end, begun)
+        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter, root, later, begun)
 
     def _answer(self, batch: Sequence[Candidate]) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""

@@ -34,6 +34,7 @@ class Candidate(NamedTuple):
         adapter: only prompts of one adapter run together.
         root: where the path begins in the KV pool, None if that is not to be used; only prompts of one run together.
         later: tokens of the prompt that are left for further steps.
+        begun: True if a step has computed a part of the prompt.
     """
 
     digest: bytes
@@ -44,6 +45,7 @@ class Candidate(NamedTuple):
     adapter: str = ""
     root: int | None = None
     later: int = 0
+    begun: bool = False
 
     @property
     def new(self) -> int:
@@ -141,10 +143,11 @@ def choose_shorter(
         rules: as for `choose`; the batch computes `rules.chunk` tokens at most.
 
     Returns:
-        nothing if `batch` does not take long, or nothing that waits is much shorter.
+        nothing if `batch` does not take long, or nothing that waits is much shorter. The rest of a prompt takes long
+        however short it is: who waits for it has waited for the part before.
     """
     first = batch[0]
-    if max(first.left, len(batch) * max(one.new for one in batch)) <= rules.chunk:
+    if not first.begun and max(first.left, len(batch) * max(one.new for one in batch)) <= rules.chunk:
         return []
     shortest = min(waiting, key=lambda one: one.left)
     if _MUCH * shortest.left > first.left:
