@@ -276,6 +276,15 @@ async def is_held(pool: Pool) -> bool:
     return pool.held() > 0
 
 
+async def until_done(pool: Pool, model: str = "syn") -> None:
+    """Wait until nothing is left of a model's requests: a row can be read a moment before its job has ended."""
+
+    async def is_done() -> bool:
+        return not pool.jobs(model) and not pool.held(model)
+
+    await until_async(is_done, f"no job of {model!r} is left")
+
+
 def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
     """The jobs that workers hold."""
     found: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)

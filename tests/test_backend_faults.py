@@ -17,7 +17,18 @@ from lmpool.errors import LMPoolError, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
 from tests.gate import Gate
-from tests.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, pending, until, until_async
+from tests.pool import (
+    DEADLINE_S,
+    Pool,
+    V,
+    WorkerProcess,
+    is_held,
+    lmpool_command,
+    pending,
+    until,
+    until_async,
+    until_done,
+)
 
 POISON = 99
 LONG_LEASE_S = 600
@@ -30,7 +41,8 @@ FAULTS = {
 
 def told_to(fault: str) -> tuple[str | int | float, ...]:
     """Options of a worker whose backend has a fault with the poison."""
-    return (f"--{fault}-token", POISON, "--step-timeout-s", LIMIT_S)
+    limit = ("--step-timeout-s", LIMIT_S) if fault == "hang" else ()
+    return (f"--{fault}-token", POISON, *limit)
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
@@ -58,7 +70,7 @@ async def test_a_worker_hands_its_jobs_back_at_once_and_ends(pool: Pool, fault: 
         assert pool.redis.hexists(pool.keys.models(), "syn"), "who waits still finds the model"
         await asyncio.to_thread(pool.start, "--lease-s", 1)
         await asyncio.wait_for(asked, DEADLINE_S)
-    assert pool.jobs() == 0
+    await until_done(pool)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -78,7 +90,7 @@ async def test_a_prompt_at_fault_is_given_up_with_the_reason_and_its_batch_is_se
     until(lambda: sum(worker.is_running for worker in pool.workers) == 1, "three workers have ended")
     assert sorted(worker.process.poll() or 0 for worker in pool.workers) == [0, 2, 2, 2]
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 1
-    assert pool.jobs() == 0
+    await until_done(pool)
     assert 0 < pool.redis.pttl(pool.keys.model("syn").reasons) <= 3_600_000
 
 
@@ -88,7 +100,8 @@ async def test_a_worker_that_hangs_ends_though_its_server_does_not_answer(
     pool = Pool(own_server.url, "frozen", tmp_path)
     pid = pool.redis.info("server")["process_id"]
     try:
-        worker = pool.start(*told_to("hang"), "--lease-s", 1)
+        # The server must be stopped before the worker gives up.
+        worker = pool.start("--hang-token", POISON, "--step-timeout-s", 10, "--lease-s", 1)
         async with pool.producer() as producer:
             asked = asyncio.create_task(producer.logprobs([POISON]))
             await until_async(lambda: is_held(pool), "the worker holds the prompt")
@@ -140,7 +153,7 @@ def test_up_whose_backend_hangs_ends_with_its_server(
         owner.until_says("serving ")
         pid = int((short_dir / "run" / "server.pid").read_text())
         with SyncProducer() as producer, pytest.raises(LMPoolError):
-            producer.logprobs([POISON], timeout=1)
+            producer.logprobs([POISON], timeout=10)
         assert owner.wait() == 2
         assert FAULTS["hang"] in owner.text
         assert not (short_dir / "run" / "server.log").exists(), "the server was stopped, it did not just lose its owner"
@@ -167,7 +180,7 @@ async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerPro
 async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     frozen = pool.start("--hang-token", POISON, "--step-timeout-s", 6, "--lease-s", 2, "--max-batch", 16)
-    async with pool.producer() as producer:
+    async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
         await until_async(lambda: holds_all(pool), "the worker holds all prompts")
         other = await taken_over(pool, frozen, gate)
@@ -181,13 +194,13 @@ async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_other
         gate.open()
         other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, DEADLINE_S)
-    assert pool.jobs() == 0
+    await until_done(pool)
 
 
 async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
     own, gate = Gate(tmp_path / "own"), Gate(tmp_path / "gate")
     frozen = pool.start("--fail-token", POISON, "--lease-s", 2, "--max-batch", 16, command=own.command)
-    async with pool.producer() as producer:
+    async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
         await until_async(lambda: holds_all(pool), "the worker holds all prompts")
         other = await taken_over(pool, frozen, gate)
@@ -199,7 +212,7 @@ async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(poo
         gate.open()
         other.signal(signal.SIGCONT)
         await asyncio.wait_for(asked, DEADLINE_S)
-    assert pool.jobs() == 0
+    await until_done(pool)
 
 
 async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Pool) -> None:
@@ -224,5 +237,5 @@ async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Poo
             victim.end()
         for prompt, row in zip(prompts, await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S), strict=True):
             assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
-    assert pool.jobs() == 0
+    await until_done(pool)
     assert not pool.names("*waiting*")

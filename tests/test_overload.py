@@ -19,7 +19,7 @@ from lmpool.prompts import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.clocks import SetClock
 from tests.gate import Gate, GatedBackend, OneByOne, gated_worker, until_full
-from tests.pool import DEADLINE_S, Pool, V, is_held, until_async
+from tests.pool import DEADLINE_S, Pool, V, is_held, until_async, until_done
 
 BATCH = 8
 
@@ -92,7 +92,7 @@ async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
     pool.start("--max-batch", 512)
     async with pool.producer() as producer:
         await asyncio.gather(*(checked(producer, [i % 500, i // 500]) for i in range(12_000)))
-    assert pool.jobs() == 0
+    await until_done(pool)
     assert not pool.names("*backlog*")
     assert not pool.names("*turns*")
 

@@ -137,7 +137,7 @@ async def test_the_proxy_forwards_what_it_is_given(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("way", list(Way))
 async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way: Way) -> None:
-    client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=1.5, retry=None)
+    client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=3, retry=None)
     await client.ping()
     proxy.swallow(way)
     with pytest.raises(redis.TimeoutError):
@@ -485,6 +485,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
             seen.clear()
             os.kill(own_server.pid, signal.SIGCONT)
             await until_async(nobody_is_seen, "the producer has looked again")
+            monkeypatch.setattr(crew, "_RESTART_S", DEADLINE_S)  # From here on the worker may take its time.
             gate.open()
             worker.signal(signal.SIGCONT)
             await asked

@@ -22,7 +22,7 @@ from lmpool.registry import register
 from lmpool.rows import VectorBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.weights import SECRET_SIZE
-from tests.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async
+from tests.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async, until_done
 from tests.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
 V = 512
@@ -84,7 +84,7 @@ async def test_killed_frozen_and_stopped_workers_lose_nothing(pool: Pool) -> Non
         if victim is killed:
             victim.end()
         await asyncio.wait_for(asked, DEADLINE_S)
-        assert pool.jobs("trie") == 0
+        await until_done(pool, "trie")
     frozen.signal(signal.SIGCONT)
     other.signal(signal.SIGSTOP)
     frozen.signal(signal.SIGSTOP)
@@ -304,7 +304,8 @@ async def test_no_step_of_a_request_outlives_its_deadline(pool: Pool, monkeypatc
         worker.until_says("serving ")
     monkeypatch.setattr(vocabularies, "register", never)
     monkeypatch.setattr(vocabularies, "look_up", never)
-    async with pool.producer(timeout=3) as producer:
+    async with pool.producer() as producer:
+        monkeypatch.setattr(producer, "_timeout", 3.0)
         with pytest.raises(ServerUnreachable, match="no answer within 3 s"):
             await producer.trie()
         trie = await producer.trie(words(26, 300))

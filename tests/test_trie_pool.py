@@ -29,7 +29,7 @@ from lmpool.workers import feeder
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.tries.backend import TrieSettings
 from lmpool.workers.worker import Worker
-from tests.pool import DEADLINE_S, Pool, until_async
+from tests.pool import DEADLINE_S, Pool, until_async, until_done
 from tests.test_adapters import adapted, expected, serving, write_adapters
 from tests.trie_answers import Values, answers, answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
@@ -170,8 +170,12 @@ async def test_vocabularies_of_one_token_are_served(shared: Pool) -> None:
 
 async def test_many_clients_at_once_are_each_told_the_right_values_in_shared_steps(shared: Pool) -> None:
     vocabularies = [words(seed, size) for seed, size in ((3, 600), (4, 900), (5, 600))]
-    before = await current(shared, "trie")
     producers = [shared.producer() for _ in range(3)]
+    # What is asked while workers are frozen must not take as long as their leases.
+    for producer in producers:
+        for trie in [await producer.trie(), *[await producer.trie(vocabulary) for vocabulary in vocabularies]]:
+            await trie.weight_sum(np.zeros(trie.structure.n_tokens, np.float32))
+    before = await current(shared, "trie")
 
     async def one(producer: Producer, seed: int) -> None:
         op = OPS[seed % 3]
@@ -354,7 +358,9 @@ def _as_before(pool: Pool, before: list[str]) -> Any:
 
 async def test_a_trie_that_is_used_a_lot_leaves_nothing_but_rows_and_answers_made_of_rows(shared: Pool) -> None:
     def count() -> int:
-        return len(shared.names("*")) - len(shared.names("row:*"))
+        # Workers write those that they beat and claim with when it is time.
+        passing = ("row:", "worker:", "claims")
+        return sum(not any(part in name for part in passing) for name in shared.names("*"))
 
     before = count()
     async with shared.producer() as producer:
@@ -366,7 +372,8 @@ async def test_a_trie_that_is_used_a_lot_leaves_nothing_but_rows_and_answers_mad
         )
     await until_async(_counts(count, before), "the keys are as many as before")
     assert all(shared.redis.pttl(key) > 0 for key in shared.redis.scan_iter(match="tries:row:*", count=1000))
-    assert shared.jobs("trie") == shared.jobs("syn") == 0
+    await until_done(shared, "trie")
+    await until_done(shared)
 
 
 def _counts(count: Any, expected: int) -> Any:
@@ -570,7 +577,7 @@ async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> N
         await asyncio.gather(
             *(both(producer, trie, seed) for producer in (one, two) for trie in tries for seed in range(40))
         )
-    assert fused.jobs() == 0
+    await until_done(fused)
 
 
 async def test_answers_take_no_room_from_the_rows_that_a_producer_keeps(fused: Pool) -> None:

@@ -152,7 +152,7 @@ def test_of_two_that_leave_together_the_second_ends_the_server(folder: Path, mon
         monkeypatch.setattr(fcntl, "lockf", lock)
         assert not server.leave(), "nobody is left"
         assert other.stdout.readline() == "True\n"
-    assert list(folder.iterdir()) == []
+    until(lambda: not list(folder.iterdir()), "the folder is empty")
 
 
 def test_a_server_that_is_killed_is_started_again_and_not_for_ever(up: Up, folder: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_supervisor_that_is_killed_is_replaced(up: Up, folder: Path) -> None:
         assert is_right(producer, 2)
     process.signal(signal.SIGINT)
     assert process.wait() == 0
-    assert list(folder.iterdir()) == []
+    until(lambda: not list(folder.iterdir()), "the folder is empty")
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["the lock is held", "the lock's file has gone"])
@@ -220,7 +220,7 @@ def test_who_joins_while_the_last_one_leaves_gets_a_new_server(
         assert visitor.stdout == 5 * "True\n", "it sees that this process holds the lock"
         assert runtime_folder.find() == server.url
         assert not server.leave()
-    assert list(folder.iterdir()) == []
+    until(lambda: not list(folder.iterdir()), "the folder is empty")
 
 
 def test_many_that_come_and_go_always_have_a_server_and_leave_none(folder: Path) -> None:

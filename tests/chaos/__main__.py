@@ -28,6 +28,7 @@ from tests.proxy import Proxy
 
 _PREFIX = "chaos"
 _MEMORY = 1 << 29
+_SETTLED_S = 60.0
 _PATIENCE_S = 10.0
 """What is waited for is remembered for a little longer than its deadline."""
 
@@ -67,7 +68,7 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
     client = redis.Redis.from_url(server.url)
     try:
         keys = Keys(_PREFIX)
-        settle(client, keys, settings.workers, 3 * settings.lease_s)
+        settle(client, keys, settings.workers, _SETTLED_S)
         fleet.end_workers()
         return leaked_keys(client, keys, settings.timeout_s + _PATIENCE_S, settings.lease_s)
     finally:

@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.chaos.settings import ChaosSettings
 from tests.chaos.worker import TRACE_VARIABLE
 
-_END_S = 15.0
-_START_S = 60.0
+_END_S = 60.0
+START_S = 120.0
 _TRACEBACK_S = 0.5
 
 
@@ -132,7 +132,7 @@ class Fleet:
         self._await(self.clients, "asking")
 
     def _await(self, processes: Sequence[Process], text: str) -> None:
-        end = time.monotonic() + _START_S
+        end = time.monotonic() + START_S
         for process in processes:
             while not process.says(text):
                 if process.code is not None or time.monotonic() > end:
@@ -155,6 +155,11 @@ class Fleet:
         given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
         command = [sys.executable, "-m", "tests.chaos.client", *given, str(self.log_of(number))]
         return Process(number, command, self._folder / f"client-{number}.log", self._folder)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers serve."""
+        return all(worker.code is None and worker.says("serving ") for worker in self.workers)
 
     def mend(self) -> None:
         """Start a replacement for every worker that has ended."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from tests.chaos.fleet import Fleet, Process
+from tests.chaos.fleet import START_S, Fleet, Process
 from tests.chaos.plan import Kind, Strike
 from tests.chaos.recovery import Trouble
 from tests.proxy import Proxy
@@ -57,6 +57,11 @@ class Striker:
         await asyncio.gather(*under_way)
         self._fleet.thaw()
         self._proxy.heal()
+        # A replacement that found no server, or has not loaded yet, has done nothing wrong.
+        end = time.monotonic() + START_S
+        while not self._fleet.is_whole and time.monotonic() < end:
+            self._fleet.mend()
+            await asyncio.sleep(_TICK_S)
 
     async def _strike(self, strike: Strike) -> None:
         hit = time.monotonic()
