@@ -359,6 +359,7 @@ async def _is_in_sync(replica: redis.Redis) -> bool:
 
 
 async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool) -> None:
+    (usual,) = shaken.redis.config_get("lua-time-limit").values()
     shaken.redis.config_set("lua-time-limit", 50)
     async with shaken.producer() as producer:
 
@@ -370,6 +371,7 @@ async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool
             finally:
                 shaken.redis.script_kill()
                 await endless
+                shaken.redis.config_set("lua-time-limit", str(usual))
             await late
 
         await ask_during(producer, shaken, trouble)
@@ -409,10 +411,10 @@ async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_s
 
 
 class SlowToLoad(EmbeddedServer):
-    """A server that needs a second or so to load its append-only file."""
+    """A server that loads its append-only file slowly, until it is told not to."""
 
     def _command(self, binary: str) -> list[str]:
-        return [*super()._command(binary), "--key-load-delay", "50"]
+        return [*super()._command(binary), "--key-load-delay", "1000"]
 
 
 async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: Path) -> None:
@@ -430,6 +432,7 @@ async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: P
                     await asyncio.to_thread(server.stop)
                     starting = asyncio.create_task(asyncio.to_thread(server.start))
                     await refused(pool, "LOADING")
+                    pool.redis.config_set("key-load-delay", 0)
                     await starting
 
                 await ask_during(producer, pool, trouble)

@@ -7,11 +7,11 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
 import termios
+import threading
 from pathlib import Path
 
 from rich.console import Console
@@ -66,16 +66,17 @@ def on_a_terminal(command: list[str], width: int) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width)}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **settings})
-    seen, has_ended = b"", False
-    # Our own end stays open: with the last one what has not been read yet may go.
-    while not has_ended or select.select([ours], [], [], 0.1)[0]:
-        has_ended = process.poll() is not None
-        if select.select([ours], [], [], 0.1)[0]:
-            seen += os.read(ours, 65536)
+    seen, end = b"", b"\x04"
+    watcher = threading.Thread(target=lambda: (process.wait(), os.write(theirs, end)))
+    watcher.start()
+    # What a process has written arrives in its own time, and behind it what we have.
+    while not seen.endswith(end):
+        seen += os.read(ours, 65536)
+    watcher.join()
     os.close(ours)
     os.close(theirs)
     assert process.returncode == 0
-    return re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())
+    return re.sub(r"\x1b\[[0-9;]*m", "", seen.removesuffix(end).decode())
 
 
 def test_times_are_written_for_people() -> None:
