@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lmpool import cores
-from lmpool.cores import count_cores, cpu_limit
+from lmpool.cores import count_cores, count_threads, cpu_limit
 from tests.pool import Pool, lmpool_command
 from tests.tiny_models import write_model
 
@@ -50,13 +50,25 @@ def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
     assert cpu_limit(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [("3", 3), ("3,1", 3), ("99", 8), ("0", 8), ("", 8), ("many", 8), ("-1", 8)]
+)
+def test_fewer_threads_compute_where_openmp_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, given: str, expected: int
+) -> None:
+    monkeypatch.setattr(cores, "count_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert count_threads() == expected
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(None, 8), (64.0, 8), (2.0, 2), (1.5, 2), (0.1, 1)])
 def test_as_many_cores_count_as_affinity_and_limit_allow(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
-    assert count_cores() == expected
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert count_cores() == count_threads() == expected
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     cores.set_openmp_defaults()

@@ -233,6 +233,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.returncode == 2
     assert ended.stderr == "lmpool: id: '12-34' is none of the dead letters: see `lmpool dead list`\n"
+    ended = run_lmpool("dead", "show", "", *options)
+    assert ended.stderr == "lmpool: id: '' is none of the dead letters: see `lmpool dead list`\n"
 
 
 # Without the command line

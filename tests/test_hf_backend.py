@@ -436,7 +436,7 @@ def test_prompts_of_like_lengths_do_not_give_way_to_each_other() -> None:
 def test_the_oldest_prompt_is_never_passed_over(tiny: Tiny) -> None:
     backend = tiny.backend(max_batch=4, max_batch_tokens=32)
     short = iter(random_prompts(200, (2, 3), seed=3))
-    long = random_prompts(1, (60, 60))[0]
+    long = random_prompts(1, (30, 30))[0]
     backend.submit([job(next(short)) for _ in range(4)])
     backend.submit([job(long)])
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -52,6 +53,21 @@ def test_a_long_prompt_computed_in_chunks_has_the_row_of_transformers(tiny: Tiny
     tiny.reference(kind).check({prompt: rows[job(prompt).digest] for prompt in prompts})
 
 
+def test_chunks_keep_to_the_tokens_of_a_forward(tiny: Tiny) -> None:
+    assert tiny.backend(max_batch_tokens=16)._rules.chunk == 16
+
+
+@pytest.mark.parametrize(("bytes_", "says"), [(1 << 14, True), (1 << 24, False)])
+def test_a_log_line_tells_how_long_prompts_are_computed_in_chunks(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, bytes_: int, says: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend = tiny.backend(kv_cache_bytes=bytes_)
+    assert backend._pool is not None
+    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has room for no more"
+    assert (told in caplog.text) == says
+
+
 @EVERY_KIND
 def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny, kind: str) -> None:
     backend = tiny.backend(kind, chunked_prefill_size=8)
@@ -66,18 +82,18 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
     assert order == [job(one).digest for one in ((long, late) if kind in WHOLE else (late, long))]
 
 
-@pytest.mark.parametrize("length", [60, 64])
-def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length: int) -> None:
+@pytest.mark.parametrize(("length", "score_from"), [(60, 0), (64, 0), (61, 1), (65, 1)])
+def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length: int, score_from: int) -> None:
     backend = tiny.backend("llama", chunked_prefill_size=8, max_batch=1)
     (long,) = random_prompts(1, (length, length))
     short = iter(random_prompts(20, (1, 1), seed=3))
-    backend.submit([job(long)])
+    backend.submit([job(long)._replace(score_from=score_from)])
     waits = 0
     while not answered(backend):
         waits += 1
         backend.submit([asked := job(next(short))])
         assert answered(backend) == [asked.digest]
-    assert waits == (length - 1) // 8
+    assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last token that is scored.
 
 
 @pytest.mark.parametrize("kind", ["llama", "rwkv"])

@@ -7,16 +7,19 @@ import json
 import os
 import pty
 import subprocess
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 from typer.testing import CliRunner
 
 from lmpool.errors import LMPoolError, QueueCleared
-from lmpool.keys import GROUP
-from lmpool.producer.queue_command import Cleared, clear_queue, queue_app
+from lmpool.keys import GROUP, ModelKeys
+from lmpool.producer import queue_command
+from lmpool.producer.queue_command import Cleared, Queued, clear_queue, queue_app
 from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.gate import Gate, until_full
@@ -64,13 +67,13 @@ async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(
         joined = [asyncio.ensure_future(second.logprobs([number])) for number in range(490, 510)]
         await until_queued(pool, 510)
         assert int(pool.redis.zcard(pool.keys.model("syn").backlog)) > 0
-        assert await clear(pool) == {"removed": 510, "held": 0}
+        assert await clear(pool) == {"removed": 510, "held": 0, "queued": 0}
         for error in await asyncio.gather(*asked, *joined, return_exceptions=True):
             assert isinstance(error, QueueCleared)
             assert "an operator has cleared the queue of 'syn'" in str(error)
         assert pool.jobs() == 0
         assert not leftovers(pool)
-        assert await clear(pool) == {"removed": 0, "held": 0}
+        assert await clear(pool) == {"removed": 0, "held": 0, "queued": 0}
         await asyncio.to_thread(pool.start, "--lease-s", 600)
         rows = await asyncio.gather(*(one.logprobs([7]) for one in (first, second)))
         assert all(np.array_equal(row, synthetic_row([7], vocab_size=V)) for row in rows)
@@ -111,7 +114,7 @@ async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
             return all(one["time_since_delivered"] > 500 for one in pending)
 
         await until_async(is_silent, "it has been silent for a lease")
-        assert await clear(pool) == {"removed": BATCH, "held": 0}
+        assert await clear(pool) == {"removed": BATCH, "held": 0, "queued": 0}
         ended = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(one, QueueCleared) for one in ended)
         assert pool.jobs() == pool.held() == 0
@@ -136,7 +139,7 @@ async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(p
                     return
 
         asked = [asyncio.ensure_future(ask(number)) for number in range(800)]
-        cleared = Cleared(0, 0)
+        cleared = Cleared(0, 0, 0)
         while not cleared.removed or len(outcomes) < 50:
             cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
             await asyncio.sleep(0)
@@ -145,6 +148,33 @@ async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(p
     assert "cleared" in outcomes
     await until_queued(pool, 0)
     assert not leftovers(pool)
+
+
+async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unattended(pool)
+    keys = pool.keys.model("syn")
+    listed = queue_command._stream
+
+    def fill() -> None:
+        for _ in range(7):
+            pool.redis.xadd(keys.jobs, {"m": b"x"})
+
+    async def refilled(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
+        async for one in listed(redis, keys):
+            yield one
+        fill()
+
+    monkeypatch.setattr(queue_command, "_stream", refilled)
+    fill()
+    client = Server(pool.url).client()
+    cleared = await clear_queue(client, keys, "syn", lease_s=15)
+    await client.aclose()
+    assert cleared == Cleared(removed=21, held=0, queued=7)
+    assert pool.jobs() == 7
+    monkeypatch.undo()
+    assert await clear(pool) == {"removed": 7, "held": 0, "queued": 0}
 
 
 async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,52 @@ async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, mo
     monkeypatch.setattr("lmpool.producer.channel.read_memory", refused)
     monkeypatch.setattr("lmpool.producer.channel._MEMORY_LOOK_S", 0.0)
     said = await late(own_pool)
-    assert "evicted, for the server's memory is full. A row takes" in said
+    assert "most likely evicted, for the server's memory is full. A row takes" in said
     assert len(looks) == 1
+
+
+async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    await asyncio.to_thread(own_pool.start, "--lease-s", 600)
+    make_rows_go(monkeypatch, own_pool)
+    looks = []
+
+    async def cut(redis: Redis) -> ServerMemory | None:
+        looks.append(redis)
+        if len(looks) == 1:
+            raise ConnectionError("cut")
+        return await read_memory(redis)
+
+    monkeypatch.setattr("lmpool.producer.channel.read_memory", cut)
+    monkeypatch.setattr("lmpool.producer.channel._MEMORY_LOOK_S", 0.0)
+    assert "although the server has evicted nothing" in await late(own_pool)
+
+
+async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_as_evicted(
+    own_pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(own_pool.start, "--lease-s", 600)
+    make_rows_go(monkeypatch, own_pool)
+
+    async def long_ago(redis: Redis) -> ServerMemory:
+        return ServerMemory(1 << 20, 1 << 28, "volatile-lru", 5)
+
+    monkeypatch.setattr("lmpool.producer.channel.read_memory", long_ago)
+    assert "although the server's memory is not full (" in await late(own_pool)
+
+
+@pytest.mark.parametrize("trouble", ["full", "replica"])
+@pytest.mark.parametrize("name", ["syn", None])
+async def test_a_model_that_could_not_be_registered_is_not_told_as_one_that_needs_a_worker(
+    own_pool: Pool, trouble: str, name: str | None
+) -> None:
+    change, undo, word = TROUBLES[trouble]
+    change(own_pool)
+    try:
+        with pytest.raises(ServerError, match=word) as caught:
+            await own_pool.producer(name).open()
+        assert "start a worker" not in str(caught.value)
+    finally:
+        undo(own_pool)
 
 
 @pytest.mark.parametrize("trouble", ["full", "replica"])

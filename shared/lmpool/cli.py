@@ -131,5 +131,5 @@ def _with_option(text: str) -> str:
     """The text of a SettingsError, which begins with the name of a setting, for whoever gave it as an option."""
     name, colon, rest = text.partition(":")
     option = _options().get(name, "")
-    is_given = any(word.partition("=")[0] == option for word in sys.argv)
+    is_given = bool(option) and any(word.partition("=")[0] == option for word in sys.argv)
     return f"{option}{colon}{rest}" if is_given else text

@@ -17,6 +17,12 @@ def count_cores() -> int:
     return allowed if limit is None else max(1, min(allowed, math.ceil(limit)))
 
 
+def count_threads() -> int:
+    """Threads that compute at once: one for each core, or fewer where OMP_NUM_THREADS says so."""
+    given = os.environ.get(_THREADS, "").split(",")[0].strip()
+    return min(count_cores(), int(given)) if given.isdecimal() and int(given) else count_cores()
+
+
 def set_openmp_defaults() -> None:
     """Have OpenMP threads sleep while they wait, and be no more than there are cores for.
 

@@ -262,7 +262,9 @@ class RowLink(Link, asyncio.BufferedProtocol):
         head = start - self._start
         step = head + size + _LINE_END
         most = min(pending.replies - len(pending.values), (self._end - self._start) // step)
-        if most < 2 or size > self.max_bulk:
+        # Where sizes change, or rows are missing between, a table of all that follows would be laid out for each.
+        line = self._view[self._start : start]
+        if most < 2 or size > self.max_bulk or not self._scratch.startswith(line, self._start + step):
             return False
         data = bytes(self._view[self._start : self._start + most * step])
         table = np.frombuffer(data, np.uint8).reshape(most, step)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import RedisError
+from redis.exceptions import ResponseError
 
 _SECTIONS = ("memory", "stats")
+_NEARLY = 0.75
 
 
 class ServerMemory(NamedTuple):
@@ -32,6 +33,11 @@ class ServerMemory(NamedTuple):
         evicted = f"{self.evicted_keys} keys evicted since its start"
         return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
 
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether a value more may cost another: behind an eviction there is room for a while."""
+        return self.used_bytes > _NEARLY * self.limit_bytes > 0
+
     def doubt(self) -> str | None:
         """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""
         wrong = []
@@ -53,15 +59,15 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
         redis: a client for control messages.
 
     Raises:
-        OSError: the server cannot be used.
+        RedisError, OSError: the server cannot be used.
     """
     found: dict[str, dict[str, Any]] = {}
     try:
         for section in _SECTIONS:
             for node, told in (await _info(redis, section)).items():
                 found.setdefault(node, {}).update(told)
-    except RedisError:
-        return None  # Whoever needs the server tells when it cannot be used.
+    except ResponseError:
+        return None
     masters = [memory for told in found.values() if (memory := _read(told)) is not None]
     if not masters:
         return None

@@ -93,6 +93,7 @@ def test_a_connection_takes_its_own_options_only() -> None:
         (("gpt2", "vllm", {"engine_opts": 5}), "llm_opts: engine_opts = 5 is not a mapping"),
         ((None, "hf"), "name: None: the hf backend needs"),
         (("\0", "hf"), "the hf backend needs the hub name or folder"),
+        (("gpt2", "pool", {"timeout": 0.02}), "timeout = 0.02 is less than 1 s"),
         (("gpt2", "hf", {"load_timeout": "x"}), "timeout: 'x' must be a number of seconds"),
         (("gpt2", "hf", {"load_timeout": float("nan")}), "timeout: nan must be a number of seconds"),
     ],

@@ -187,44 +187,51 @@ class Channel:
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
 
-    async def note_lost(self, flights: Iterable[Flight]) -> None:
-        """Remember that jobs had ended and their rows were gone: evicted, unless they were damaged."""
+    def note_lost(self, flights: Iterable[Flight]) -> bool:
+        """Remember that jobs had ended and their rows were gone; returns whether to look at the server's memory."""
         lost = [one for one in flights if not one.damaged and self._flights.is_open(one)]
-        if not lost:
-            return
         self._flights.count_lost(lost)
-        now = monotonic()
-        if now >= self._next_memory_look:
-            self._next_memory_look = now + _MEMORY_LOOK_S
+        if not lost or (now := monotonic()) < self._next_memory_look:
+            return False
+        self._next_memory_look = now + _MEMORY_LOOK_S
+        return True
+
+    async def look_at_memory(self) -> None:
+        """Read how full the server is, for the end of requests whose rows were gone."""
+        with suppress(*TROUBLE):
             self._memory = await read_memory(self.redis)
             if self._memory is None:
                 self._next_memory_look = inf  # This user is not told.
 
     def lost(self, flight: Flight) -> str:
-        """What to say of a row that was evicted before it could be fetched; "" when it was not."""
+        """What to say of a row that was gone before it could be fetched, as evicted ones are; "" when it was not."""
         times = self._flights.times_lost(flight)
         if not times:
             return ""
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        if self._memory is not None and not self._memory.evicted_keys:
+        if self._memory is not None and not (self._memory.evicted_keys and self._memory.is_nearly_full):
+            but = "the server's memory is not full" if self._memory.evicted_keys else "the server has evicted nothing"
             why = "was it started anew, or does somebody drop rows?"
-            return f"{gone}, although the server has evicted nothing ({self._memory}): {why}"
+            return f"{gone}, although {but} ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
         size = encoded_size(self.card.vocab_size, self.card.row_encoding) / 1e6
         rows = "" if self.card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
         return (
-            f"{gone}: evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer rows under "
-            "way at once, or serve rows of a smaller dtype"
+            f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
+            "rows under way at once, or serve rows of a smaller dtype"
         )
 
-    async def check_writes(self) -> None:
+    async def check_writes(self, model: str) -> None:
         """Write something that is gone at once, to see whether the server takes writes; a user's rights do not count.
+
+        Args:
+            model: whose server is meant.
 
         Raises:
             RedisError, OSError: it does not, or cannot be used.
         """
         with suppress(NoPermissionError):
-            await self.redis.set(self._keys.probe(self.card.name, self._client_id), b"", px=1)
+            await self.redis.set(self._keys.probe(model, self._client_id), b"", px=1)
 
     def note(self, error: BaseException) -> None:
         """Remember why the server cannot be used; a request whose deadline passes tells it."""

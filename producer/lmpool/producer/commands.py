@@ -118,12 +118,12 @@ def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = 
     if as_json:
         say_json([{**model, "server_memory": memory and memory._asdict()} for model in found])
         return
-    if not found:
+    if found:
+        console = Terminal()
+        console.print(status_models(found, console.width))
+        console.print(status_workers(found, console.width))
+    else:
         say(f"no model is served under the prefix {prefix!r} at {server}")
-        return
-    console = Terminal()
-    console.print(status_models(found, console.width))
-    console.print(status_workers(found, console.width))
     if memory:
         say(f"server: {memory}")
 
@@ -133,6 +133,8 @@ async def _memory(server: Server) -> ServerMemory | None:
     redis = server.client()
     try:
         return await read_memory(redis)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
     finally:
         await redis.aclose()
 
@@ -189,7 +191,8 @@ def bench(
             say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
             measured = await measure(producer, prompts, length, concurrency, seed)
         after = await _memory(server)
-        evicted = after.evicted_keys - before.evicted_keys if before and after else None
+        # A server that was started anew counts from 0.
+        evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
         if evicted:
             text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
             say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)

@@ -58,7 +58,7 @@ class Crew:
             self._missing_since = None
             return None
         # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
-        await self._channel.check_writes()
+        await self._channel.check_writes(card.name)
         if self._missing_since is None or gap > max(card.lease_s, _LEAST_GAP_S):
             self._missing_since = now
         elif now - self._missing_since >= max(card.lease_s, _RESTART_S):

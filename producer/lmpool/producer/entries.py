@@ -31,8 +31,10 @@ Found = Row | CorruptRow | None
 
 
 _AT_ONCE = 32
-_MOST_ENTRIES = 2048
 """Rows that are read together: while the server looks at some, others are answered here."""
+
+_MOST_ENTRIES = 2048
+"""Entries that are read together."""
 
 
 class EntryReader:

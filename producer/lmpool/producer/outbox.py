@@ -247,7 +247,8 @@ class Outbox:
             if not flight.waiters and code in "QJ" and self._flights.get(digest) is None:
                 abandoned.append(digest)
         await self._cancel(abandoned)
-        await channel.note_lost(lost)
+        if channel.note_lost(lost):
+            self._tasks.spawn(channel.look_at_memory())
         if is_in_the_way:
             self._tasks.spawn(self._clear_the_way())
         return stored, is_full

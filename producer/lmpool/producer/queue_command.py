@@ -47,10 +47,17 @@ class Queued(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """What has become of a queue: prompts removed, and prompts that workers hold and answer."""
+    """What has become of a queue.
+
+    Attributes:
+        removed: prompts that were removed.
+        held: prompts that workers hold and answer.
+        queued: prompts that were queued meanwhile and are left.
+    """
 
     removed: int
     held: int
+    queued: int
 
 
 @queue_app.command()
@@ -112,6 +119,8 @@ def clear(
     else:
         rest = f"; workers hold {cleared.held}, which are answered" if cleared.held else ""
         say(f"removed {cleared.removed} prompts from the queue of {model!r}{rest}{_joined(doubt)}")
+        if cleared.queued:
+            say(f"{cleared.queued} more were queued meanwhile: stop who asks, or run this again", err=True)
 
 
 async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: float) -> Cleared:
@@ -131,7 +140,7 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         f"an operator has cleared the queue of {model!r} (`lmpool queue clear`): ask again if the row is still wanted",
     )
     head: list[bytes | str | int] = [GROUP, failure.pack(), REPLY_CAP, REPLY_TTL_MS, int(lease_s * 1000)]
-    removed = 0
+    removed = queued = 0
     for _ in range(_MOST_ROUNDS):
         gone = held = 0
         # The backlog first: what moves up meanwhile is found in the stream.
@@ -145,7 +154,9 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         removed += gone
         if not gone:
             break
-    return Cleared(removed, held)
+    else:
+        queued = int(await redis.xlen(keys.jobs)) + int(await redis.zcard(keys.backlog)) - held
+    return Cleared(removed, held, max(0, queued))
 
 
 async def _parts(queued: AsyncIterator[Queued]) -> AsyncIterator[list[Queued]]:

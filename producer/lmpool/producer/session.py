@@ -13,6 +13,7 @@ from lmpool.errors import (
     LMPoolError,
     ProducerClosed,
     QueueFull,
+    UnknownModel,
 )
 from lmpool.keys import Keys
 from lmpool.line import reply_timeout
@@ -110,7 +111,7 @@ class Session:
         """
         channel = self._channel
         try:
-            card = await channel.lobby.card(model)
+            card = await self._find_card(model)
             await self._crew.meet(card.name)
         except TROUBLE as error:
             raise channel.explain(error) from error
@@ -118,6 +119,15 @@ class Session:
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # A task that is cancelled before its first step does not run at all, and this one closes the connections.
         await asyncio.sleep(0)
+
+    async def _find_card(self, model: str | None) -> ModelCard:
+        try:
+            return await self._channel.lobby.card(model)
+        except UnknownModel as error:
+            if not error.is_loading:
+                # A server that takes no writes has refused a worker's card too, and no further worker helps.
+                await self._channel.check_writes(model or "")
+            raise
 
     @property
     def closed(self) -> bool:
@@ -263,6 +273,7 @@ class Session:
             return type(channel.trouble)(f"{within}: {channel.trouble}")
         if flight.stage is Stage.REFUSED:
             return QueueFull(f"{within}: {channel.full()}")
+        # Before the workers: a server that evicts rows evicts heartbeats too.
         if lost := channel.lost(flight):
             return DeadlineExceeded(f"{within}: {lost}")
         return self._crew.late(within)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.cores import count_cores
+from lmpool.cores import count_threads
 from lmpool.kernels import Op, check_op, check_out
 from lmpool.kernels.cpu_loops import LEAST, MOST, WIDTHS, block_loops, exps, far_sweep, logs
 from lmpool.kernels.plan import Compressed, Plan, make_plan
@@ -103,10 +103,10 @@ class CpuKernels:
 
         Args:
             trie: the trie.
-            threads: how many threads share a batch; as many as there are cores to run on by default.
+            threads: how many threads share a batch; see `lmpool.cores.count_threads`.
         """
         self._plan = make_plan(trie)
-        self._threads = threads or count_cores()
+        self._threads = threads or count_threads()
         # One a thread; calls that meet may need more, which are not kept.
         self._scratch: deque[_Scratch] = deque(maxlen=self._threads)
         for width in WIDTHS:

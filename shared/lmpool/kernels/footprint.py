@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmpool.cores import count_cores
+from lmpool.cores import count_threads
 from lmpool.vocab import Vocabulary
 
 WIDEST = 8
@@ -25,4 +25,4 @@ def most_bytes(vocabulary: Vocabulary, device: str) -> int:
     plan = 4 * (2 * tokens + 3 * inner + 1 + nodes)
     places = min(int(vocabulary.lengths.max()), inner) + 2
     a_lane = 4 * tokens + (4 + 8) * (inner + tokens) + 8 * places
-    return plan + count_cores() * WIDEST * a_lane
+    return plan + count_threads() * WIDEST * a_lane

@@ -268,11 +268,12 @@ class AdapterKeeper:
             SettingsError: it cannot be loaded, or has another revision than the other workers have found.
         """
         place = await asyncio.to_thread(self._sources.place, source)
-        # A download in the backend's thread would keep prompts waiting; it finds there what was fetched here. Backends
-        # that take names on the hub have imported its package.
+        # In the backend's thread a download would keep prompts waiting. Backends that take names on the hub have
+        # imported its package.
         if "huggingface_hub" in sys.modules and is_on_hub(source):
             folder = await asyncio.to_thread(adapter_folder, source)
             await asyncio.to_thread(self._sources.check_size, folder, source)
+            place = str(folder)
         revision = await self._stepper.load_adapter(name, place)
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:

@@ -312,7 +312,7 @@ def _called(order: _Order) -> str:
         case _Drop():
             return f"drop of the adapter {order.adapter!r}"
         case _Abort():
-            return f"abortion of {len(order.digests)} prompts"
+            return f"abort of {len(order.digests)} prompts"
         case jobs:
             return f"submission of {len(jobs)} prompts"
 

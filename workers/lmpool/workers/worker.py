@@ -74,6 +74,7 @@ class Worker:
         self._id = new_worker_id()
         self._sources = AdapterSources.of(self._settings)
         self._duty = Duty()
+        self._is_refused = False
         self._held = Holdings()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
         self.is_hung = False
@@ -317,17 +318,26 @@ class Worker:
 
     async def _beat(self) -> None:
         try:
-            await self._presence.beat(self._counters())
+            await self._show()
             await self._intake.keep_queue()
             asked_at = time.time()
             self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
         except (RedisError, OSError, LMPoolError) as error:
-            text = str(self._server.explain(error))
-            if isinstance(error, ResponseError) and not self.health.trouble:
-                _log.warning("clients will not see this worker any more, for its heartbeat is refused: %s", text)
-            self.health.trouble = text
+            self.health.trouble = str(self._server.explain(error))
             raise
         self.health.answered()
+
+    async def _show(self) -> None:
+        """Write the heartbeat; say once if the server refuses it, which need not be the first of its troubles."""
+        try:
+            await self._presence.beat(self._counters())
+        except ResponseError as error:
+            if not self._is_refused:
+                text = str(self._server.explain(error))
+                _log.warning("clients will not see this worker any more, for its heartbeat is refused: %s", text)
+            self._is_refused = True
+            raise
+        self._is_refused = False
 
     async def _say_draining(self) -> None:
         """Show at once that the worker drains, not with the next heartbeat only."""

@@ -34,13 +34,14 @@ def check_known(given: Mapping[str, Any]) -> None:
     """Refuse what is not an option of `PooledLM.from_name`.
 
     Raises:
-        SettingsError: with the option.
+        SettingsError: with the option, or a timeout that is none of a request.
     """
     for name in given:
         if name not in OF_THE_POOL:
             raise SettingsError(
                 f"llm_opts: {shown(name)} is not an option of a connection; there are {', '.join(OF_THE_POOL)}"
             )
+    _check_timeout(given)
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -53,12 +54,7 @@ def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         if given.get(name) is not None:
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
     ours = {name: given[name] for name in OF_THE_MODEL if name in given}
-    timeout = ours.get("timeout")
-    if isinstance(timeout, (int, float)) and 0 < timeout < LEAST_TIMEOUT_S:
-        raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {LEAST_TIMEOUT_S:g} s: here it is what a request may "
-            "take, not what genlm-backend waits for companions: leave it out"
-        )
+    _check_timeout(ours)
     workers = {name: value for name, value in given.items() if name not in ours and name not in _REFUSED}
     if "batch_size" in workers:
         workers = _with(workers, "batch_size", {"max_batch": workers["batch_size"]})
@@ -88,6 +84,15 @@ def command_options(given: Mapping[str, Any]) -> list[str]:
             values = value if isinstance(value, (list, tuple)) else [value]
             options += [f"{option}={_dtype(one) if name in _DTYPES else one}" for one in values]
     return options
+
+
+def _check_timeout(given: Mapping[str, Any]) -> None:
+    timeout = given.get("timeout")
+    if isinstance(timeout, (int, float)) and 0 < timeout < LEAST_TIMEOUT_S:
+        raise SettingsError(
+            f"llm_opts: timeout = {timeout} is less than {LEAST_TIMEOUT_S:g} s: here it is what a request may "
+            "take, not what genlm-backend waits for companions: leave it out"
+        )
 
 
 def _with(given: Mapping[str, Any], replaced: str, by: Mapping[str, Any]) -> dict[str, Any]:

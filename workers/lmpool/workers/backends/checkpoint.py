@@ -12,7 +12,13 @@ import numpy as np
 
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.places import check_model_folder, hub_trouble, nearest_folders, not_on_hub
+from lmpool.workers.backends.places import (
+    check_model_folder,
+    hub_trouble,
+    local_path,
+    nearest_folders,
+    not_on_hub,
+)
 from lmpool.workers.backends.requirements import first_line
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -42,10 +48,7 @@ def checkpoint_folder(
     Raises:
         SettingsError: there is no such folder, it holds no model, or there is no such copy, nor can one be had.
     """
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError as error:  # ~somebody who is not known here
-        raise SettingsError(f"{field}: {model} cannot be loaded: {error}") from error
+    folder = local_path(field, model)
     if field == "model":
         check_model_folder(model, has_gguf=has_gguf)
     if _is_folder(folder):

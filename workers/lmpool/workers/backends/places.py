@@ -85,6 +85,22 @@ def cached_folder(model: str, file: str, revision: str | None) -> Path | None:
     return Path(found).parents[len(Path(file).parts) - 1] if isinstance(found, str) else None
 
 
+def local_path(field: str, text: str) -> Path:
+    """A path as a person writes it, with ~ for a home.
+
+    Args:
+        field: the setting that has it.
+        text: the path; a name on the hub stays as it is.
+
+    Raises:
+        SettingsError: there is no such home.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{field}: {text} cannot be loaded: {error}") from error
+
+
 def nearest_folders(model: str) -> str:
     """Folders that a name that is none may mean, as the end of a sentence; "" if there are none."""
     place = Path(model).expanduser()
@@ -115,7 +131,7 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
     Raises:
         SettingsError: it is a file, or a folder without a model.
     """
-    place = Path(model).expanduser()
+    place = local_path("model", model)
     try:
         reason = _why_no_file(place) if place.is_file() else ""
         if place.is_dir() and not has_gguf:

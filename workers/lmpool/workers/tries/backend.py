@@ -11,7 +11,7 @@ from typing import Final
 
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.checks import check_number
-from lmpool.cores import count_cores
+from lmpool.cores import count_threads
 from lmpool.errors import SettingsError
 from lmpool.kernels import open_kernels
 from lmpool.trie import Trie
@@ -76,7 +76,7 @@ class TrieBackend(WithoutAdapters):
         self._jobs: OrderedDict[bytes, TrieInputs] = OrderedDict()
         self._stats = BackendStats()
         warm_up(settings.device)
-        threads = count_cores()
+        threads = count_threads()
         _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})
 
     @property

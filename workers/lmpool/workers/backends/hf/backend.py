@@ -79,9 +79,10 @@ class HfBackend:
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
-            chunk=settings.chunked_prefill_size or (_CPU_CHUNK if self._forward.device.type == "cpu" else _CHUNK),
+            chunk=_chunk(settings, self._forward.device),
             shares=self._pool is not None,
         )
+        self._tell_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
         self._has_let_by = False
         self._waiting: dict[bytes, Waiting] = {}
@@ -191,6 +192,18 @@ class HfBackend:
         self.abort(finished.digests)
         return finished
 
+    def _tell_longest(self, max_prompt_tokens: int) -> None:
+        """Say from which length on a prompt keeps short ones waiting, if there is one."""
+        if self._pool is None:
+            return
+        bounds = (
+            (self._pool.capacity, "--kv-cache-bytes has room for no more"),
+            (self._rules.horizon, "a longer one gives its beginning other values (sliding window, or RoPE)"),
+        )
+        most, reason = min(bounds)
+        if most < max_prompt_tokens:
+            _logger.info("prompts are computed in chunks up to %d tokens: %s", most, reason)
+
     def _candidate(self, digest: bytes) -> Candidate:
         waiting, rules, pool = self._waiting[digest], self._rules, self._pool
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
@@ -204,7 +217,7 @@ class HfBackend:
         root = waiting.root if waiting.root is not None else self._roots.get(waiting.adapter, ROOT)
         path = pool.slots.match(ids, root)
         end = min(len(path) + rules.chunk, pool.capacity)
-        begun = waiting.reached > 0
+        begun = waiting.reached > 0 or bool(waiting.scores)
         # A part that got no further than the last one, because the pool has lost that, would not end.
         if waiting.reached < end < len(ids) and new_tokens(len(ids), len(path), kept) > rules.chunk:
             return Candidate(digest, ids[:end], path, 1, PART, waiting.adapter, root, later + len(ids) - end, begun)
@@ -279,6 +292,11 @@ class HfBackend:
             self._pool.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _chunk(settings: HfSettings, device: torch.device) -> int:
+    usual = _CPU_CHUNK if device.type == "cpu" else _CHUNK
+    return min(settings.chunked_prefill_size or usual, settings.max_batch_tokens)
 
 
 def _open_pool(settings: HfSettings, abilities: Abilities, device: torch.device) -> KVPool | None:

@@ -110,7 +110,7 @@ def _find(settings: HfSettings) -> tuple[str, bool]:
     model, file = settings.model, settings.gguf_file
     check_model_folder(model, has_gguf=file is not None)
     if not is_on_hub(model):
-        folder = checkpoint_folder("model", model, has_gguf=file is not None)
+        folder = checkpoint_folder("model", model, settings.revision, has_gguf=file is not None)
         if file is not None and not (folder / file).is_file():
             raise SettingsError(f"gguf_file: {file} of {model} cannot be loaded: there is no such file")
         return str(folder), True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from lmpool.errors import SettingsError
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
 from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS
+from lmpool.workers.backends.places import local_path
 from lmpool.workers.backends.requirements import require
 
 
@@ -85,11 +87,12 @@ class HfSettings:
 
     def _take_gguf_path(self) -> None:
         """Take the path of a GGUF file as its folder and its name."""
-        path = Path(self.model).expanduser()
-        if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
-            object.__setattr__(self, "name", self.name or path.stem)
-            object.__setattr__(self, "model", str(path.parent))
-            object.__setattr__(self, "gguf_file", path.name)
+        path = local_path("model", self.model)
+        with suppress(OSError):  # What may not be looked at is refused when it is loaded, with the reason.
+            if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
+                object.__setattr__(self, "name", self.name or path.stem)
+                object.__setattr__(self, "model", str(path.parent))
+                object.__setattr__(self, "gguf_file", path.name)
 
     @property
     def served_as(self) -> str:
