@@ -39,7 +39,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test collect test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
 	test-servers test-cluster model-check lint scan bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
@@ -54,13 +54,19 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
-test: lint
+test:
+	$(MAKE) -j2 lint collect
 	$(MAKE) -j3 test-main test-others
+
+# Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for all
+# processes that run them.
+collect: $(INSTALLED)
+	@found=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$found"; exit 1; }
 
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
 test-main: $(INSTALLED)
-	$(BIN)/python -m pytest -n 5 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 test-others:
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
