@@ -222,8 +222,9 @@ def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> No
 
 
 def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
-    text = f"no model is served under the prefix {pool.prefix!r} at {Server(pool.url)}\n"
-    assert on(pool, "status").stdout == text
+    first, second = on(pool, "status").stdout.splitlines()
+    assert first == f"no model is served under the prefix {pool.prefix!r} at {Server(pool.url)}"
+    assert second.startswith("server: "), "a server that is full may be why"
     assert json.loads(on(pool, "status", "--json").stdout) == []
     pool.start()
     (model,) = json.loads(on(pool, "status", "--json").stdout)

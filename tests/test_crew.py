@@ -28,7 +28,7 @@ class Empty:
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())
 
-    async def check_writes(self) -> None:
+    async def check_writes(self, model: str) -> None:
         pass
 
 

@@ -482,8 +482,9 @@ class Answering:
     async def unlink(self, keys: list[bytes]) -> None:
         assert not keys
 
-    async def note_lost(self, flights: list[Flight]) -> None:
+    def note_lost(self, flights: list[Flight]) -> bool:
         self.lost += flights
+        return False
 
     def spent(self, flights: list[Flight]) -> list[bytes]:
         return []
