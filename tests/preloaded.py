@@ -6,6 +6,7 @@ environment as it is imported, and a worker that needs no torch must do without.
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -36,3 +37,5 @@ for _name in _LATER:
 _app = typer.Typer()
 _app.command()(_command)
 _app(["text"], standalone_mode=False)
+# Else a forked process copies most pages the first time that it collects garbage.
+gc.freeze()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -38,7 +39,7 @@ def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[ins
 
 def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
     """The option for one field of the classes that have it."""
-    hint = get_type_hints(next(iter(owners.values())))[name]
+    hint = _hints(next(iter(owners.values())))[name]
     described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
     option = typer.Option(
         help=f"{next(filter(None, described), '')}{_told_defaults(name, owners)}".strip(),
@@ -51,6 +52,12 @@ def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
         default=None,
         annotation=Annotated[hint if hint is bool else hint | None, option],
     )
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    # All hints of a class are evaluated together, and it has dozens of fields.
+    return get_type_hints(kind)
 
 
 def _field(kind: type, name: str) -> Field[Any]:
