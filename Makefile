@@ -66,7 +66,7 @@ collect: $(INSTALLED)
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
 test-main: $(INSTALLED)
-	$(BIN)/python -m pytest -n 4 --dist worksteal
+	$(BIN)/python -m pytest -n 5 --dist worksteal
 
 test-others:
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke

@@ -163,8 +163,8 @@ async def test_weights_that_a_failover_has_forgotten_keep_their_adapters(
         servers.lag()
         before.signal(signal.SIGTERM)
         assert await asyncio.to_thread(before.wait) == 0
-        await start(far, "--seed", "7")
         fingerprint = client.model.fingerprint
+        await start(far, "--seed", "7")
 
         async def follows() -> bool:
             return client.model.fingerprint != fingerprint
