@@ -31,7 +31,7 @@ class GatedSettings(SyntheticSettings):
         return GatedBackend(gate)
 
 
-def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "1") -> None:
+def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "15") -> None:
     """Serve until SIGTERM."""
     # Before there are other threads: the one of the event loop is to get it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])

@@ -101,7 +101,7 @@ async def replaced_while_known(
     """A client, new weights for "poet", and a check that another client has those, which has just read of the old."""
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for module in (adapters_module, adapter_changes):
-        monkeypatch.setattr(module, "KNOWN_FOR_S", 8.0)  # Longer than two changes take that wait for nothing.
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Longer than two changes take that wait for nothing.
     pool.start(*QUICK)
     old, new = write(folder, "old", "1"), write(folder, "new", "2")
     async with two_clients(pool) as (changing, asking):
@@ -126,7 +126,7 @@ async def test_a_replacement_that_is_tried_again_waits_for_those_that_know_the_o
 ) -> None:
     async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
         with pytest.raises(DeadlineExceeded, match=r"it is in service \(clients may use"):
-            await producer.add_adapter("poet", new, timeout=4)
+            await producer.add_adapter("poet", new, timeout=8)
         await producer.add_adapter("poet", new)
         await check_new()
 
@@ -136,7 +136,7 @@ async def test_an_adapter_in_the_place_of_one_that_was_just_removed_waits_for_th
 ) -> None:
     async with replaced_while_known(pool, tmp_path, monkeypatch) as (producer, new, check_new):
         with pytest.raises(DeadlineExceeded, match="it is not in service any more"):
-            await producer.remove_adapter("poet", timeout=4)
+            await producer.remove_adapter("poet", timeout=8)
         await producer.add_adapter("poet", new)
         await check_new()
 
@@ -287,7 +287,7 @@ async def test_an_adapter_that_does_not_load_is_tried_less_and_less_often(monkey
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
-    worker = pool.start(*QUICK)
+    worker = pool.start(*QUICK, "--lease-s", 6)  # So long it may take to leave.
     async with two_clients(pool) as (producer, other):
         revision = await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         await check(other, "poet", revision)

@@ -68,7 +68,10 @@ async def test_a_change_that_is_given_up_leaves_nothing_behind(pool: Pool, tmp_p
         await check(producer, "poet", revision)
 
 
-async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path) -> None:
+async def test_closing_the_producer_ends_its_changes(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_changes, "KNOWN_FOR_S", 600.0)
     worker = pool.start(*QUICK)
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))

@@ -118,7 +118,7 @@ async def test_a_full_queue_is_named_at_the_deadline(pool: Pool) -> None:
 
         await until_async(is_full, "the queue is full")
         with pytest.raises(errors.QueueFull, match="limit of 3 prompts.*--queue-limit"):
-            await producer.logprobs([100], timeout=2)
+            await producer.logprobs([100], timeout=6)
         for task in waiting:
             task.cancel()
 

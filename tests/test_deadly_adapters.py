@@ -43,7 +43,7 @@ class Settings(SyntheticSettings):
         return Engine(self)
 
 url, prefix = sys.argv[1:]
-serve(Server(url), Settings(name="syn", vocab_size=64), WorkerSettings(prefix, lease_s=1))
+serve(Server(url), Settings(name="syn", vocab_size=64), WorkerSettings(prefix, lease_s=3))
 """
 
 
@@ -98,7 +98,7 @@ async def test_an_adapter_in_service_that_kills_workers_as_they_start_is_tried_s
 
         def are_overdue() -> bool:
             now = pool.redis.time()[0]
-            return all(now - int(began) / 1000 > 2 for began in pool.redis.hvals(key))
+            return all(now - int(began) / 1000 > 6 for began in pool.redis.hvals(key))
 
         await asyncio.to_thread(until, are_overdue, "both have been silent for long enough")
         spared = start_mortal(pool, wait=False)

@@ -114,9 +114,9 @@ async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_d
 
 async def test_the_queue_of_a_model_that_nobody_serves_expires_and_is_kept_by_who_comes_back(pool: Pool) -> None:
     model = pool.keys.model("syn")
-    first = await asyncio.to_thread(pool.start, "--lease-s", 1)
+    first = await asyncio.to_thread(pool.start)
     pool.redis.xadd(model.dead, {"e": FAILURE, "m": "x"})
-    async with pool.producer() as producer:
+    async with pool.producer(when_absent="wait") as producer:
         await producer.logprobs([1])
         assert [pool.redis.ttl(key) for key in (model.jobs, model.dead)] == [-1, -1]
         first.signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ def entries(worker: WorkerProcess) -> list[dict[str, Any]]:
 
 def test_every_line_of_a_json_log_is_an_object_that_says_who_and_when(pool: Pool) -> None:
     began = datetime.now(UTC)
-    worker = pool.start("--log-format", "json", "--lease-s", 1)
+    worker = pool.start("--log-format", "json")
     worker.process.terminate()
     assert worker.wait() == 0
     found = entries(worker)

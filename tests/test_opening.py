@@ -455,7 +455,9 @@ async def test_requests_wait_until_workers_come_back(
 ) -> None:
     """The last worker goes, with a prompt in its hands or with its card; one with other weights follows."""
     monkeypatch.setattr(crew, "_RESTART_S", 0.0)
-    last = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 600_000 if way is signal.SIGKILL else 0)
+    # So long one that is stopped may take to leave.
+    options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)
+    last = await asyncio.to_thread(pool.start, *options)
     async with pool.producer(when_absent="wait", timeout=60) as producer:
         if way is signal.SIGKILL:
             held = asyncio.create_task(producer.logprobs([2]))

@@ -106,13 +106,21 @@ def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     monkeypatch.setattr(Channel, "fetch", too_late)
 
 
-async def late(pool: Pool) -> str:
-    """What a request says that ends without its row."""
+async def late(pool: Pool, text: str = "the row was gone") -> str:
+    """What a request says that ends without its row, as soon as it says this."""
+    ends: list[DeadlineExceeded] = []
     async with pool.producer(cache_bytes=0) as producer:
-        with pytest.raises(DeadlineExceeded) as caught:
-            await producer.logprobs([1], timeout=2)
-    assert type(caught.value) is DeadlineExceeded
-    return str(caught.value)
+
+        async def is_told() -> bool:
+            # Who is held up for as long has lost nothing yet.
+            with pytest.raises(DeadlineExceeded) as caught:
+                await producer.logprobs([1], timeout=2)
+            ends.append(caught.value)
+            return text in str(caught.value)
+
+        await until_async(is_told, f"it says {text!r}")
+    assert type(ends[-1]) is DeadlineExceeded
+    return str(ends[-1])
 
 
 async def test_rows_that_were_evicted_before_they_were_fetched_are_told_as_that(
@@ -124,7 +132,7 @@ async def test_rows_that_were_evicted_before_they_were_fetched_are_told_as_that(
         own_pool.redis.set(f"junk{number}", b"x" * 500_000, px=600_000)
     assert own_pool.redis.info("stats")["evicted_keys"] > 0
     make_rows_go(monkeypatch, own_pool)
-    said = await late(own_pool)
+    said = await late(own_pool, " times: ")
     assert said.startswith("no row within 2 s: the row was gone from the server before it could be fetched, ")
     assert re.search(r"volatile-lru, [1-9]\d* keys evicted since its start", said)
     assert "A row takes 0.00206 MB, and 1 are under way here. Raise maxmemory" in said
@@ -136,7 +144,7 @@ async def test_rows_that_somebody_drops_are_not_told_as_evicted(
 ) -> None:
     await asyncio.to_thread(own_pool.start, "--lease-s", 600)
     make_rows_go(monkeypatch, own_pool)
-    assert "although the server has evicted nothing" in await late(own_pool)
+    await late(own_pool, "although the server has evicted nothing")
 
 
 async def test_a_row_that_goes_together_with_the_word_of_it_is_told_of_as_gone(own_pool: Pool, tmp_path: Path) -> None:
@@ -191,7 +199,7 @@ async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, mo
 
     monkeypatch.setattr("lmpool.producer.channel.read_memory", cut)
     monkeypatch.setattr("lmpool.producer.channel._MEMORY_LOOK_S", 0.0)
-    assert "although the server has evicted nothing" in await late(own_pool)
+    await late(own_pool, "although the server has evicted nothing")
 
 
 async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_as_evicted(
@@ -204,7 +212,7 @@ async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_a
         return ServerMemory(1 << 20, 1 << 28, "volatile-lru", 5)
 
     monkeypatch.setattr("lmpool.producer.channel.read_memory", long_ago)
-    assert "although the server's memory is not full (" in await late(own_pool)
+    await late(own_pool, "although the server's memory is not full (")
 
 
 @pytest.mark.parametrize("trouble", ["full", "replica"])
@@ -227,7 +235,7 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     monkeypatch.setattr(crew, "_RESTART_S", 0.0)
-    worker = await asyncio.to_thread(own_pool.start, "--lease-s", 1, "--step-ms", 600_000)
+    worker = await asyncio.to_thread(own_pool.start, "--lease-s", 5, "--step-ms", 600_000)
     looks: list[NoWorker | None] = []
     refused: list[int] = []
     look = crew.Crew.look

@@ -73,7 +73,8 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
 
 
 async def test_killed_frozen_and_stopped_workers_lose_nothing(pool: Pool) -> None:
-    workers = [pool.start_trie_worker(*LEASE, wait=False) for _ in range(3)]
+    # So long one that is stopped may take to leave.
+    workers = [pool.start_trie_worker("--lease-s", 5, wait=False) for _ in range(3)]
     for worker in workers:
         worker.until_says("serving ")
     killed, frozen, other = workers
