@@ -39,8 +39,8 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test collect test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
-	test-servers test-cluster model-check lint scan bench bench-compare clean
+.PHONY: demo demo-vllm demo-sglang chaos fuzz test collect test-main test-others test-smoke test-vllm $(VLLM_RUNS) \
+	test-sglang test-servers test-cluster model-check lint scan bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32

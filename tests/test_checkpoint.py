@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from lmpool.errors import SettingsError
 from lmpool.workers.backends import places
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.hf.loading import load_model
+from lmpool.workers.backends.hf.settings import HfSettings
 
 Write = Callable[..., Path]
 
@@ -461,3 +463,9 @@ def test_left_open_the_dtype_is_the_one_that_the_checkpoint_states(
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_a_dtype_that_is_wanted_is_taken(write: Write, wanted: str) -> None:
     assert checkpoint_dtype(write(config={"dtype": "float32"}), wanted) == wanted
+
+
+def test_a_revision_of_a_folder_is_refused_by_the_hf_backend_too(write: Write) -> None:
+    settings = HfSettings(str(write(model=WEIGHTS)), revision="main", device="cpu")
+    with pytest.raises(SettingsError, match=r"^revision: .* is for names on the hub, and .* is a folder$"):
+        load_model(settings)

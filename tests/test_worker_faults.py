@@ -31,6 +31,7 @@ from lmpool.workers.worker import Worker
 from tests.gate import Gate
 from tests.pool import DEADLINE_S, Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
 from tests.proxy import Proxy
+from tests.test_adapters import serving
 
 
 def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
@@ -324,31 +325,26 @@ async def test_a_heartbeat_that_is_refused_after_the_connection_broke_is_told_of
     """As in a failover: the first thing that goes wrong is another one."""
     async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
         pool = Pool(own_server.url, "own", tmp_path)
-        backend = Prepared(SyntheticBackend(SyntheticSettings()))
-        worker = Worker(Server(proxy.url), backend, WorkerSettings(pool.prefix, lease_s=1.0))
-        ready = asyncio.Event()
-        running = asyncio.create_task(worker.run(lambda _: ready.set()))
-        await asyncio.wait_for(ready.wait(), DEADLINE_S)
-        proxy.refuse()
-        proxy.cut()
+        pool.url = proxy.url
+        async with serving(pool, SyntheticBackend(SyntheticSettings()), lease_s=1.0) as worker:
+            proxy.refuse()
+            proxy.cut()
 
-        async def is_troubled() -> bool:
-            return bool(worker.health.trouble)
+            async def is_troubled() -> bool:
+                return bool(worker.health.trouble)
 
-        async def is_told() -> bool:
-            return "its heartbeat is refused: " in caplog.text
+            async def is_told() -> bool:
+                return "its heartbeat is refused: " in caplog.text
 
-        await until_async(is_troubled, "a heartbeat finds no server")
-        assert not await is_told()
-        pool.redis.replicaof("127.0.0.1", "1")
-        proxy.heal()
-        await until_async(is_told, "the refusal is told of")
-        pool.redis.replicaof("NO", "ONE")
+            await until_async(is_troubled, "a heartbeat finds no server")
+            assert not await is_told()
+            pool.redis.replicaof("127.0.0.1", "1")
+            proxy.heal()
+            await until_async(is_told, "the refusal is told of")
+            pool.redis.replicaof("NO", "ONE")
 
-        async def is_well() -> bool:
-            return not worker.health.trouble
+            async def is_well() -> bool:
+                return not worker.health.trouble
 
-        await until_async(is_well, "it is well again")
-        worker.stop()
-        await asyncio.wait_for(running, DEADLINE_S)
+            await until_async(is_well, "it is well again")
         pool.end()
