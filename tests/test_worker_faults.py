@@ -24,6 +24,7 @@ from lmpool.server import Server
 from lmpool.workers.backend import Backend, BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.held import Asks
+from lmpool.workers.intake import Taken
 from lmpool.workers.presence import Presence, new_worker_id
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.stepper import Stepper
@@ -249,6 +250,52 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     assert pool.held() == 0
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None:
+    class Roomy(SyntheticBackend):
+        def capacity(self) -> int:
+            return 1000
+
+    batch = 4
+    backend = Roomy(SyntheticSettings(name="syn", vocab_size=64, max_batch=batch))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
+    ready, go = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    publish, take = worker._publisher.publish, worker._intake.take
+    asked: list[int] = []
+
+    async def held_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        await go.wait()
+        await publish(block, wants, overwrite)
+
+    async def noted_take(count: int, block_ms: int) -> list[Taken]:
+        asked.append(count)
+        return await take(count, block_ms)
+
+    worker._publisher.publish = held_publish  # type: ignore[method-assign]
+    worker._intake.take = noted_take  # type: ignore[method-assign]
+    jobs, fingerprint = pool.keys.model("syn").jobs, worker._card.fingerprint
+    # Nearly all that may be unpublished: what is left is less than a batch.
+    with pool.redis.pipeline(transaction=True) as pipe:
+        for token in range(4 * batch - 2):
+            pipe.xadd(jobs, {"m": Job(np.array([token], "<u4").tobytes(), "", fingerprint).pack()})
+        pipe.execute()
+
+    async def computed() -> bool:
+        return backend.stats().rows == 4 * batch - 2
+
+    await until_async(computed, "all are computed, and held")
+    go.set()
+
+    async def ended() -> bool:
+        return not worker._held
+
+    await until_async(ended, "all have ended")
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert set(asked) == {batch}
 
 
 async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) -> None:

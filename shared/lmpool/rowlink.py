@@ -24,8 +24,6 @@ from lmpool.errors import ProtocolError
 from lmpool.link import CRLF, Argument, Link, pack_command
 
 Bulk = NDArray[np.uint8]
-Read = Callable[[int, Bulk], Any]
-"""Makes something of a large value as soon as it has come; called with its number among the values, from 0."""
 Reply = Bulk | bytes | int | ResponseError | None
 """What comes of one command; a value is `bytes` where it is small, else a uint8 array."""
 
@@ -70,7 +68,6 @@ class _Pending:
     future: asyncio.Future[list[Any]]
     is_array: bool
     is_set: bool = False
-    read: Read | None = None
     begun: bool = False
     values: list[Any] = field(default_factory=list)
 
@@ -113,15 +110,13 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._line_ahead = b""
         super().__init__(connection)
 
-    def mget(self, keys: Sequence[bytes], read: Read | None = None) -> asyncio.Future[list[Any]]:
+    def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Any]]:
         """Fetch values; each is a fresh uint8 array of shape (size,) or `bytes`, or None where there is none.
-
-        An array is what `read` makes of it, if that is given: while the processor has the value in its cache.
 
         The future raises ConnectionError when the link breaks and ResponseError when the server refuses; fetched one by
         one, a value may be the error with which the server refused it.
         """
-        future = self._expect(len(keys), is_array=not self._one_by_one, read=read)
+        future = self._expect(len(keys), is_array=not self._one_by_one)
         if future.done():
             return future
         if self._one_by_one:
@@ -173,16 +168,14 @@ class RowLink(Link, asyncio.BufferedProtocol):
         self._transport.write(pack_command(arguments))
         return future
 
-    def _expect(
-        self, replies: int, *, is_array: bool, is_set: bool = False, read: Read | None = None
-    ) -> asyncio.Future[list[Any]]:
+    def _expect(self, replies: int, *, is_array: bool, is_set: bool = False) -> asyncio.Future[list[Any]]:
         future = asyncio.get_running_loop().create_future()
         if self._closed is not None:
             future.set_exception(self._closed)
         elif replies == 0:
             future.set_result([])
         else:
-            self._pending.append(_Pending(replies, future, is_array, is_set, read))
+            self._pending.append(_Pending(replies, future, is_array, is_set))
         return future
 
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
@@ -376,11 +369,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
             self._receive(value.size, is_ahead=True)
 
     def _value(self, value: Bulk) -> None:
-        pending = self._pending[0]
-        if value.size <= _SMALL_BULK:
-            self._element(value.tobytes())
-        else:
-            self._element(value if pending.read is None else pending.read(len(pending.values), value))
+        self._element(value.tobytes() if value.size <= _SMALL_BULK else value)
 
     def _error(self, error: ResponseError) -> None:
         if not self._pending or self._pending[0].begun:

@@ -112,4 +112,7 @@ class Feeder:
     def _room(self) -> int:
         if self._duty.broken is not None:
             return 0
-        return min(self._stepper.room, _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held))
+        batch = self._stepper.batch
+        free = _UNPUBLISHED_BATCHES * batch - len(self._held)
+        # Not for a part of a batch: its rows are published as a part, and so the next room is one, too.
+        return min(self._stepper.room, free) if free >= batch else 0
