@@ -28,7 +28,7 @@ DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
-VLLM_RUNS := $(addprefix test-vllm-,first async v2 v2-async)
+VLLM_RUNS := $(addprefix test-vllm-,v1 v2)
 
 export HF_HUB_OFFLINE ?= 1
 # On shared cores spinning OpenMP threads cost five to forty times.
@@ -55,8 +55,7 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
-	$(MAKE) -j2 lint collect
-	$(MAKE) -j3 test-main test-others
+	$(MAKE) -j3 lint test-main test-others
 
 # Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for all
 # processes that run them.
@@ -65,10 +64,10 @@ collect: $(INSTALLED)
 
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
-test-main: $(INSTALLED)
+test-main: collect
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
-test-others:
+test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
 # The oldest Redis that has users, and the oldest redis-py: the part of `make test-servers` that `make test` does.
@@ -82,22 +81,18 @@ FUZZ_CASES ?= 120000
 fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile -n 2 --dist loadfile --timeout 3600
 
-# The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, and its
-# scheduling ahead.
+# The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, each as it is on
+# a CPU and scheduling ahead. Triton reads its variable when it is imported.
 test-vllm: $(VLLM_RUNS)
 
-test-vllm-first: $(VLLM_INSTALLED)
-	LMPOOL_CONTRACT=vllm $(VLLM)/bin/python -m pytest tests/contract tests/engines
-
-test-vllm-async: $(VLLM_INSTALLED)
-	LMPOOL_CONTRACT=vllm-async $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/engines
+test-vllm-v1: $(VLLM_INSTALLED)
+	$(VLLM)/bin/python -m tests.engines vllm tests/contract tests/engines \
+		-- vllm-async tests/contract/test_rows.py tests/engines
 
 test-vllm-v2: $(VLLM_INSTALLED)
-	LMPOOL_CONTRACT=vllm-v2 TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py \
-		tests/contract/test_reopening.py tests/engines
-
-test-vllm-v2-async: $(VLLM_INSTALLED)
-	LMPOOL_CONTRACT=vllm-v2-async TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/contract/test_rows.py
+	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
+		vllm-v2 tests/contract/test_rows.py tests/contract/test_reopening.py tests/engines \
+		-- vllm-v2-async tests/contract/test_rows.py
 
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines

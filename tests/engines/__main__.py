@@ -1,0 +1,63 @@
+"""Runs of one engine, one after the other, each in a process forked from one that has imported it.
+
+    python -m tests.engines VARIANT PATH... [-- VARIANT PATH...]...
+
+Importing an engine takes as long as many of its tests do, and an engine leaves so much behind that runs cannot share a
+process. All variants need the same shims before the import as the first one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import pytest
+
+from tests.contract.subjects import chosen
+
+_IMPORTED_FIRST = (
+    "tests.contract.model",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu_worker",
+)
+"""What every run needs; no thread may start here, for none outlives a fork."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all; returns 1 when one of them fails."""
+    runs: list[list[str]] = [[]]
+    for word in arguments:
+        if word == "--":
+            runs.append([])
+        else:
+            runs[-1].append(word)
+    os.environ["LMPOOL_CONTRACT"] = runs[0][0]
+    chosen()  # Installs the shims.
+    for name in _IMPORTED_FIRST:
+        import_module(name)
+    gc.freeze()
+    return max([_run(variant, paths) for variant, *paths in runs])
+
+
+def _run(variant: str, paths: list[str]) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.environ["LMPOOL_CONTRACT"] = variant
+            print(f"{variant}: {' '.join(paths)}", flush=True)
+            code = int(pytest.main(paths))
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
+    return int(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
+
+
+if __name__ == "__main__":
+    # As the runs end: libraries that Triton brings complain at length of what is left when the interpreter goes.
+    os._exit(main(sys.argv[1:]))
