@@ -28,7 +28,8 @@ DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
-VLLM_RUNS := $(addprefix test-vllm-,v1 v2)
+# The longest first.
+VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
 
 export HF_HUB_OFFLINE ?= 1
 # On shared cores spinning OpenMP threads cost five to forty times.

@@ -8,6 +8,7 @@ import datetime
 import re
 import socket
 import ssl
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,6 +232,36 @@ async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: s
     assert "\n" not in message
     for one in (message, repr(caught.value), *map(str, _causes(caught.value))):
         assert SECRET not in one
+
+
+async def test_who_is_not_let_in_hears_why_though_the_first_connections_are_reset(server: SecureServer) -> None:
+    url, kind, text = bad_urls(server)["expired certificate"]
+    resets = 0
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal resets
+        if resets < 2:
+            resets += 1
+            client = writer.get_extra_info("socket")
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            return
+        ahead, back = await asyncio.open_connection("localhost", server.port)
+        await asyncio.gather(pipe(reader, back), pipe(ahead, writer))
+
+    front = await asyncio.start_server(forward, "localhost", 0, family=socket.AF_INET)
+    async with front:
+        port = front.sockets[0].getsockname()[1]
+        redis_url = url.replace(f":{server.port}/", f":{port}/")
+        with pytest.raises(kind, match=text):
+            await asyncio.wait_for(Producer("syn", redis=redis_url, timeout=3600).logprobs([1]), DEADLINE_S)
+    assert resets == 2
 
 
 @pytest.mark.parametrize(

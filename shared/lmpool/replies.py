@@ -70,13 +70,14 @@ _NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "M
             "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
 # By what an error of a connection has in it: often a number alone, Linux's or macOS's.
+_CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
 _LOST = {
     r"Err(or|no) (111|61)\b|refused": "nothing listens there: does the server run, and are host and port right?",
     r"Err(or|no) (113|101|65|51)\b": "there is no way to that host: is the network up, and the host right?",
     "Name or service not known|name resolution|nodename nor servname": "its host is not known by this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost": "the server, or "
+    _CUT: "the server, or "
     "something on the way to it, has cut the connection; where TLS is spoken the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
@@ -91,6 +92,12 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     while one is not None:
         yield one
         one = one.__cause__ or one.__context__
+
+
+def was_cut(error: BaseException) -> bool:
+    """Whether the other end of a connection has ended it."""
+    # By the text: redis-py loses the system's exception.
+    return re.search(_CUT, str(error)) is not None
 
 
 def words(error: BaseException) -> str:

@@ -47,10 +47,27 @@ _UNNAMED: dict[str, Any] = (
     if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
     else {"lib_name": None, "lib_version": None}
 )
+_MOST_CUTS = 2
 # asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
 # refused; one that does not has these all the same.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
+
+
+class _TlsConnection(connections.SSLConnection):
+    """Asks again when it is cut as it opens: a server that does not let a client in says why and hangs up, and when the
+    client has sent more meanwhile, the system forgets what the server said.
+    """
+
+    async def connect(self) -> None:
+        for _ in range(_MOST_CUTS):
+            try:
+                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except redis_sync.ConnectionError as error:
+                if not replies.was_cut(error):
+                    raise
+            await self.disconnect(nowait=True)
+        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Server:
@@ -81,6 +98,8 @@ class Server:
             nodes, url = cluster_nodes(url)
             kwargs = parse_url(url)
             self._class = kwargs.pop("connection_class", connections.Connection)
+        if self._class is connections.SSLConnection:
+            self._class = _TlsConnection
         if self._is_tls:
             tls.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
         for name in (*_NOT_OURS, *_OWN_NAME):
