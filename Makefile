@@ -58,8 +58,8 @@ demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 test:
 	$(MAKE) -j3 lint test-main test-others
 
-# Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for all
-# processes that run them.
+# Finds files that cannot be imported, and leaves the bytecode of the tests, with pytest's assertions in it, for the
+# processes of the main part.
 collect: $(INSTALLED)
 	@found=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$found"; exit 1; }
 

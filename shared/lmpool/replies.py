@@ -77,8 +77,8 @@ _LOST = {
     "Name or service not known|name resolution|nodename nor servname": "its host is not known by this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    _CUT: "the server, or "
-    "something on the way to it, has cut the connection; where TLS is spoken the URL begins with rediss://",
+    _CUT: "the server, or something on the way to it, has cut the connection; where TLS is spoken the URL begins with "
+    "rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
 _BEFORE = re.compile(r"(ERR )?Error running script \(call to \w+\): (@user_script: ?\d+: )+-?")
@@ -96,7 +96,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 def was_cut(error: BaseException) -> bool:
     """Whether the other end of a connection has ended it."""
-    # By the text: redis-py loses the system's exception.
+    # By the text: redis-py has the system's exception with some of its own only.
     return re.search(_CUT, str(error)) is not None
 
 

@@ -35,11 +35,11 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
 
-# Each chunk costs its client some 90 µs, whatever is in it, and each server some memory: what it still has to send.
+# A chunk costs its client some 90 µs, whatever is in it; what is under way takes memory of the server.
 _CHUNK_BYTES = 4 * 1024 * 1024
 _CHUNK_ROWS = 512
 _CHUNKS_UNDER_WAY = 2
-_MOST_SPARE = 32
+_MOST_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
 _ANSWER_TTL_MS = 60_000
 """Answers to asks live shorter than rows: computed again from the row in no time."""

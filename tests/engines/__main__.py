@@ -3,7 +3,7 @@
     python -m tests.engines VARIANT PATH... [-- VARIANT PATH...]...
 
 Importing an engine takes as long as many of its tests do, and an engine leaves so much behind that runs cannot share a
-process. All variants need the same shims before the import as the first one.
+process. Those shims that come before the import are the first variant's; the others' may come after it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -52,9 +53,11 @@ def _run(variant: str, paths: list[str]) -> int:
             os.environ["LMPOOL_CONTRACT"] = variant
             print(f"{variant}: {' '.join(paths)}", flush=True)
             code = int(pytest.main(paths))
-            sys.stdout.flush()
-        finally:
-            os._exit(code)
+        except BaseException:  # noqa: BLE001  whatever it is, the other runs go on
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return int(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0)
 
 

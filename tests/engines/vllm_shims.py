@@ -1,6 +1,6 @@
 """For tests: parts of vLLM that its CPU platform switches off, switched on. Slow, and for correctness only.
 
-Each must be installed before vllm is imported.
+`use_v2_runner` must be installed before vllm is imported, the other one before an engine is made.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class Feeder:
         """
         waits, duty = delays(), self._duty
         while not duty.stopping.is_set():
-            await duty.until(lambda: duty.stopping.is_set() or self._room() > 0)
+            await duty.until(lambda: duty.stopping.is_set() or self._room_for_new() > 0)
             if duty.stopping.is_set():
                 return
             try:
                 async with self._taking:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
-                    if duty.stopping.is_set() or (room := self._room()) <= 0:
+                    if duty.stopping.is_set() or (room := self._room_for_new()) <= 0:
                         continue
                     taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
                     was_idle = not self._held
@@ -110,9 +110,14 @@ class Feeder:
                     await duty.until(lambda: not self._held)
 
     def _room(self) -> int:
+        """How many prompts may be held more."""
         if self._duty.broken is not None:
             return 0
-        batch = self._stepper.batch
-        free = _UNPUBLISHED_BATCHES * batch - len(self._held)
-        # Not for a part of a batch: its rows are published as a part, and so the next room is one, too.
-        return min(self._stepper.room, free) if free >= batch else 0
+        return min(self._stepper.room, self._free())
+
+    def _room_for_new(self) -> int:
+        # None for a part of a batch: it would be published as a part, and the room that it leaves be one again.
+        return self._room() if self._free() >= self._stepper.batch else 0
+
+    def _free(self) -> int:
+        return _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held)
