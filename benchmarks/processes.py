@@ -32,13 +32,14 @@ class LeftOut(Exception):
 
 
 def run(*command: str) -> str:
-    """What a program prints that ends by itself.
+    """What a program prints that ends by itself; one of any environment, so PYTHONPATH is kept from it.
 
     Raises:
         BenchmarkError: it cannot be started, or its exit code is not 0.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": ""}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except OSError as error:
         raise BenchmarkError(f"{command[0]} cannot be run: {error}") from None
     if done.returncode:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from benchmarks.compare import main, verdict
 from benchmarks.compare_measures import Burst
 from benchmarks.pairs import Interval
+from benchmarks.processes import run
 
 
 def rounds(*ratios: float) -> list[list[tuple[Burst, Burst]]]:
@@ -61,3 +63,11 @@ def test_an_unknown_commit_is_named(commit: str, capsys: pytest.CaptureFixture[s
 def test_a_missing_interpreter_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--base-python", "/nowhere/bin/python", "--new-python", sys.executable]) == 2
     assert "there is no /nowhere/bin/python" in capsys.readouterr().err
+
+
+def test_a_program_of_another_environment_imports_what_is_installed_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('of another checkout')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run(sys.executable, "-c", "import json; print(json.dumps(1))") == "1\n"
