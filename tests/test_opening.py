@@ -20,8 +20,8 @@ import lmpool.testing
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer, crew
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.slot import SessionSlot
-from lmpool.producer.within import Within
 from lmpool.runtime_folder import socket_url
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
@@ -285,7 +285,7 @@ def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
         raise ServerUnreachable("no server")
 
     async def connect(seconds: float = 50) -> Any:
-        return await slot.open(Within(seconds))
+        return await slot.open(Deadline(seconds))
 
     for _ in range(5):
         openings.open = fail
@@ -305,7 +305,7 @@ def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_nex
     openings = Openings()
     slot = openings.slot
     loop = asyncio.new_event_loop()
-    left = openings.slot.open(loop.run_until_complete(within()))
+    left = openings.slot.open(loop.run_until_complete(a_deadline()))
     task = loop.create_task(left)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
@@ -317,19 +317,19 @@ def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_nex
     assert not task.done()
 
 
-async def within() -> Within:
-    return Within(50)
+async def a_deadline() -> Deadline:
+    return Deadline(50)
 
 
 async def connect(slot: SessionSlot) -> None:
-    await slot.open(await within())
+    await slot.open(await a_deadline())
 
 
 async def test_closing_ends_what_connects_again_although_another_loop_has_connected_meanwhile() -> None:
     openings = Openings()
     slot = openings.slot
     openings.open = nothing
-    first = await slot.open(Within(50))
+    first = await slot.open(Deadline(50))
     first.closed = True  # type: ignore[misc]
     connects = asyncio.Event()
 
@@ -338,7 +338,7 @@ async def test_closing_ends_what_connects_again_although_another_loop_has_connec
         await asyncio.Event().wait()
 
     openings.open = never
-    again = asyncio.create_task(slot.open(Within(50)))
+    again = asyncio.create_task(slot.open(Deadline(50)))
     await connects.wait()
     openings.open = nothing
 

@@ -15,8 +15,8 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerUnreachable, UnknownModel
 from lmpool.producer import Producer, vocabularies
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.trie import PooledTrie
-from lmpool.producer.within import Within
 from lmpool.prompts import encode_prompt
 from lmpool.registry import register
 from lmpool.rows import VectorBlock
@@ -328,8 +328,8 @@ async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monk
     pool.start_trie_worker(*LEASE)
     producer = pool.producer()
     trie = await producer.trie(words(27, 300))
-    tries = (await producer._tries.open(Within(10))).vocabularies
-    await asyncio.gather(*(tries.register(trie.structure.vocabulary, Within(10)) for _ in range(20)))
+    tries = (await producer._tries.open(Deadline(10))).vocabularies
+    await asyncio.gather(*(tries.register(trie.structure.vocabulary, Deadline(10)) for _ in range(20)))
     assert sent == 1
     pool.redis.set(pool.keys.vocabulary(trie.structure.digest), bytes(trie.structure.vocabulary.nbytes))
     await sums(trie, range(3))
@@ -366,7 +366,7 @@ async def test_whoever_waits_for_the_same_connection_waits_as_long_as_it_wants()
 
 
 async def test_a_deadline_that_has_passed_is_told_before_anything_is_tried() -> None:
-    within = Within(0.0)
+    deadline = Deadline(0.0)
     with pytest.raises(DeadlineExceeded, match=r"no answer within 0 s: allow more time \(timeout=\)"):
-        async with within.limit():
+        async with deadline.limit():
             raise AssertionError("nothing is tried")

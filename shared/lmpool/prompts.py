@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from mmap import mmap
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.checks import shown
-from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, TokenOutOfRange
+from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, SettingsError, TokenOutOfRange
 
 DIGEST_SIZE = 16
 """Bytes of a digest."""
@@ -88,6 +88,21 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
     if low < 0 or high >= vocab_size:
         raise _out_of_range(low if low < 0 else high, vocab_size)
     return Prompt(data, digest_of(data, adapter), adapter)
+
+
+def list_prompts(prompts: Iterable[Any]) -> list[Any]:
+    """Several prompts, which may be gone through more than once; they are not checked themselves.
+
+    Args:
+        prompts: prompts, each as `encode_prompt` takes it, or a 2-D array.
+
+    Raises:
+        SettingsError: text, or nothing that can be iterated over.
+    """
+    # An array of no axes has `__iter__` all the same.
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
+        raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")
+    return list(prompts)
 
 
 def not_token_ids(ids: Any) -> NotTokenIds:

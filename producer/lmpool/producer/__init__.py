@@ -1,7 +1,7 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
 from lmpool.picks import TopK
-from lmpool.producer.picking import SampleOptions
+from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer, SyncTrie

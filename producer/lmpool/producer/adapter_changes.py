@@ -42,9 +42,9 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.producer.channel import TROUBLE
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.lobby import WorkerInfo
 from lmpool.producer.session import Session
-from lmpool.producer.within import Within
 
 T = TypeVar("T")
 
@@ -80,17 +80,17 @@ class AdapterChange:
     Args:
         session: the session with the model's workers.
         name: of the adapter.
-        within: for how long.
+        deadline: for how long.
         replicas: how many replicas of the server must have it before it is over.
 
     Raises:
         SettingsError: `name` is none, or `replicas` no number.
     """
 
-    def __init__(self, session: Session, name: str, within: Within, replicas: int = 0) -> None:
+    def __init__(self, session: Session, name: str, deadline: Deadline, replicas: int = 0) -> None:
         self._session = session
         self._name = check_adapter_name("name", name)
-        self._within = within
+        self._deadline = deadline
         self._replicas = check_replicas(replicas)
         self._waits_for = "the server has not answered"
         self._live: set[str] = set()
@@ -100,7 +100,7 @@ class AdapterChange:
     async def add(self, source: str | Path) -> str:
         """Have all workers serve it; see `Producer.add_adapter`."""
         place = _resolved(source)
-        before = (await self._session.adapters.all(self._within)).get(self._name)
+        before = (await self._session.adapters.all(self._deadline)).get(self._name)
         offer = Offer(place, secrets.token_hex(8))
         state = "it is not in service" + (f", revision {before} still is" if before else "")
         try:
@@ -140,7 +140,7 @@ class AdapterChange:
                 return known
 
     async def _offer(self, offer: Offer) -> None:
-        lifetime = self._within.left + _OUTLIVES_S
+        lifetime = self._deadline.left + _OUTLIVES_S
         for wait in delays():
             if await self._insist(partial(self._try_to_offer, offer, lifetime)):
                 return
@@ -232,7 +232,7 @@ class AdapterChange:
         tried = False
         while True:
             # What this client believes: the server may have forgotten that there is one, or that there is none.
-            await self._session.adapters.all(self._within)
+            await self._session.adapters.all(self._deadline)
             known = await self._insist(self._registry.read)
             if self._name not in known.adapters and known.owner == self._session.fingerprint:
                 if tried:  # And the answer was lost, or somebody else was faster.
@@ -255,7 +255,7 @@ class AdapterChange:
             made: what the registry was made.
             is_other: this change has replaced another one. Others may have done so just before, and not waited.
         """
-        loop = self._within.loop
+        loop = self._deadline.loop
         end = loop.time() + (_known_for() if is_other else 0.0)
         adapter = made.adapters.get(self._name)
         wanted = [qualify(self._name, adapter.revision)] if adapter else []
@@ -311,7 +311,7 @@ class AdapterChange:
 
     async def _told(self) -> list[_Told]:
         """What the live workers have told."""
-        told, now = {}, self._within.loop.time()
+        told, now = {}, self._deadline.loop.time()
         found = await self._insist(self._session.workers)
         self._live = {one.worker_id for one in found}
         for worker in found:
@@ -357,7 +357,7 @@ class AdapterChange:
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, but not longer than the session lasts."""
-        loop = self._within.loop
+        loop = self._deadline.loop
         end = loop.time() + seconds
         while (left := end - loop.time()) > 0:
             await asyncio.sleep(min(left, _LOOK_S))
@@ -365,7 +365,7 @@ class AdapterChange:
 
     async def _limited(self, work: Callable[[], Awaitable[T]], state: str) -> T:
         try:
-            async with self._within.limit():
+            async with self._deadline.limit():
                 return await work()
         except DeadlineExceeded:
             raise
@@ -373,8 +373,8 @@ class AdapterChange:
             raise self._late(state) from error
 
     def _late(self, state: str) -> LMPoolError:
-        model = self._session.card
-        text = f"not done within {self._within.seconds:g} s with the adapter {self._name!r} of {model.name!r}: {state}"
+        model, seconds = self._session.card, self._deadline.seconds
+        text = f"not done within {seconds:g} s with the adapter {self._name!r} of {model.name!r}: {state}"
         if not self._waits_for:
             return NoWorker(f"{text}, and no live worker serves the model; start one with `{model.start_command}`")
         return DeadlineExceeded(f"{text} ({self._waits_for}); allow more time (timeout=)")

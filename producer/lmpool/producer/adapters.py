@@ -1,23 +1,17 @@
-"""What a client knows of a model's adapters, and asking with one whose weights may change meanwhile."""
+"""What a client knows of a model's adapters: which weights each name stands for at present."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from lmpool.adapters import KNOWN_FOR_S, AdapterRegistry, Generation, Registered, qualify
 from lmpool.backoff import delays
 from lmpool.checks import shown
-from lmpool.errors import AdapterChanged, DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
+from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
 from lmpool.line import CommandLine
 from lmpool.producer.channel import TROUBLE, Channel
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.together import own
-from lmpool.producer.within import Within, begin
-
-if TYPE_CHECKING:
-    from lmpool.producer.slot import SessionSlot
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0
@@ -26,9 +20,6 @@ _FORGETFUL = (
     "the server has forgotten a change of the adapters that this client has read of, as after a failover, and no "
     "worker has written it down again: make the change once more (`lmpool adapters add` or `remove`)"
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Adapters:
@@ -61,7 +52,7 @@ class Adapters:
         """A connection for what keeps one busy; its user closes it."""
         return self._channel.own_line()
 
-    async def qualified(self, name: object, within: Within) -> str:
+    async def qualified(self, name: object, deadline: Deadline) -> str:
         """What a job calls an adapter: "name@revision".
 
         Raises:
@@ -73,19 +64,19 @@ class Adapters:
         self._used = loop.time()
         if self._is_fresh and isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
             return qualify(name, found.revision)
-        await self._read_since(loop.time(), within)
+        await self._read_since(loop.time(), deadline)
         if isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
             return qualify(name, found.revision)
         served = ", ".join(self._seen.adapters) or "none"
         raise UnknownAdapter(f"the model {self._channel.card.name!r} has no adapter {shown(name)}; it has: {served}")
 
-    async def all(self, within: Within) -> dict[str, str]:
+    async def all(self, deadline: Deadline) -> dict[str, str]:
         """All adapters in service now: name -> revision.
 
         Raises:
             DeadlineExceeded, ServerError: the server does not tell in time.
         """
-        await self._read_since(self._loop.time(), within)
+        await self._read_since(self._loop.time(), deadline)
         return {name: adapter.revision for name, adapter in self._seen.adapters.items()}
 
     def changed(self, made: Registered) -> None:
@@ -110,13 +101,13 @@ class Adapters:
     def _is_fresh(self) -> bool:
         return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.fingerprint
 
-    async def _read_since(self, begin: float, within: Within) -> None:
+    async def _read_since(self, begin: float, deadline: Deadline) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
-        within = within.bounded()
+        deadline = deadline.bounded()
         seen: BaseException | None = None
         doubt = ""
         try:
-            async with within.limit(), self._reading:
+            async with deadline.limit(), self._reading:
                 for wait in delays():
                     self._channel.check_open()
                     if self._as_of >= begin and self._is_fresh:
@@ -134,12 +125,12 @@ class Adapters:
             raise
         except TimeoutError as late:
             if seen is None and doubt == _FORGETFUL:
-                raise ServerError(f"within {within.seconds:g} s: {doubt}") from late
+                raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
             # Who waited for another to read has seen no error.
             if (why := seen or self._channel.trouble) is not None:
                 raise own(self._channel.explain(why)) from late
             raise NoWorker(
-                f"within {within.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
+                f"within {deadline.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
                 f"is one running? start it with `{self._channel.card.start_command}`"
             ) from late
 
@@ -169,74 +160,3 @@ class Adapters:
         if found.generation < seen.generation and not found.generation.is_of_a_start:
             return False
         return now - self._doubted[1] > self._channel.card.lease_s
-
-
-def is_base(adapter: object) -> bool:
-    """Whether a caller names no adapter; what is no text is none of the model's."""
-    return isinstance(adapter, str) and not adapter
-
-
-class _Owner(Protocol):
-    """Who has methods that name an adapter: a producer."""
-
-    _rows: SessionSlot
-    _timeout: float
-
-
-O = TypeVar("O", bound=_Owner)  # noqa: E741
-Method = Callable[Concatenate[O, P], Coroutine[Any, Any, T]]
-
-
-def by_revision(method: Method[O, P, T]) -> Method[O, P, T]:
-    """Have a method be called with `adapter` as jobs name it, and again when its weights change meanwhile.
-
-    The method takes `adapter` and `timeout` by name, and begins with `begin(timeout, ...)`. Without an adapter nothing
-    is done.
-    """
-    asked: Callable[..., Coroutine[Any, Any, T]] = method
-
-    @wraps(method)
-    async def call(self: O, *args: Any, **options: Any) -> T:
-        adapter = options.get("adapter", "")
-        if is_base(adapter):
-            return await asked(self, *args, **options)
-        # What can be gone through once only must last for another try.
-        kept = [list(one) if isinstance(one, Iterator) else one for one in args]
-        options = {name: list(one) if isinstance(one, Iterator) else one for name, one in options.items()}
-        within = begin(options.get("timeout"), self._timeout)
-        return await ask_by_revision(
-            self._rows,
-            adapter,
-            within,
-            lambda chosen: asked(self, *kept, **options | {"adapter": chosen, "timeout": within}),
-        )
-
-    return cast(Method[O, P, T], call)
-
-
-async def ask_by_revision(
-    slot: SessionSlot, adapter: object, within: Within, ask: Callable[[str], Coroutine[Any, Any, T]]
-) -> T:
-    """Ask with an adapter until no worker says that its weights have changed meanwhile.
-
-    Args:
-        slot: the session with the model's workers.
-        adapter: its name.
-        within: for how long.
-        ask: asks with "name@revision".
-
-    Raises:
-        UnknownAdapter: the model has no adapter of that name.
-        DeadlineExceeded, ServerError: it changes again and again, or the server cannot be used.
-        LMPoolError: whatever else `ask` ends in.
-    """
-    waits = delays()
-    while True:
-        session = slot.current(within.loop) or await slot.open(within)
-        chosen = await session.adapters.qualified(adapter, within)
-        try:
-            return await ask(chosen)
-        except AdapterChanged:
-            session.adapters.doubt()
-        # A worker may have seen the change before the server tells of it to us.
-        await asyncio.sleep(next(waits))

@@ -16,14 +16,12 @@ from lmpool.checks import check_choice, check_name, shown
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.adapters import by_revision, is_base
-from lmpool.producer.checks import check_timeout, encode, iterate
 from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.figures import Figures
-from lmpool.producer.flights import Flight, Waiter
 from lmpool.producer.lru import RowLRU
-from lmpool.producer.picking import Picking
-from lmpool.producer.row_asker import (
+from lmpool.producer.partial import (
+    PartialRows,
     ask_entries,
     ask_entries_of_all,
     ask_fresh,
@@ -36,15 +34,13 @@ from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.producer.trie_asker import TrieAsker
-from lmpool.producer.waiters import BatchWaiter
-from lmpool.producer.within import Within, begin
-from lmpool.prompts import Prompt
+from lmpool.prompts import encode_prompt, list_prompts
 from lmpool.server import RedisLike, Server, where
 from lmpool.vocab import Vocabulary
 
 
-class Producer(CopiedAsItself, Picking):
-    """Asks a pool for rows, and for less than a row (see `Picking`).
+class Producer(CopiedAsItself, PartialRows):
+    """Asks a pool for rows, and for less than a row (see `PartialRows`).
 
     Use it as an async context manager, or as it is: the first request connects. One producer serves any
     number of concurrent awaits, and survives several `asyncio.run` calls in a row.
@@ -157,39 +153,42 @@ class Producer(CopiedAsItself, Picking):
         """
         # What nearly all requests are: no coroutine within another for them.
         session = self._rows.current(asyncio.get_running_loop())
-        if session is None or targets is not None or fresh is not False or not is_base(adapter):
+        if session is None or targets is not None or fresh is not False or adapter != "":
             return await self._logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        prompt = encode(session.card, ids, "")
-        kept = session.kept(prompt)
-        if kept is not None:
-            return kept
+        card = session.card
+        prompt = encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+        row = self._cache.get(prompt.digest)
+        if row is not None:
+            self._stats.requests += 1
+            self._stats.local_hits += 1
+            return row
         waiter = session.begin(prompt, session.loop.time() + seconds, seconds)
         try:
             return await waiter.future
         finally:
             session.end(waiter)
 
-    @by_revision
     async def _logprobs(
         self, ids: Any, *, targets: Any, fresh: bool, adapter: str, timeout: float | None
     ) -> NDArray[np.float32]:
         """Any request for a row, or for entries of one."""
         if type(fresh) is not bool:
             raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
-        session, within = await self._begin(timeout)
-        card = session.card
-        prompt = encode(card, ids, adapter)
-        wanted = None if targets is None else read_targets(targets, card.vocab_size)
-        if fresh:
-            row = await ask_fresh(session, prompt, within)
-            return row if wanted is None else entries_of(row, wanted)
-        if wanted is not None:
-            return await ask_entries(session, prompt, wanted, within)
-        kept = session.kept(prompt)
-        return kept if kept is not None else await session.answer(prompt, within)
 
-    @by_revision
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
+            prompt = session.encode(ids, name)
+            wanted = None if targets is None else read_targets(targets, session.card.vocab_size)
+            if fresh:
+                row = await ask_fresh(session, prompt, deadline)
+                return row if wanted is None else entries_of(row, wanted)
+            if wanted is not None:
+                return await ask_entries(session, prompt, wanted, deadline)
+            kept = session.kept(prompt)
+            return kept if kept is not None else await session.answer(prompt, deadline)
+
+        return await self._request(adapter, timeout, ask)
+
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
@@ -207,36 +206,16 @@ class Producer(CopiedAsItself, Picking):
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        session, within = await self._begin(timeout)
-        card = session.card
-        encoded = [encode(card, ids, adapter) for ids in iterate(prompts)]
-        if targets is not None:
-            wanted, count = read_batch_targets(targets, len(encoded), card.vocab_size)
-            return await ask_entries_of_all(session, encoded, wanted, count, within)
-        batch = BatchWaiter(session.loop, len(encoded), card.vocab_size)
-        waits = self._ask_all(session, encoded, batch, within.end)
-        timer = session.loop.call_at(within.end, _expire_first, session, waits, within.seconds)
-        try:
-            await batch.future
-        finally:
-            timer.cancel()
-            for flight, waiter in waits:
-                if flight.waiters:
-                    session.leave(flight, waiter)
-        return batch.rows
+        asked = list_prompts(prompts)
 
-    def _ask_all(
-        self, session: Session, prompts: list[Prompt], batch: BatchWaiter, until: float
-    ) -> list[tuple[Flight, Waiter]]:
-        waits: list[tuple[Flight, Waiter]] = []
-        for index, prompt in enumerate(prompts):
-            waiter = batch.at(index)
-            row = session.kept(prompt)
-            if row is None:
-                waits.append((session.ask(prompt, waiter, until), waiter))
-            else:
-                waiter(row)
-        return waits
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
+            encoded = [session.encode(ids, name) for ids in asked]
+            if targets is None:
+                return await session.answer_all(encoded, deadline)
+            wanted, count = read_batch_targets(targets, len(encoded), session.card.vocab_size)
+            return await ask_entries_of_all(session, encoded, wanted, count, deadline)
+
+        return await self._request(adapter, timeout, ask)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """The adapters that requests may name now: name -> revision, a digest of its weights.
@@ -247,9 +226,9 @@ class Producer(CopiedAsItself, Picking):
         Raises:
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = begin(timeout, self._timeout)
-        session = await self._rows.open(within)
-        return await session.adapters.all(within)
+        deadline = Deadline.of(timeout, self._timeout)
+        session = await self._rows.open(deadline)
+        return await session.adapters.all(deadline)
 
     async def add_adapter(
         self, name: str, source: str | Path, *, replicas: int = 0, timeout: float | None = None
@@ -282,8 +261,8 @@ class Producer(CopiedAsItself, Picking):
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = begin(timeout, self._timeout).bounded()
-        return await AdapterChange(await self._rows.open(within), name, within, replicas).add(source)
+        deadline = Deadline.of(timeout, self._timeout).bounded()
+        return await AdapterChange(await self._rows.open(deadline), name, deadline, replicas).add(source)
 
     async def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
         """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
@@ -302,8 +281,8 @@ class Producer(CopiedAsItself, Picking):
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
-        within = begin(timeout, self._timeout).bounded()
-        await AdapterChange(await self._rows.open(within), name, within, replicas).remove()
+        deadline = Deadline.of(timeout, self._timeout).bounded()
+        await AdapterChange(await self._rows.open(deadline), name, deadline, replicas).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
         """The trie over a vocabulary, whose values trie workers compute.
@@ -319,9 +298,9 @@ class Producer(CopiedAsItself, Picking):
                 asked for.
         """
         if vocabulary is None:
-            within = Within(self._timeout)
-            session = await self._rows.open(within)
-            vocabulary = await session.vocabularies.of_model(within)
+            deadline = Deadline(self._timeout)
+            session = await self._rows.open(deadline)
+            vocabulary = await session.vocabularies.of_model(deadline)
         structure = await asyncio.to_thread(trie_of, vocabulary)
         return PooledTrie(structure, TrieAsker(structure, self._rows, self._tries), self._timeout, local=local)
 
@@ -356,7 +335,7 @@ class Producer(CopiedAsItself, Picking):
             NoWorker: nobody has served it in time (with `when_absent="wait"`).
             ProducerClosed: the producer was closed meanwhile.
         """
-        await self._rows.open(begin(timeout, self._timeout))
+        await self._rows.open(Deadline.of(timeout, self._timeout))
 
     def close_soon(self) -> None:
         """As `close`, from any thread and without waiting: what is open ends in its own event loop."""
@@ -403,11 +382,3 @@ class Producer(CopiedAsItself, Picking):
 def _reopened(kind: type[Producer], model: str | None, options: dict[str, Any]) -> Producer:
     """A producer that has been pickled."""
     return kind(model, **options)
-
-
-def _expire_first(session: Session, waits: list[tuple[Flight, Waiter]], seconds: float) -> None:
-    """A batch's deadline: the first prompt that is still under way says why."""
-    for flight, waiter in waits:
-        if waiter in flight.waiters:
-            session.expire(flight, waiter, seconds)
-            return

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.card import ModelCard
 from lmpool.errors import (
@@ -19,8 +22,8 @@ from lmpool.keys import Keys
 from lmpool.line import reply_timeout
 from lmpool.producer.adapters import Adapters
 from lmpool.producer.channel import CLOSED, TROUBLE, Channel
-from lmpool.producer.checks import ENDLESS_S
 from lmpool.producer.crew import Crew
+from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.producer.entries import EntryReader, Found, WantedEntries
 from lmpool.producer.figures import Figures
 from lmpool.producer.flights import Flight, FlightTable, Stage, Waiter
@@ -31,9 +34,8 @@ from lmpool.producer.outbox import Outbox
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.vocabularies import Vocabularies
-from lmpool.producer.waiters import Deadlines, SingleWaiter
-from lmpool.producer.within import ALONE_S, Within
-from lmpool.prompts import Prompt
+from lmpool.producer.waiters import BatchWaiter, Deadlines, SingleWaiter
+from lmpool.prompts import Prompt, encode_prompt
 from lmpool.rowcache import Row
 from lmpool.server import Server
 from lmpool.weights import SentWeights
@@ -164,6 +166,19 @@ class Session:
         """Run something in the background."""
         self._tasks.spawn(work)
 
+    def encode(self, ids: Any, adapter: str = "") -> Prompt:
+        """A prompt for the model.
+
+        Args:
+            ids: as `Producer.logprobs` takes them.
+            adapter: "name@revision", or "" for none.
+
+        Raises:
+            InvalidPrompt: it is none for this model.
+        """
+        card = self.card
+        return encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens, adapter=adapter)
+
     def kept(self, prompt: Prompt) -> Row | None:
         """A prompt's row, if the producer has it itself: a request that ends here."""
         row = self._cache.get(prompt.digest)
@@ -172,15 +187,15 @@ class Session:
             self._stats.local_hits += 1
         return row
 
-    def read_entries(self, wanted: WantedEntries, within: Within) -> asyncio.Future[Found]:
+    def read_entries(self, wanted: WantedEntries, deadline: Deadline) -> asyncio.Future[Found]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
-        return self._entries.read(wanted, within.end)
+        return self._entries.read(wanted, deadline.end)
 
-    def count_hit(self, within: Within) -> None:
+    def count_hit(self, deadline: Deadline) -> None:
         """Count a request that entries in the cache have answered."""
         self._stats.requests += 1
         self._stats.cache_hits += 1
-        self._flights.figures.seconds["cache_hits"].observe(self.loop.time() - within.end + within.seconds)
+        self._flights.figures.seconds["cache_hits"].observe(self.loop.time() - deadline.end + deadline.seconds)
 
     def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, touch: bool = False) -> Flight:
         """Let `waiter` wait for a prompt's row; joins the flight that is under way, or starts one.
@@ -200,7 +215,7 @@ class Session:
     async def answer(
         self,
         prompt: Prompt,
-        within: Within,
+        deadline: Deadline,
         *,
         touch: bool = False,
         private: bool = False,
@@ -211,14 +226,14 @@ class Session:
 
         Args:
             prompt: what is asked.
-            within: for how long.
+            deadline: for how long.
             touch: as for `ask`.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
             damaged: what the cache holds as the answer is damaged: have it replaced.
             weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
         """
         self.check_open()
-        waiter = self.begin(prompt, within.end, within.seconds, touch=touch)
+        waiter = self.begin(prompt, deadline.end, deadline.seconds, touch=touch)
         flight = waiter.flight
         if weights is not None:
             flight.weights_name, flight.weights = weights.name, weights
@@ -228,6 +243,34 @@ class Session:
             return await waiter.future
         finally:
             self.end(waiter)
+
+    async def answer_all(self, prompts: Sequence[Prompt], deadline: Deadline) -> NDArray[np.float32]:
+        """The rows of several prompts, float32 (n, V); the first failure ends the others."""
+        batch = BatchWaiter(self.loop, len(prompts), self.card.vocab_size)
+        waits: list[tuple[Flight, Waiter]] = []
+        for index, prompt in enumerate(prompts):
+            waiter = batch.at(index)
+            row = self.kept(prompt)
+            if row is None:
+                waits.append((self.ask(prompt, waiter, deadline.end), waiter))
+            else:
+                waiter(row)
+        timer = self.loop.call_at(deadline.end, self._expire_first, waits, deadline.seconds)
+        try:
+            await batch.future
+        finally:
+            timer.cancel()
+            for flight, waiter in waits:
+                if flight.waiters:
+                    self.leave(flight, waiter)
+        return batch.rows
+
+    def _expire_first(self, waits: Sequence[tuple[Flight, Waiter]], seconds: float) -> None:
+        """A batch's deadline: the first prompt that is still under way says why."""
+        for flight, waiter in waits:
+            if waiter in flight.waiters:
+                self.expire(flight, waiter, seconds)
+                return
 
     def begin(self, prompt: Prompt, until: float, seconds: float, *, touch: bool = False) -> SingleWaiter:
         """Ask, for who awaits the future and calls `end`, however that ends.
@@ -267,16 +310,16 @@ class Session:
             self.leave(flight, waiter, type(error).__name__)
             waiter(error)
 
-    def _reason(self, flight: Flight, within: str) -> LMPoolError:
+    def _reason(self, flight: Flight, what: str) -> LMPoolError:
         channel = self._channel
         if channel.trouble is not None:
-            return type(channel.trouble)(f"{within}: {channel.trouble}")
+            return type(channel.trouble)(f"{what}: {channel.trouble}")
         if flight.stage is Stage.REFUSED:
-            return QueueFull(f"{within}: {channel.full()}")
+            return QueueFull(f"{what}: {channel.full()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if lost := channel.lost(flight):
-            return DeadlineExceeded(f"{within}: {lost}")
-        return self._crew.late(within)
+            return DeadlineExceeded(f"{what}: {lost}")
+        return self._crew.late(what)
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""

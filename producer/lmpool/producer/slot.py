@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lmpool.backoff import delays
 from lmpool.errors import (
+    AdapterChanged,
     DeadlineExceeded,
     LMPoolError,
     NoWorker,
@@ -21,9 +22,9 @@ from lmpool.errors import (
     UnknownModel,
 )
 from lmpool.producer.channel import CLOSED
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.session import Session, WhenAbsent
 from lmpool.producer.together import ended, outcome, own
-from lmpool.producer.within import Within
 from lmpool.server import Server
 from lmpool.tasks import end_tasks
 
@@ -115,7 +116,7 @@ class SessionSlot:
         """Whether there is an open session, of whichever loop."""
         return any(not session.closed for session in list(self._sessions.values()))
 
-    async def open(self, within: Within) -> Session:
+    async def open(self, deadline: Deadline) -> Session:
         """The session of the running event loop; concurrent callers share one attempt to open it.
 
         Without a deadline this waits as long as a worker loads the model.
@@ -126,23 +127,51 @@ class SessionSlot:
             NoWorker: nobody has served that model in time, and this waits for somebody who does.
             ProducerClosed: it was closed meanwhile.
         """
-        if (session := self.current(within.loop)) is not None:
+        if (session := self.current(deadline.loop)) is not None:
             return session
         while True:
-            part = within.bounded()
+            part = deadline.bounded()
             try:
                 return await self._open(part)
             except NoWorker as error:
                 lacks = error.__cause__
-                if part is within or not isinstance(lacks, UnknownModel) or not lacks.is_loading:
+                if part is deadline or not isinstance(lacks, UnknownModel) or not lacks.is_loading:
                     raise
 
-    async def _open(self, within: Within) -> Session:
+    async def request(
+        self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Coroutine[Any, Any, T]]
+    ) -> T:
+        """Ask the model's workers; with an adapter until none says that its weights have changed meanwhile.
+
+        Args:
+            adapter: the adapter's name; "" for none.
+            deadline: until when.
+            ask: asks in a session, with the adapter as jobs name it ("name@revision", or ""); perhaps several times.
+
+        Raises:
+            UnknownAdapter: the model has no adapter of that name.
+            DeadlineExceeded, ServerError: it changes again and again, or the server cannot be used.
+            LMPoolError: whatever else `open` and `ask` end in.
+        """
+        session = self.current(deadline.loop) or await self.open(deadline)
+        if isinstance(adapter, str) and not adapter:
+            return await ask(session, "")
+        waits = delays()
+        while True:
+            try:
+                return await ask(session, await session.adapters.qualified(adapter, deadline))
+            except AdapterChanged:
+                session.adapters.doubt()
+            # A worker may have seen the change before the server tells of it to us.
+            await asyncio.sleep(next(waits))
+            session = self.current(deadline.loop) or await self.open(deadline)
+
+    async def _open(self, deadline: Deadline) -> Session:
         attempt = self._attempt()
         attempt.waiting += 1
-        attempt.seconds = max(attempt.seconds, within.seconds)
+        attempt.seconds = max(attempt.seconds, deadline.seconds)
         try:
-            async with within.limit():
+            async with deadline.limit():
                 await ended(attempt.task)
         except DeadlineExceeded:
             raise
@@ -151,7 +180,7 @@ class SessionSlot:
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
-                self._end(attempt, within.loop)
+                self._end(attempt, deadline.loop)
         if attempt.is_over:
             raise ProducerClosed(CLOSED)
         return outcome(attempt.task)

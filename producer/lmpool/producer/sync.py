@@ -21,11 +21,12 @@ from lmpool.card import ModelCard
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.picks import TopK
 from lmpool.producer.copied import CopiedAsItself
-from lmpool.producer.picking import SampleOptions
+from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
+from lmpool.producer.session import WhenAbsent, WhenFull
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
-from lmpool.server import where
+from lmpool.server import RedisLike, where
 from lmpool.tasks import end_tasks
 from lmpool.vocab import Vocabulary
 
@@ -98,12 +99,34 @@ class SyncProducer(CopiedAsItself):
     Takes the arguments of `Producer`, and connects at once. It may be called from any number of threads. What is
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
+    Args:
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent: as `Producer`.
+
     Raises:
         As `Producer` and `Producer.open`.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._start(Producer(model, **settings))
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        redis: RedisLike | None = None,
+        timeout: float = 60.0,
+        cache_bytes: int = 256 * 1024 * 1024,
+        prefix: str = "lmpool",
+        when_full: WhenFull = "wait",
+        when_absent: WhenAbsent = "raise",
+    ) -> None:
+        producer = Producer(
+            model,
+            redis=redis,
+            timeout=timeout,
+            cache_bytes=cache_bytes,
+            prefix=prefix,
+            when_full=when_full,
+            when_absent=when_absent,
+        )
+        self._start(producer)
         try:
             self._connect()
         except BaseException:

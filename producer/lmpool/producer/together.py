@@ -12,9 +12,12 @@ E = TypeVar("E", bound=BaseException)
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; the first failure ends the others and is raised."""
+    requests = list(work)
+    if len(requests) == 1:  # The usual case of a batch of one needs no task.
+        return [await requests[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(request) for request in requests]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

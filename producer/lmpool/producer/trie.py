@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, Unpack, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.kernels import Kernels, Op, open_kernels
-from lmpool.producer.adapters import ask_by_revision, is_base
-from lmpool.producer.checks import iterate
 from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.session import Session
 from lmpool.producer.together import all_of, shared
 from lmpool.producer.trie_asker import Choice, TrieAsker
-from lmpool.producer.within import Within, begin
+from lmpool.prompts import list_prompts
 from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
 from lmpool.weights import check_weights
@@ -119,69 +119,53 @@ class PooledTrie(CopiedAsItself):
 
     async def _one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
         _check_source(ws, prompt, "prompt")
-        if ws is not None or is_base(options.get("adapter", "")):
-            return await self._ask_one(op, ws, prompt, options)
-        return await self._by_revision(options, lambda chosen: self._ask_one(op, None, prompt, chosen))
+        if ws is not None:
+            weights = check_weights(ws, self.structure.n_tokens, batch=False)
+            choice, deadline, is_local = self._read(options)
+            if is_local:
+                values: Values = (await self._compute(op, weights[None], choice))[0]
+                return values
+            return await self._asker.of_weights(op, weights, choice, deadline)
+        value: Values = (await self._of_prompts(op, [prompt], options))[0]
+        return value
 
     async def _many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
         _check_source(ws, prompts, "prompts")
-        if ws is not None or is_base(options.get("adapter", "")):
-            return await self._ask_many(op, ws, prompts, options)
-        # What can be gone through once only must last for another try.
-        kept = list(prompts) if isinstance(prompts, Iterator) else prompts
-        return await self._by_revision(options, lambda chosen: self._ask_many(op, None, kept, chosen))
-
-    async def _by_revision(
-        self, options: TrieOptions, ask: Callable[[TrieOptions], Coroutine[Any, Any, Values]]
-    ) -> Values:
-        """Ask with an adapter as jobs name it, and again when its weights change meanwhile."""
-        _, within, _ = self._read(options)
-
-        def ask_with(chosen: str) -> Coroutine[Any, Any, Values]:
-            return ask({**options, "adapter": chosen, "timeout": cast(Any, within)})
-
-        return await ask_by_revision(self._asker.rows, options.get("adapter", ""), within, ask_with)
-
-    async def _ask_one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
-        weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=False)
-        choice, within, is_local = self._read(options)
-        if weights is None:
-            models, (encoded,) = await self._asker.encode([prompt], options.get("adapter", ""), within)
-            if not is_local:
-                return await self._asker.of_prompt(op, models, encoded, choice, within)
-            weights = await self._asker.row(op, models, encoded, within)
-        if is_local:
-            values: Values = (await self._compute(op, weights[None], choice))[0]
-            return values
-        return await self._asker.of_weights(op, weights, choice, within)
-
-    async def _ask_many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
-        weights = None if ws is None else check_weights(ws, self.structure.n_tokens, batch=True)
-        choice, within, is_local = self._read(options)
-        asker = self._asker
-        if weights is None:
-            asked = iterate(() if prompts is None else prompts)
-            models, encoded = await asker.encode(asked, options.get("adapter", ""), within)
-            if not is_local:
-                out = np.empty((len(encoded), choice.size), np.float32)
-                pairs = zip(encoded, out, strict=True)
-                await all_of([asker.of_prompt(op, models, prompt, choice, within, row) for prompt, row in pairs])
-                return out
-            rows = await all_of([asker.row(op, models, one, within) for one in encoded])
-            weights = np.array(rows, np.float32).reshape(-1, self.structure.n_tokens)
+        if prompts is not None:
+            return await self._of_prompts(op, list_prompts(prompts), options)
+        weights = check_weights(ws, self.structure.n_tokens, batch=True)
+        choice, deadline, is_local = self._read(options)
         if is_local:
             return await self._compute(op, weights, choice)
         out = np.empty((len(weights), choice.size), np.float32)
-        await all_of([asker.of_weights(op, one, choice, within, row) for one, row in zip(weights, out, strict=True)])
+        asker, pairs = self._asker, zip(weights, out, strict=True)
+        await all_of([asker.of_weights(op, weight, choice, deadline, row) for weight, row in pairs])
         return out
 
-    def _read(self, options: TrieOptions) -> tuple[Choice, Within, bool]:
+    async def _of_prompts(self, op: Op, prompts: list[Any], options: TrieOptions) -> Values:
+        """Values for the rows of prompts: (n, number of nodes that are wanted)."""
+        choice, deadline, is_local = self._read(options)
+        asker = self._asker
+
+        async def ask(models: Session, adapter: str) -> Values:
+            encoded = asker.encode(models, prompts, adapter)
+            if is_local:
+                rows = await all_of([asker.row(op, models, prompt, deadline) for prompt in encoded])
+                return await self._compute(op, np.array(rows, np.float32).reshape(-1, self.structure.n_tokens), choice)
+            out = np.empty((len(encoded), choice.size), np.float32)
+            pairs = zip(encoded, out, strict=True)
+            await all_of([asker.of_prompt(op, models, prompt, choice, deadline, row) for prompt, row in pairs])
+            return out
+
+        return await asker.rows.request(options.get("adapter", ""), deadline, ask)
+
+    def _read(self, options: TrieOptions) -> tuple[Choice, Deadline, bool]:
         if not options.keys() <= _OPTIONS:
             raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
         timeout, local = options.get("timeout"), options.get("local")
-        within = begin(timeout, self._timeout)
+        deadline = Deadline.of(timeout, self._timeout)
         choice = self._choose(options.get("nodes"), options.get("under"))
-        return choice, within, self._local if local is None else local
+        return choice, deadline, self._local if local is None else local
 
     def _choose(self, nodes: Any, under: Any) -> Choice:
         if nodes is not None or type(under) is not bytes:

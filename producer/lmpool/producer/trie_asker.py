@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from lmpool.asks import Selection, TrieAsk
 from lmpool.errors import CorruptRow, InvalidWeights, RequestFailed, SettingsError, SourceMissing, UnknownVocabulary
 from lmpool.kernels import Kernels, Op
-from lmpool.producer.checks import encode
+from lmpool.producer.deadline import Deadline
 from lmpool.producer.session import Session
 from lmpool.producer.slot import SessionSlot
-from lmpool.producer.within import Within
 from lmpool.prompts import Prompt, digest_of
 from lmpool.trie import Trie
 from lmpool.weights import SentWeights
@@ -92,7 +91,7 @@ class TrieAsker:
         self._tries = tries
 
     async def of_weights(
-        self, op: Op, weights: Values, choice: Choice, within: Within, out: Values | None = None
+        self, op: Op, weights: Values, choice: Choice, deadline: Deadline, out: Values | None = None
     ) -> Values:
         """The values for weights of shape (V,), which travel to a trie worker.
 
@@ -100,32 +99,41 @@ class TrieAsker:
             op: what to take over the weights.
             weights: float32 (V,), which must not change meanwhile.
             choice: of which nodes.
-            within: for how long.
+            deadline: for how long.
             out: where to put the values, if not in an array of their own.
         """
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
         length = self._trie.n_inner if choice.nodes is None else choice.size
-        session = self._tries.current(within.loop) or await self._tries.open(within)
+        session = self._tries.current(deadline.loop) or await self._tries.open(deadline)
 
         async def ask() -> Values:
             sent = SentWeights(weights)
             packed = TrieAsk(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
-            return await session.answer(_NO_PROMPT.asking(packed, length), within, weights=sent)
+            return await session.answer(_NO_PROMPT.asking(packed, length), deadline, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
-        found = await self._insist(session, ask, within)
+        found = await self._insist(session, ask, deadline)
         return self._trie.expand(found, weights, out) if choice.nodes is None else _put(found, out)
 
-    async def encode(self, prompts: Iterable[Any], adapter: str, within: Within) -> tuple[Session, list[Prompt]]:
-        """Prompts of the model, all checked before any is sent, and the session with the model's workers."""
-        models = self.rows.current(within.loop) or await self.rows.open(within)
-        encoded = [encode(models.card, ids, adapter) for ids in prompts]
-        self._check_fit(models)
-        return models, encoded
+    def encode(self, models: Session, prompts: Iterable[Any], adapter: str) -> list[Prompt]:
+        """Prompts of the model, all checked before any is sent.
+
+        Raises:
+            InvalidPrompt: one is none for this model.
+            InvalidWeights: the model's rows are not as long as the vocabulary.
+        """
+        encoded = [models.encode(ids, adapter) for ids in prompts]
+        card, tokens = models.card, self._trie.n_tokens
+        if tokens != card.vocab_size:
+            raise InvalidWeights(
+                f"the rows of the model {card.name!r} have {card.vocab_size} entries, but the vocabulary has {tokens} "
+                "tokens: use `await producer.trie()` for the model's own"
+            )
+        return encoded
 
     async def of_prompt(
-        self, op: Op, models: Session, prompt: Prompt, choice: Choice, within: Within, out: Values | None = None
+        self, op: Op, models: Session, prompt: Prompt, choice: Choice, deadline: Deadline, out: Values | None = None
     ) -> Values:
         """The values for a prompt's row, which stays where it is; see `of_weights`."""
         if choice.size == 0:
@@ -133,45 +141,45 @@ class TrieAsker:
         trie = self._trie
         length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
         ask = TrieAsk(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
-        found = await self._of_row(models, prompt, ask, length, within)
+        found = await self._of_row(models, prompt, ask, length, deadline)
         if choice.nodes is None:
             return trie.expand(found[: trie.n_inner], found[trie.n_inner :], out)
         return _put(found, out)
 
-    async def row(self, op: Op, models: Session, prompt: Prompt, within: Within) -> Values:
+    async def row(self, op: Op, models: Session, prompt: Prompt, deadline: Deadline) -> Values:
         """The weights that a prompt stands for, (V,), for computing in this process."""
         row = models.kept(prompt)
         if row is None:
-            row = await models.answer(prompt, within)
+            row = await models.answer(prompt, deadline)
         return row if op == "logsumexp" else np.exp(row)
 
-    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieAsk, length: int, within: Within) -> Values:
+    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieAsk, length: int, deadline: Deadline) -> Values:
         async def ask_models() -> Values:
-            return await models.answer(prompt.asking(ask.pack(), length), within)
+            return await models.answer(prompt.asking(ask.pack(), length), deadline)
 
         if models.card.answers_tries:
             try:
-                return await self._insist(models, ask_models, within, 1)
+                return await self._insist(models, ask_models, deadline, 1)
             except SourceMissing:
                 pass  # Another worker of this model has no tries.
-        tries = self._tries.current(within.loop) or await self._tries.open(within)
+        tries = self._tries.current(deadline.loop) or await self._tries.open(deadline)
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.
             packed = TrieAsk(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
-            return await tries.answer(_NO_PROMPT.asking(packed, length), within)
+            return await tries.answer(_NO_PROMPT.asking(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
             # Fetching a damaged row has it computed anew.
-            await models.answer(prompt, within, touch=isinstance(error, SourceMissing))
+            await models.answer(prompt, deadline, touch=isinstance(error, SourceMissing))
 
-        return await self._insist(tries, ask_once, within, mend=compute)
+        return await self._insist(tries, ask_once, deadline, mend=compute)
 
     async def _insist(
         self,
         session: Session,
         ask: Callable[[], Awaitable[Values]],
-        within: Within,
+        deadline: Deadline,
         missing: int = _MOST_MISSING,
         mend: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
@@ -180,7 +188,7 @@ class TrieAsker:
         Args:
             session: whom.
             ask: asks once.
-            within: for how long.
+            deadline: for how long.
             missing: how often the row or the weights may be missing.
             mend: brings them; otherwise asking again does.
 
@@ -197,21 +205,13 @@ class TrieAsker:
                 if not knows:
                     raise
                 knows = False
-                await session.vocabularies.register(self._trie.vocabulary, within)
+                await session.vocabularies.register(self._trie.vocabulary, deadline)
             except (SourceMissing, CorruptRow) as error:
                 missing -= 1
                 if not missing:
                     raise
                 if mend is not None:
                     await mend(error)
-
-    def _check_fit(self, models: Session) -> None:
-        card, tokens = models.card, self._trie.n_tokens
-        if tokens != card.vocab_size:
-            raise InvalidWeights(
-                f"the rows of the model {card.name!r} have {card.vocab_size} entries, but the vocabulary has {tokens} "
-                "tokens: use `await producer.trie()` for the model's own"
-            )
 
 
 def _put(values: Values, out: Values | None) -> Values:

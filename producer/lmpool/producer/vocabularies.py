@@ -7,7 +7,7 @@ import asyncio
 from lmpool.errors import UnknownVocabulary
 from lmpool.keys import Keys
 from lmpool.producer.channel import TROUBLE, Channel
-from lmpool.producer.within import Within
+from lmpool.producer.deadline import Deadline
 from lmpool.registry import look_up, register
 from lmpool.vocab import Vocabulary
 
@@ -26,7 +26,7 @@ class Vocabularies:
         self._sending = asyncio.Lock()
         self._sent: dict[str, float] = {}
 
-    async def of_model(self, within: Within) -> Vocabulary:
+    async def of_model(self, deadline: Deadline) -> Vocabulary:
         """What the model's tokens stand for.
 
         Raises:
@@ -40,12 +40,12 @@ class Vocabularies:
                 "the bytes of its tokens: pass the byte strings yourself"
             )
         try:
-            async with within.limit():
+            async with deadline.limit():
                 return await look_up(self._channel.redis, self._keys, card.vocabulary)
         except TROUBLE as error:
             raise self._channel.explain(error) from error
 
-    async def register(self, vocabulary: Vocabulary, within: Within) -> None:
+    async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Have the pool know a vocabulary that a worker has just said it does not know.
 
         Raises:
@@ -56,7 +56,7 @@ class Vocabularies:
         try:
             # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
             # and the first of them sends it for all.
-            async with within.limit(), self._sending:
+            async with deadline.limit(), self._sending:
                 if self._sent.get(vocabulary.digest, since) <= since:
                     # Whatever the pool has under its name, the worker could not read it.
                     await register(self._channel.redis, self._keys, vocabulary, anew=True)

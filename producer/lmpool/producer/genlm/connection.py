@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 from lmpool.errors import ProducerClosed
-from lmpool.producer.checks import ENDLESS_S, check_timeout
+from lmpool.producer.deadline import ENDLESS_S, check_timeout
 from lmpool.producer.producer import Producer
 from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats

@@ -8,7 +8,7 @@ from typing import Any
 
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
-from lmpool.producer.checks import check_timeout
+from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import Address
 from lmpool.producer.genlm.language_model import PooledLM
 from lmpool.producer.genlm.llm_opts import check_known, command_options, split

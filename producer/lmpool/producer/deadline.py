@@ -1,35 +1,37 @@
-"""A deadline that several steps of a request share."""
+"""Deadlines: what callers give as `timeout`, and the moment that all steps of a request share."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Self
 
-from lmpool.errors import DeadlineExceeded
-from lmpool.producer.checks import ENDLESS_S, check_timeout
+from lmpool.checks import shown
+from lmpool.errors import DeadlineExceeded, SettingsError
+
+ENDLESS_S = 9e8
+"""What stands for no deadline at all: a request ends in its row, or when nobody could have answered it for long.
+
+Infinity would make deadlines that cannot be reckoned with.
+"""
 
 ALONE_S = 60.0
 """For how long what has no deadline bears that nobody could answer it: no worker, or no server."""
 
 
-def begin(timeout: float | Within | None, default: float) -> Within:
-    """The deadline of a call that begins now.
-
-    Args:
-        timeout: seconds; None for the default. The deadline of a call that this one is part of stays what it is, so
-            that errors name the seconds that its caller gave.
-        default: seconds.
+def check_timeout(timeout: float) -> float:
+    """Seconds that a request may take.
 
     Raises:
-        SettingsError: `timeout` is not a number above 0.
+        SettingsError: not a number above 0.
     """
-    if isinstance(timeout, Within):
-        return timeout
-    return Within(default if timeout is None else check_timeout(timeout))
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
+        raise SettingsError(f"timeout: {shown(timeout)} must be a number of seconds above 0")
+    return float(timeout)
 
 
-class Within:
+class Deadline:
     """A deadline.
 
     Args:
@@ -48,6 +50,19 @@ class Within:
         self.loop = asyncio.get_running_loop()
         self.end = self.loop.time() + seconds
 
+    @classmethod
+    def of(cls, timeout: float | None, default: float) -> Self:
+        """The deadline of a call that begins now.
+
+        Args:
+            timeout: seconds; None for the default.
+            default: seconds.
+
+        Raises:
+            SettingsError: `timeout` is not a number above 0.
+        """
+        return cls(default if timeout is None else check_timeout(timeout))
+
     @property
     def left(self) -> float:
         """Seconds until the deadline.
@@ -60,9 +75,9 @@ class Within:
             raise self._late()
         return left
 
-    def bounded(self) -> Within:
+    def bounded(self) -> Deadline:
         """This deadline; where there is none, that of something which no worker has to compute."""
-        return Within(ALONE_S) if self.seconds == ENDLESS_S else self
+        return Deadline(ALONE_S) if self.seconds == ENDLESS_S else self
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time (timeout=)")

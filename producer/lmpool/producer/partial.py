@@ -1,0 +1,397 @@
+"""Less than a row: some entries, the likeliest tokens, a draw, the scores of a continuation; only that travels."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.asks import FreshAsk, SampleAsk, ScoreAsk, TopAsk
+from lmpool.checks import shown
+from lmpool.errors import (
+    CorruptRow,
+    InvalidPrompt,
+    ModelMismatch,
+    NotTokenIds,
+    PromptTooLong,
+    ProtocolError,
+    SettingsError,
+    SourceMissing,
+    TokenOutOfRange,
+)
+from lmpool.picks import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.entries import WantedEntries
+from lmpool.producer.session import Session
+from lmpool.producer.slot import SessionSlot
+from lmpool.producer.together import all_of
+from lmpool.prompts import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
+from lmpool.rowcache import Row
+from lmpool.rows import check_logprobs, check_row
+
+T = TypeVar("T")
+
+_MOST_READ_IN_PLACE = 128
+"""Entries of one row; for more, fetching the row costs the server less than looking each up."""
+
+
+class SampleOptions(TypedDict, total=False):
+    """Options of `Producer.sample` and `Producer.batch_sample`.
+
+    Attributes:
+        temperature: divides the log-probabilities (default 1); 0 takes the likeliest token.
+        top_p: draw among the likeliest tokens only, the fewest that have at least this probability together (default
+            1: among all).
+        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn (`lmpool.picks.sample`); None, the
+            default, draws anew each time.
+        adapter: as `Producer.logprobs`.
+        timeout: as `Producer.logprobs`.
+    """
+
+    temperature: float
+    top_p: float
+    seed: int | None
+    adapter: str
+    timeout: float | None
+
+
+_OPTIONS = SampleOptions.__optional_keys__
+
+
+class PartialRows:
+    """Asks for the likeliest tokens, for a token that is drawn, for what a continuation scores.
+
+    Mixed into `Producer`. Workers answer from the row, whether they have just computed it or the cache has it; only the
+    answer travels. A row that is computed for an answer is cached for everyone.
+
+    All calls take `adapter` and `timeout` as `Producer.logprobs` does and raise what it raises; those for several
+    prompts check all of them before the first is sent, and end with the first failure.
+    """
+
+    _rows: SessionSlot
+    _timeout: float
+
+    async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+        """The `k` likeliest tokens, likeliest first; of equal ones the lowest id first.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+            k: how many, 1 to V.
+
+        Returns:
+            log-probabilities, float32 of shape (k,), and token ids, int64 of shape (k,).
+
+        Raises:
+            SettingsError: `k` is out of range.
+        """
+
+        def ask(session: Session, name: str, deadline: Deadline) -> Coroutine[Any, Any, TopK]:
+            return ask_top(session, session.encode(ids, name), _check_k(k, session), deadline)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def batch_topk(
+        self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None
+    ) -> TopK:
+        """As `topk`, for n prompts: both arrays have the shape (n, k)."""
+        asked = list_prompts(prompts)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
+            encoded = [session.encode(ids, name) for ids in asked]
+            count = _check_k(k, session)
+            tops = await all_of([ask_top(session, prompt, count, deadline) for prompt in encoded])
+            values = np.array([best.values for best in tops], np.float32).reshape(-1, count)
+            return TopK(values, np.array([best.ids for best in tops], np.int64).reshape(-1, count))
+
+        return await self._request(adapter, timeout, ask)
+
+    async def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
+        """A token drawn from the distribution of the next one.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+            options: see `SampleOptions`.
+
+        Raises:
+            SettingsError: an option is unknown or out of range.
+        """
+        return int((await self.batch_sample([ids], **options))[0])
+
+    async def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
+        """As `sample`, for n prompts; the i-th is drawn with `seed` + i.
+
+        Returns:
+            int64 token ids of shape (n,).
+        """
+        if not options.keys() <= _OPTIONS:
+            raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
+        asked = list_prompts(prompts)
+        seed = options.get("seed")
+        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), seed)
+        seeds = [secrets.randbits(64) if seed is None else (sampling.seed + at) & MOST_SEED for at in range(len(asked))]
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
+            encoded = [session.encode(ids, name) for ids in asked]
+            draws = zip(encoded, [sampling._replace(seed=own) for own in seeds], strict=True)
+            drawn = await all_of([ask_sample(session, *draw, deadline, private=seed is None) for draw in draws])
+            return np.array(drawn, np.int64)
+
+        return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
+
+    async def score(
+        self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """What each token of a continuation scores: its log-probability after the prompt and the tokens before it.
+
+        Workers of backends that can (`model.scores`) run one forward for it; otherwise the rows of all prefixes are
+        computed. Forwards of different lengths round differently: expect what rows say to about 1e-4 in float32.
+
+        Args:
+            prompt: as for `Producer.logprobs`.
+            continuation: token ids, at least one. Both together are at most as long as the model's longest prompt.
+
+        Returns:
+            float32 of shape (m,), one for each token of the continuation; their sum is what all of it scores.
+        """
+        return (await self.batch_score([prompt], [continuation], adapter=adapter, timeout=timeout))[0]
+
+    async def batch_score(
+        self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """As `score`, for n prompts with a continuation each.
+
+        Raises:
+            SettingsError: there are not as many continuations as prompts.
+        """
+        first_ids, second_ids = list_prompts(prompts), list_prompts(continuations)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> list[Row]:
+            firsts = [session.encode(ids, name) for ids in first_ids]
+            try:
+                seconds = [session.encode(ids, name) for ids in second_ids]
+            except InvalidPrompt as error:
+                raise type(error)(f"continuation: {error}") from error
+            if len(firsts) != len(seconds):
+                raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
+            return await all_of([ask_scores(session, *pair, deadline) for pair in zip(firsts, seconds, strict=True)])
+
+        return await self._request(adapter, timeout, ask)
+
+    async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
+        """Have a prompt's row computed and cached, without having it sent.
+
+        The worker that computes it also keeps its keys and values for prompts that extend it. A row that is cached is
+        not computed again, so then no worker is warmed.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> None:
+            prompt = session.encode(ids, name)
+            if session.kept(prompt) is None:
+                await session.answer(prompt, deadline, touch=True)
+
+        await self._request(adapter, timeout, ask)
+
+    async def _request(
+        self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
+    ) -> T:
+        """One request: by its deadline, and with the adapter as jobs name it (see `SessionSlot.request`)."""
+        deadline = Deadline.of(timeout, self._timeout)
+        return await self._rows.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
+
+
+def _check_k(k: Any, session: Session) -> int:
+    vocab_size = session.card.vocab_size
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= vocab_size:
+        raise SettingsError(f"k: {shown(k)} must be a whole number from 1 to {vocab_size}, the model's V")
+    return int(k)
+
+
+def read_targets(targets: Any, vocab_size: int) -> list[int]:
+    """Check which entries of a row a caller wants.
+
+    Raises:
+        NotTokenIds: not a flat sequence of at least one integer.
+        TokenOutOfRange: an id is negative or not below `vocab_size`.
+    """
+    # Ids in a list, as nearly always: numpy would cost several times as much.
+    if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
+        targets = _read_ids(targets, 1).tolist()
+    _check_range(min(targets), max(targets), vocab_size)
+    return list(targets)
+
+
+def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
+    """As `read_targets`, for `count` prompts: the same for all of them, or as many lists of equal length.
+
+    Returns:
+        the targets of each prompt, and how many each has.
+    """
+    ids = _read_ids(targets, 2)
+    if ids.ndim == 1:
+        return [read_targets(ids.tolist(), vocab_size)] * count, len(ids)
+    if len(ids) != count:
+        raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
+    return [read_targets(own, vocab_size) for own in ids.tolist()], ids.shape[1]
+
+
+def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
+    try:
+        ids = np.asarray(targets)
+        # numpy makes integers of bools that stand among them.
+        has_bools = isinstance(targets, (list, tuple)) and any(isinstance(one, (bool, np.bool_)) for one in targets)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
+    if has_bools or not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise NotTokenIds(f"targets: {shown(targets)} must be a list of at least 1 token id")
+    return ids
+
+
+def _check_range(low: int, high: int, vocab_size: int) -> None:
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise TokenOutOfRange(
+            f"targets: token id {shown(wrong)} is out of range: this model's go from 0 to {vocab_size - 1}"
+        )
+
+
+def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
+    """Check how a token is to be drawn; the seed is 0 when there is none.
+
+    Raises:
+        SettingsError: a value is malformed.
+    """
+    for name, value, least, most in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
+        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (name == "top_p" and value == 0):
+            wanted = "above 0 and at most 1" if name == "top_p" else f"from 0 to {most:g}"
+            raise SettingsError(f"{name}: {shown(value)} must be a number {wanted}")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
+        raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
+    if seed is not None and not 0 <= seed <= MOST_SEED:
+        raise SettingsError(f"seed: {shown(seed)} must be from 0 to {MOST_SEED}")
+    return Sampling(float(temperature), float(top_p), int(seed or 0))
+
+
+async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
+    """Some entries of a row, float32 (k,)."""
+    row = session.kept(prompt)
+    if row is None and len(targets) <= _MOST_READ_IN_PLACE:
+        wanted = WantedEntries(prompt.digest, targets)
+        found = await session.read_entries(wanted, deadline)
+        if found is None:
+            await session.answer(prompt, deadline, touch=True)
+            found = await session.read_entries(wanted, deadline)
+        elif not isinstance(found, CorruptRow):
+            session.count_hit(deadline)
+        if found is not None and not isinstance(found, CorruptRow):
+            return found
+    if row is None:
+        # Many entries, or none could be read: fetching a damaged row has it computed anew.
+        row = await session.answer(prompt, deadline)
+    return entries_of(row, targets)
+
+
+def entries_of(row: Row, targets: list[int]) -> Row:
+    """Some entries of a row.
+
+    Raises:
+        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter now.
+    """
+    if max(targets) >= len(row):
+        raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
+    return row[targets]
+
+
+async def _answer(
+    session: Session, prompt: Prompt, deadline: Deadline, read: Callable[[Row], T], *, private: bool = False
+) -> T:
+    """Ask, and read the answer; one that is damaged in the cache is replaced.
+
+    Args:
+        session: whom.
+        prompt: what.
+        deadline: for how long.
+        read: reads it, or raises ProtocolError.
+        private: as `Session.answer`.
+
+    Raises:
+        CorruptRow: it is damaged again.
+    """
+    answer = await session.answer(prompt, deadline, private=private)
+    try:
+        return read(answer)
+    except ProtocolError:
+        pass
+    try:
+        return read(await session.answer(prompt, deadline, private=private, damaged=True))
+    except ProtocolError as error:
+        raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
+
+
+async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) -> TopK:
+    """The `k` largest entries of a row."""
+    row = session.kept(prompt)
+    if row is not None:
+        return top(row, k)
+    asking = prompt.asking(TopAsk(k).pack(), 2 * k)
+    return await _answer(session, asking, deadline, lambda answer: unpack_top(answer, session.card.vocab_size))
+
+
+async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: Deadline, *, private: bool) -> int:
+    """A token drawn from a row."""
+    row = session.kept(prompt)
+    if row is not None:
+        return sample(row, how)
+    asking = prompt.asking(SampleAsk(how).pack(), 1)
+    read = partial(unpack_token, vocab_size=session.card.vocab_size)
+    return await _answer(session, asking, deadline, read, private=private)
+
+
+async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline) -> Row:
+    """The log-probability of each token of a continuation, float32 (m,)."""
+    card, ids = session.card, prompt.ids + continuation.ids
+    start, end = len(prompt.ids) // 4, len(ids) // 4
+    if end > card.max_prompt_tokens:
+        raise PromptTooLong(
+            f"the prompt and its continuation have {end} tokens: this model takes at most {card.max_prompt_tokens}"
+        )
+    if card.scores:
+        whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
+        try:
+            asking = whole.asking(ScoreAsk(start).pack(), end - start)
+            return await _answer(session, asking, deadline, check_logprobs)
+        except SourceMissing:
+            pass  # Another worker of this model does not score.
+    # One after the other would be slow; workers keep what prefixes have in common.
+    prefixes = [ids[: 4 * at] for at in range(start, end)]
+    prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
+    wanted = decode_ids(continuation.ids).tolist()
+    pairs = zip(prompts, wanted, strict=True)
+    found = await all_of([ask_entries(session, one, [token], deadline) for one, token in pairs])
+    return np.concatenate(found)
+
+
+async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
+    """A row that is computed now, whatever caches hold."""
+    ask = FreshAsk(secrets.token_bytes(DIGEST_SIZE)).pack()
+    return await _answer(session, prompt.asking(ask, session.card.vocab_size), deadline, check_row, private=True)
+
+
+async def ask_entries_of_all(
+    session: Session, prompts: Sequence[Prompt], targets: Sequence[list[int]], count: int, deadline: Deadline
+) -> NDArray[np.float32]:
+    """Some entries of each of several rows, `count` each: float32 (n, count)."""
+    out = np.empty((len(prompts), count), np.float32)
+
+    async def ask(at: int) -> None:
+        out[at] = await ask_entries(session, prompts[at], targets[at], deadline)
+
+    await all_of([ask(at) for at in range(len(prompts))])
+    return out
