@@ -81,16 +81,15 @@ def test_the_numbers_depend_on_the_byte_strings_only(tokens: list[bytes], rng: r
 
 
 def test_arrays_have_the_types_that_kernels_expect_and_cannot_be_changed() -> None:
-    built = Trie(EXAMPLE)
-    for trie in (built, Trie.from_bytes(built.to_bytes())):
-        for name, array in arrays_of(trie).items():
-            assert array.dtype == (np.uint8 if name == "label" else np.int32), name
-            assert array.flags.c_contiguous
-            assert array.flags.aligned
-            with pytest.raises(ValueError, match="read-only"):
-                array[0] = 1
+    trie = Trie(EXAMPLE)
+    for name, array in arrays_of(trie).items():
+        assert array.dtype == (np.uint8 if name == "label" else np.int32), name
+        assert array.flags.c_contiguous
+        assert array.flags.aligned
         with pytest.raises(ValueError, match="read-only"):
-            trie.children(0)[0] = 1
+            array[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        trie.children(0)[0] = 1
 
 
 # Vocabularies of every shape

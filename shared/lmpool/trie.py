@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.checks import shown
-from lmpool.errors import ProtocolError, UnknownNode
-from lmpool.trie_arrays import TrieArrays, build_arrays
-from lmpool.trie_file import decode_trie, encode_trie
+from lmpool.errors import UnknownNode
+from lmpool.trie_arrays import build_arrays
 from lmpool.vocab import Vocabulary
 
 _MOST_SHOWN = 120
@@ -58,12 +53,8 @@ class Trie:
         Raises:
             InvalidVocabulary: as `Vocabulary`.
         """
-        made = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-        self._set(made, build_arrays(made))
-
-    def _set(self, vocabulary: Vocabulary, arrays: TrieArrays) -> None:
-        self.vocabulary = vocabulary
-        self._arrays = arrays
+        self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
+        self._arrays = arrays = build_arrays(self.vocabulary)
         for array in arrays:
             array.flags.writeable = False
         self.parent, self.label, self.depth, self.leaf, self.child_start, self.child = arrays[:6]
@@ -249,54 +240,6 @@ class Trie:
                 f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit a trie of "
                 f"{self.n_inner} inner nodes and {self.n_tokens} tokens"
             )
-
-    def to_bytes(self) -> bytes:
-        """The trie and its vocabulary, as `lmpool.trie_file` lays them out."""
-        return encode_trie(self.vocabulary, self._arrays)
-
-    @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview | mmap.mmap) -> Self:
-        """Read what `to_bytes` made.
-
-        Args:
-            data: is used in place if it is read-only and lies at a multiple of 8 bytes, else copied.
-
-        Raises:
-            ProtocolError: the bytes are not a trie.
-        """
-        view = memoryview(data).cast("B")
-        if not view.readonly or np.frombuffer(view, np.uint8).ctypes.data % 8:
-            view = memoryview(bytes(view))
-        trie = cls.__new__(cls)
-        trie._set(*decode_trie(view))
-        return trie
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trie to a file, in one step: processes that have mapped an older one keep that.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        target = Path(path)
-        written = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            written.write_bytes(self.to_bytes())
-            written.replace(target)
-        finally:
-            written.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Map a saved trie into memory: processes that load the same file share its arrays.
-
-        Raises:
-            ProtocolError: the file is not a trie.
-            OSError: the file cannot be read.
-        """
-        with Path(path).open("rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise ProtocolError(f"{path} is empty: build and save the trie again")
-            return cls.from_bytes(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def __eq__(self, other: object) -> bool:
         return self.vocabulary == other.vocabulary if isinstance(other, Trie) else NotImplemented

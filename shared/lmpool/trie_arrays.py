@@ -49,21 +49,12 @@ def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
     leaf[order] = last
 
     # A node's depth grows by one within its token, from what the token shares with the one before it.
-    depth = np.zeros(int(last[-1]) + 1, np.int64)
-    depth[1:] = np.arange(1, depth.size) - np.repeat(last - lengths, added)
-    label = np.zeros(depth.size, np.uint8)
-    label[1:] = data[np.repeat(starts - 1, added) + depth[1:]]
-    return derive_arrays(depth.astype(np.int32), label, leaf)
+    depths = np.zeros(int(last[-1]) + 1, np.int64)
+    depths[1:] = np.arange(1, depths.size) - np.repeat(last - lengths, added)
+    label = np.zeros(depths.size, np.uint8)
+    label[1:] = data[np.repeat(starts - 1, added) + depths[1:]]
+    depth = depths.astype(np.int32)
 
-
-def derive_arrays(depth: NDArray[np.int32], label: NDArray[np.uint8], leaf: NDArray[np.int32]) -> TrieArrays:
-    """All arrays of a trie from the three that decide it.
-
-    Args:
-        depth: (N,), 0 at the root only, each at most one more than the one before.
-        label: (N,).
-        leaf: (V,), from 0 to N - 1.
-    """
     parent = _parents(depth)
     child_start, child = _children(parent)
     home, inner_parent, value_of = _plan(parent, np.diff(child_start), leaf)
