@@ -41,7 +41,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: demo demo-vllm demo-sglang chaos fuzz test collect test-main test-others test-smoke test-vllm $(VLLM_RUNS) \
-	test-sglang test-servers test-cluster model-check lint scan bench bench-compare clean
+	test-sglang test-engines-newest test-servers test-cluster model-check lint bench bench-compare clean
 
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
@@ -98,6 +98,12 @@ test-vllm-v2: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 
+# The same on the newest releases of the package index, in environments of their own, which are upgraded every time (-W):
+# whether the backends work with what pyproject.toml and their settings do not allow yet. Prints the versions.
+test-engines-newest:
+	LMPOOL_TEST_NEWEST=1 $(MAKE) --keep-going -W tools/install_engine.py NEWEST=--newest \
+		VLLM=$(VLLM)-newest SGLANG=$(SGLANG)-newest test-vllm test-sglang
+
 # Workers, connections and the server are struck at random while clients compare every row; prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --seconds 180
@@ -137,11 +143,6 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Whether the newest releases of the engines still have what the backends rely on: a warning, not a failure.
-scan: $(INSTALLED)
-	@$(BIN)/python -m tools.engine_scan; case $$? in 0) ;; 1) echo "warning: an engine has moved, see above" ;; \
-		*) echo "warning: the newest engines could not be looked at" ;; esac
-
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
@@ -164,11 +165,11 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	touch $@
 
 $(VLLM_INSTALLED): pyproject.toml tools/install_engine.py
-	$(PYTHON) -m tools.install_engine vllm $(VLLM)
+	$(PYTHON) -m tools.install_engine $(NEWEST) vllm $(VLLM)
 	touch $@
 
 $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
-	$(PYTHON) -m tools.install_engine sglang $(SGLANG)
+	$(PYTHON) -m tools.install_engine $(NEWEST) sglang $(SGLANG)
 	touch $@
 
 $(SMOLLM2): $(INSTALLED)

@@ -1,9 +1,11 @@
 """Make a virtual environment with an engine that runs on a CPU, and with this checkout: for tests and demos.
 
     python -m tools.install_engine vllm .cache/venv-vllm
+    python -m tools.install_engine --newest vllm .cache/venv-vllm-newest
 
 The engines' own packages want CUDA, and their pins conflict, so each has an environment of its own. What is there
-already is left alone. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
+already is left alone; `--newest` upgrades it to the newest release of the package index instead of the pinned one,
+whatever the ranges of pyproject.toml say. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
 """
 
 from __future__ import annotations
@@ -36,37 +38,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--newest", action="store_true", help="the newest release, upgraded by every call")
     given = parser.parse_args()
     python = given.folder / "bin" / "python"
     stamp, wanted = given.folder / _STAMP, json.dumps([_TORCH, _VLLM, _SGLANG, _SGLANG_NEEDS])
-    if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"installing {given.engine} into {given.folder} (once; some minutes)", flush=True)
+    if given.newest or not stamp.exists() or stamp.read_text() != wanted:
+        how = "the newest" if given.newest else "once"
+        print(f"installing {given.engine} into {given.folder} ({how}; some minutes)", flush=True)
         if not python.exists():
             venv.create(given.folder, with_pip=True)
-        # First, so that nothing else brings another build of it.
-        _pip(python, _TORCH)
-        _install_vllm(python) if given.engine == "vllm" else _install_sglang(python)
-        stamp.write_text(wanted)
+        _install_vllm(python, given.newest) if given.engine == "vllm" else _install_sglang(python, given.newest)
+        if not given.newest:
+            stamp.write_text(wanted)
     _pip(python, "-c", str(REPOSITORY / "constraints.txt"), "-e", f"{REPOSITORY}[worker,test]")
 
 
-def _install_vllm(python: Path) -> None:
-    _pip(python, "--no-deps", _VLLM)
-    code = "import importlib.metadata as m, json, sys; print(json.dumps(m.requires(sys.argv[1])))"
-    stated = subprocess.run([python, "-c", code, _VLLM.partition("==")[0]], capture_output=True, text=True, check=True)
-    needed = [line for line in json.loads(stated.stdout) if "extra ==" not in line and _name(line) not in _LEFT_OUT]
+def _install_vllm(python: Path, newest: bool) -> None:
+    stated = _install_alone(python, _VLLM, newest)
+    needed = [line for line in stated if _name(line) not in _LEFT_OUT]
+    # It says +cpu, which PyPI has no builds of.
+    torch = [line.replace("+cpu", "") for line in stated if _name(line) == "torch"] if newest else [_TORCH]
+    _pip(python, *torch, *needed)
+
+
+def _install_sglang(python: Path, newest: bool) -> None:
+    stated = {_name(line): line for line in _install_alone(python, _SGLANG, newest)}
+    needed = [stated.get(_name(need), _name(need)) for need in _SGLANG_NEEDS] if newest else _SGLANG_NEEDS
+    # The version of torch that it states is there for CUDA.
     _pip(python, _TORCH, *needed)
 
 
-def _install_sglang(python: Path) -> None:
-    _pip(python, _TORCH, *_SGLANG_NEEDS)
-    _pip(python, "--no-deps", _SGLANG)
+def _install_alone(python: Path, pinned: str, newest: bool) -> list[str]:
+    """Install an engine without what it requires, and return that, but for its extras."""
+    name = pinned.partition("==")[0]
+    _pip(python, "--no-deps", *(["--upgrade", name] if newest else [pinned]))
+    code = f"import importlib.metadata as m, json; print(json.dumps([m.version({name!r}), m.requires({name!r})]))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    version, stated = json.loads(done.stdout)
+    if newest:
+        print(f"{name} {version} is the newest; `make test` has {pinned}", flush=True)
+    return [line for line in stated if "extra ==" not in line]
 
 
 def _name(requirement: str) -> str:
-    """The name at the beginning of a requirement."""
+    """The name at the beginning of a requirement, as PyPI writes it."""
     end = next((at for at, char in enumerate(requirement) if not (char.isalnum() or char in "-_.")), len(requirement))
-    return requirement[:end].lower()
+    return requirement[:end].lower().replace("_", "-")
 
 
 def _pip(python: Path, *arguments: str) -> None:

@@ -13,11 +13,13 @@ import torch
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.sglang.settings import SglangSettings
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
+from tests.newest_engines import accept
 from tests.pool import lmpool_command
 from tests.sglang_cpu.shim import install
 
 if DEVICE == "cpu":
     install()
+accept()
 
 
 def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:

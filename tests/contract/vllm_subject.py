@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.vllm.settings import VllmSettings
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options, recorded
+from tests.newest_engines import WANTED, accept
+from tests.pool import lmpool_command
+
+accept()
 
 
 def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
@@ -48,4 +53,8 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
         yield seen
 
 
-SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True)
+def _command() -> list[str]:
+    return [sys.executable, "-m", "tests.newest_engines"] if WANTED else lmpool_command()
+
+
+SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, command=_command)
