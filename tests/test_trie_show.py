@@ -1,4 +1,4 @@
-"""`lmpool trie show`: the branches below a prefix and what they weigh, as text, JSON and SVG."""
+"""`lmpool trie show`: the branches below a prefix and what they weigh, as text and JSON."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -21,11 +19,9 @@ from typer.testing import CliRunner, Result
 from lmpool.card import ModelCard
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer import trie_command
-from lmpool.producer.byte_text import from_text, to_text
 from lmpool.producer.commandline import run as run_async
-from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow
-from lmpool.producer.trie_command import trie_app
-from lmpool.producer.trie_picture import TriePicture
+from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow, from_text, to_text
+from lmpool.producer.trie_command import print_tree, trie_app
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie import Trie
 from tests.pool import Pool
@@ -120,18 +116,6 @@ def test_the_terminal_shows_every_branch_on_a_line_of_its_own(served: Pool) -> N
     assert re.search(rf"└── … and {found['hidden']['branches']} more +[\d.e-]+%", lines[-1])
 
 
-def test_the_picture_is_svg_that_needs_no_other_file(served: Pool, tmp_path: Path) -> None:
-    file = tmp_path / "tree.svg"
-    ended = on(served, "trie", "show", "1,2,3", "--ids", "--text", " g", "--svg", str(file), "--json")
-    assert ended.stderr == f"the picture is in {file}\n"
-    text = file.read_text("utf-8")
-    drawn = "".join(ElementTree.fromstring(text).itertext()).replace("\xa0", " ")
-    for child in json.loads(ended.stdout)["tree"]["children"]:
-        assert f'"{child["edge"]}"' in drawn
-    assert "font-face" not in text
-    assert set(re.findall(r"https?://[^\s\"]+", text)) == {"http://www.w3.org/2000/svg"}
-
-
 def test_without_a_prompt_branches_show_their_part_of_the_tokens(served: Pool) -> None:
     ended = on(served, "trie", "show", "--text", " ", "--depth", "1", "--json")
     found = json.loads(ended.stdout)
@@ -170,11 +154,10 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout
 
 
-def test_every_mistake_says_what_is_wrong(served: Pool, tmp_path: Path) -> None:
+def test_every_mistake_says_what_is_wrong(served: Pool) -> None:
     cases = [
         (["1,2", "--ids", "--text", "qqqq"], UnknownNode, "no token begins with b'qqqq'; the most of it"),
         (["1,2", "--ids", "--text", r"\q"], SettingsError, r"text: '\\q' has a backslash before 'q'"),
-        (["1,2", "--ids", "--svg", str(tmp_path / "no/x.svg")], SettingsError, "No such file or directory"),
         (["hello"], SettingsError, "the model 'syn' has no tokenizer; pass token ids with --ids"),
         (["--ids"], SettingsError, "ids: there is no prompt"),
         (["", "--ids"], EmptyPrompt, "at least 1 token id"),
@@ -187,9 +170,7 @@ def test_every_mistake_says_what_is_wrong(served: Pool, tmp_path: Path) -> None:
         assert message in str(error)
 
 
-def test_mistakes_end_in_one_line_and_exit_code_2(served: Pool, tmp_path: Path) -> None:
-    not_a_file = one_line(on(served, "trie", "show", "1,2", "--ids", "--svg", str(tmp_path)))
-    assert f"svg: {str(tmp_path)!r} cannot be written: Is a directory" in not_a_file
+def test_a_mistake_ends_in_one_line_and_exit_code_2(served: Pool) -> None:
     assert "--depth" in one_line(on(served, "trie", "show", "1,2", "--ids", "--depth", "0"))
 
 
@@ -205,7 +186,7 @@ def test_a_narrow_terminal_gets_lines_that_are_cut_and_not_folded(monkeypatch: p
     monkeypatch.setenv("COLUMNS", "30")
     runner = CliRunner()
     with runner.isolation(color=True) as (out, *_):
-        TriePicture(root, "title", "mass").show()
+        print_tree(root, "title", "mass")
         lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue().decode()).splitlines()
     assert len(lines) == 2 + sum(1 for _ in branches(root))
     assert all(len(line) <= 30 for line in lines)
@@ -291,12 +272,12 @@ def test_weights_of_zero_make_no_shares() -> None:
     trie = Trie([b"a", b"ab", b"b"])
     root = asyncio.run(Grower(trie, TokensBelow(trie), nothing).grow(b"", WIDE))
     assert all(branch.share is None and branch.mass == 0 for branch in branches(root))
-    ElementTree.fromstring(TriePicture(root, "nothing", "mass").svg())
+    print_tree(root, "nothing", "mass")
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(vocabularies)
-def test_every_vocabulary_has_a_picture_that_parses(tokens: list[bytes]) -> None:
+def test_every_vocabulary_has_branches_that_sum_up_and_can_be_printed(tokens: list[bytes]) -> None:
     root, _ = grown(tokens, b"", WIDE)
     for branch in branches(root):
         assert branch.tokens == [i for i, token in enumerate(tokens) if token == branch.prefix]
@@ -305,12 +286,12 @@ def test_every_vocabulary_has_a_picture_that_parses(tokens: list[bytes]) -> None
             parts = sum(child.below for child in branch.children) + len(branch.tokens)
             assert parts == branch.below
     json.dumps(root.as_dict())
-    ElementTree.fromstring(TriePicture(root, "title", "mass").svg())
+    print_tree(root, "title", "mass")
 
 
 def test_a_byte_that_completes_a_character_is_shown_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     tokens = ["€".encode(), "₭".encode(), "₭x".encode(), b"\xe2\x28"]
-    TriePicture(grown(tokens, b"", Limits(4, 256, 0.0))[0], "title", "mass").show()
+    print_tree(grown(tokens, b"", Limits(4, 256, 0.0))[0], "title", "mass")
     printed = capsys.readouterr().out
     assert r'"\xac" = "€"' in printed
     assert r'"\xad" = "₭"' in printed

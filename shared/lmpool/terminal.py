@@ -32,16 +32,12 @@ _WHOLE = 1_000_000
 
 
 class Terminal(Console):
-    """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain.
+    """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain."""
 
-    Args:
-        settings: as of `Console`.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+    def __init__(self) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False)
         # With FORCE_COLOR in its environment rich sees a terminal, whose width COLUMNS tells.
-        is_told = "width" in settings or (self.is_terminal and "COLUMNS" in os.environ)
+        is_told = self.is_terminal and "COLUMNS" in os.environ
         if not is_told and not self.file.isatty():
             self.width = _WHOLE
 

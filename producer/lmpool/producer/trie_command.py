@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group
+from rich.text import Text
+from rich.tree import Tree
 
 from lmpool.errors import NoWorker, SettingsError, UnknownModel, UnknownVocabulary
-from lmpool.producer.byte_text import from_text
+from lmpool.printable import printable
 from lmpool.producer.commandline import (
     AreIds,
     AsJson,
@@ -26,13 +30,17 @@ from lmpool.producer.commandline import (
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.producer.trie import PooledTrie
-from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow
-from lmpool.producer.trie_picture import TriePicture, percent, quoted
-from lmpool.terminal import say, say_json
+from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow, from_text, to_text
+from lmpool.terminal import Terminal, say_json
 
 _MOST_DEPTH = 64
 _MOST_CHILDREN = 256
 _MOST_IDS = 10
+_MOST_TOKENS = 3
+_GUIDE_CELLS = 4
+_MOST_LABEL_CELLS = 40
+# Below this part of its branch, what the tokens at its end weigh is rounding: it is a difference of float32 sums.
+_ALONE_FROM = 1e-5
 
 trie_app = typer.Typer(name="trie", help="The prefix tree over the tokens of a served model.", no_args_is_help=True)
 
@@ -81,7 +89,6 @@ def show(
     least: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Leave out branches with less than this part of the prefix's mass.")
     ] = 0.001,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture to this file too.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Compute here instead of asking a trie worker.")] = False,
     model: ModelName = None,
     redis: RedisUrl = None,
@@ -110,14 +117,11 @@ def show(
             return Found(producer.model.name, tokens, trie.structure.n_tokens, root)
 
     found = run(ask())
-    picture = TriePicture(found.root, _title(found, prompt, ids), "of tokens" if prompt is None else "probability")
-    if svg is not None:
-        _write(svg, picture.svg())
     if as_json:
         tree = found.root.as_dict()
         say_json({"model": found.model, "prompt": found.prompt, "n_tokens": found.tokens, "tree": tree})
     else:
-        picture.show()
+        print_tree(found.root, _title(found, prompt, ids), "of tokens" if prompt is None else "probability")
 
 
 class _Asked:
@@ -157,11 +161,11 @@ async def _trie(producer: Producer) -> PooledTrie:
 
 def _title(found: Found, prompt: str | None, are_ids: bool) -> str:
     root = found.root
-    what = quoted(root.prefix) if root.prefix else "all tokens"
+    what = _quoted(root.prefix) if root.prefix else "all tokens"
     if found.prompt is None:
         return f"{what} · {found.model} · {root.below} of {found.tokens} tokens"
-    after = _shortened(found.prompt) if are_ids else quoted((prompt or "").encode("utf-8", "surrogateescape"))
-    mass = f"{percent(root.mass)} of the probability, {root.below} of {found.tokens} tokens"
+    after = _shortened(found.prompt) if are_ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
+    mass = f"{_percent(root.mass)} of the probability, {root.below} of {found.tokens} tokens"
     return f"{what} after {after} · {found.model} · {mass}"
 
 
@@ -169,9 +173,109 @@ def _shortened(ids: list[int]) -> str:
     return "the tokens " + ", ".join(map(str, ids[:_MOST_IDS])) + ("…" if len(ids) > _MOST_IDS else "")
 
 
-def _write(path: Path, text: str) -> None:
+class _Line(NamedTuple):
+    """What one line says, besides the guides of the tree.
+
+    Attributes:
+        depth: level of the branch.
+        label: its bytes.
+        mass: its mass.
+        share: its part of the branch above.
+        tokens: what there is to say of its tokens.
+    """
+
+    depth: int
+    label: str
+    mass: str
+    share: str
+    tokens: str
+
+
+def print_tree(root: Branch, title: str, measure: str) -> None:
+    """Print the branches below a prefix: to a terminal cut to its width, elsewhere as wide as they are.
+
+    Args:
+        root: the branch of the prefix.
+        title: what is shown.
+        measure: what masses are, in a word.
+    """
+    head = _Line(0, "branch", measure, "of parent", "tokens")
+    lines = [head, *_lines(root, 0)]
+    label_cells = max(_GUIDE_CELLS * line.depth + cell_len(line.label) for line in lines)
+    mass_cells = max(cell_len(line.mass) for line in lines)
+
+    def text(line: _Line, style: str = "", numbers: str = "cyan") -> Text:
+        made = Text(no_wrap=True, overflow="ellipsis")
+        made.append(set_cell_size(line.label, label_cells - _GUIDE_CELLS * line.depth), style)
+        made.append(f"  {line.mass:>{mass_cells}}  {line.share:>9}  ", numbers)
+        made.append(line.tokens, "dim")
+        made.rstrip()
+        return made
+
+    def tree(branch: Branch, depth: int) -> Tree:
+        made = Tree(text(_line(branch, depth), "" if depth else "bold"), guide_style="bright_black")
+        made.children += [tree(child, depth + 1) for child in branch.children]
+        if branch.hidden:
+            made.add(text(_rest(branch, depth + 1), "dim", "dim cyan"))
+        return made
+
+    Terminal().print(Group(Text(printable(title), style="bold"), text(head, "dim", "dim"), tree(root, 0)))
+
+
+def _percent(part: float) -> str:
+    """A part as people read it, small ones too."""
+    return f"{100 * part:#.3g}".rstrip(".") + "%"
+
+
+def _quoted(data: bytes, most: int = _MOST_LABEL_CELLS) -> str:
+    """A byte string in quotation marks, cut when it takes more than `most` cells."""
+    text = to_text(data)
+    return f'"{text}"' if cell_len(text) <= most - 2 else f'"{set_cell_size(text, most - 3)}…"'
+
+
+def _lines(branch: Branch, depth: int) -> Iterator[_Line]:
+    yield _line(branch, depth)
+    for child in branch.children:
+        yield from _lines(child, depth + 1)
+    if branch.hidden:
+        yield _rest(branch, depth + 1)
+
+
+def _line(branch: Branch, depth: int) -> _Line:
+    share = "" if branch.share is None else f"{branch.share:.1%}"
+    label = _quoted(branch.edge or branch.prefix)
+    if char := _completed(branch.prefix, branch.above):
+        label = f"{label} = {_quoted(char)}"
+    return _Line(depth, label, _percent(branch.mass), share, _about_tokens(branch))
+
+
+def _rest(branch: Branch, depth: int) -> _Line:
+    share = f"{branch.hidden_mass / branch.mass:.1%}" if branch.mass else ""
+    return _Line(depth, f"… and {branch.hidden} more", _percent(branch.hidden_mass), share, "")
+
+
+def _completed(prefix: bytes, above: int) -> bytes:
+    """The character that an edge goes on with in its middle, with what follows; b"" when it does not or is no text."""
+    start = above
+    while 0 < start < len(prefix) and prefix[start] & 0xC0 == 0x80:
+        start -= 1
     try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise SettingsError(f"svg: {str(path)!r} cannot be written: {error.strerror or error}") from error
-    say(f"the picture is in {path}", err=True)
+        return prefix[start:] if start < above and prefix[start:].decode() else b""
+    except UnicodeDecodeError:
+        return b""
+
+
+def _about_tokens(branch: Branch) -> str:
+    ids = ", ".join(map(str, branch.tokens[:_MOST_TOKENS]))
+    if len(branch.tokens) > _MOST_TOKENS:
+        ids += f" and {len(branch.tokens) - _MOST_TOKENS} more"
+    if not branch.longer:
+        return ids
+    if not ids:
+        return "" if branch.is_open else f"{branch.longer} tokens"
+    alone = "" if branch.alone is None else f" alone: {_alone(branch.alone, branch.mass)}"
+    return ids + alone + ("" if branch.is_open else f" and {branch.longer} longer")
+
+
+def _alone(alone: float, mass: float) -> str:
+    return _percent(alone) if alone > _ALONE_FROM * mass else "about 0%"
