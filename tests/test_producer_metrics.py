@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from lmpool.errors import DeadlineExceeded, ProducerClosed, WorkerError
 from lmpool.producer import Producer, SyncProducer
-from lmpool.producer.metrics import METRICS, ProducerCollector
+from lmpool.producer.metrics import ProducerCollector
 from lmpool.rows import Encoding, encoded_size
 from tests.pool import Pool, V
 from tests.scrape import Scrape
@@ -140,8 +140,14 @@ def test_one_registry_takes_producers_of_several_models(pool: Pool) -> None:
 
 
 def test_a_producer_that_has_not_connected_can_be_looked_at() -> None:
-    seen = scraped(Producer(redis="redis://127.0.0.1:1"))
-    assert set(seen.kinds) == {metric.name.removesuffix("_total") for metric in METRICS}
+    producers = [Producer(redis="redis://127.0.0.1:1") for _ in range(2)]
+    seen = scraped(*producers)
+    assert len(seen.kinds) == 7
+    assert seen.value("lmpool_producer_requests_under_way", model="") == 0
+    page = CollectorRegistry()
+    page.register(ProducerCollector(*producers))
+    series = [line.rpartition(" ")[0] for line in generate_latest(page).decode().splitlines() if line[0] != "#"]
+    assert len(set(series)) == len(series), "Prometheus refuses a page that has a series twice"
 
 
 def test_without_the_library_the_error_names_what_to_install() -> None:

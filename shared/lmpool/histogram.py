@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -38,6 +38,13 @@ class Histogram:
         """Count one observation, or several of the same value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def cumulative(self) -> tuple[list[tuple[str, int]], float]:
+        """The upper bound of each bucket with the observations up to it, and the sum: as Prometheus writes them."""
+        # Read once: others count on meanwhile, and the buckets must fit their number.
+        sums = itertools.accumulate(list(self.counts))
+        bounds = [*(f"{bound:.12g}" for bound in self.bounds), "+Inf"]
+        return list(zip(bounds, sums, strict=True)), self.total
 
     def since(self, before: Sequence[int]) -> list[int]:
         """The counts of what was observed after `counts` was `before`; all of them, if that is empty."""
@@ -77,8 +84,3 @@ def add_packed(counts: list[int], packed: str) -> None:
         at, _, count = pair.partition(":")
         if at.isdecimal() and count.isdecimal() and len(count) < 16 and len(at) < 4 and int(at) < len(counts):
             counts[int(at)] += int(count)
-
-
-def shown_bound(bound: float) -> str:
-    """A bound as Prometheus writes it."""
-    return "+Inf" if math.isinf(bound) else f"{bound:.12g}"

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lmpool.metrics import Metric, Samples, families, prometheus
-from lmpool.producer.figures import OUTCOMES, Figures
+from lmpool.metrics import prometheus
+from lmpool.producer.figures import Figures
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 
-_OUTCOMES = {"local_hits": "local_hit", "cache_hits": "cache_hit"}
-"""Counters of `ProducerStats` that have another name as the value of a label."""
-
-METRICS = (
-    Metric("lmpool_producer_requests_total", "counter", "Requests that ended, each by how it ended.", ("outcome",)),
-    Metric(
-        "lmpool_producer_failures_total", "counter", "Requests that failed or were cancelled, by exception.", ("kind",)
-    ),
-    Metric("lmpool_producer_requests_under_way", "gauge", "Requests that wait for an answer."),
-    Metric("lmpool_producer_fetched_bytes_total", "counter", "Bytes of rows and answers fetched from the server."),
-    Metric("lmpool_producer_cache_bytes", "gauge", "Bytes of rows in the producer's own memory."),
-    Metric("lmpool_producer_cache_rows", "gauge", "Rows in the producer's own memory."),
-    Metric("lmpool_producer_request_seconds", "histogram", "Seconds of requests that used the server.", ("outcome",)),
-)
+_OUTCOMES = {"cache_hits": "cache_hit"}
+"""Outcomes that have another name as the value of a label."""
 
 
 class ProducerCollector:
@@ -44,31 +32,41 @@ class ProducerCollector:
 
     def collect(self) -> Iterator[Any]:
         """The metric families now. Before a producer has connected, its model is ""."""
-        samples: dict[str, dict[tuple[str, ...], Any]] = {}
-        for figures in self._figures:
-            for name, values in _samples(figures).items():
-                samples.setdefault(name, {}).update(values)
-        return families(METRICS, samples, ("model",), self._library)
+        counter, gauge = self._library.CounterMetricFamily, self._library.GaugeMetricFamily
+        each, by_outcome = ("model",), ("model", "outcome")
+        requests = counter(
+            "lmpool_producer_requests_total", "Requests that ended, each by how it ended.", labels=by_outcome
+        )
+        failures = counter(
+            "lmpool_producer_failures_total",
+            "Requests that failed or were cancelled, by exception.",
+            labels=("model", "kind"),
+        )
+        under_way = gauge("lmpool_producer_requests_under_way", "Requests that wait for an answer.", labels=each)
+        fetched = counter(
+            "lmpool_producer_fetched_bytes_total", "Bytes of rows and answers fetched from the server.", labels=each
+        )
+        cache_bytes = gauge("lmpool_producer_cache_bytes", "Bytes of rows in the producer's own memory.", labels=each)
+        cache_rows = gauge("lmpool_producer_cache_rows", "Rows in the producer's own memory.", labels=each)
+        seconds = self._library.HistogramMetricFamily(
+            "lmpool_producer_request_seconds", "Seconds of requests that used the server.", labels=by_outcome
+        )
+        # One of each model: Prometheus takes nothing from a page that has the same labels twice.
+        for model, figures in {figures.model: figures for figures in self._figures}.items():
+            for name, histogram in figures.seconds.items():
+                outcome = _OUTCOMES.get(name, name)
+                requests.add_metric((model, outcome), sum(histogram.counts))
+                seconds.add_metric((model, outcome), *histogram.cumulative())
+            requests.add_metric((model, "local_hit"), figures.stats.local_hits)
+            for kind, count in figures.failures.copy().items():
+                failures.add_metric((model, kind), count)
+            under_way.add_metric((model,), figures.under_way)
+            fetched.add_metric((model,), figures.fetched_bytes)
+            cache_bytes.add_metric((model,), figures.cache.size)
+            cache_rows.add_metric((model,), len(figures.cache))
+        yield from (requests, failures, under_way, fetched, cache_bytes, cache_rows, seconds)
 
 
 def figures_of(producer: Producer | SyncProducer) -> Figures:
     """What a producer counts."""
     return (producer._producer if isinstance(producer, SyncProducer) else producer)._figures
-
-
-def _samples(figures: Figures) -> dict[str, Samples]:
-    """Name of a metric -> its values."""
-    model = figures.model
-    outcomes = {name: sum(figures.seconds[name].counts) for name in OUTCOMES}
-    outcomes["local_hits"] = figures.stats.local_hits
-    return {
-        "lmpool_producer_requests_total": {(model, _OUTCOMES.get(name, name)): n for name, n in outcomes.items()},
-        "lmpool_producer_failures_total": {(model, kind): n for kind, n in figures.failures.copy().items()},
-        "lmpool_producer_requests_under_way": {(model,): figures.under_way},
-        "lmpool_producer_fetched_bytes_total": {(model,): figures.fetched_bytes},
-        "lmpool_producer_cache_bytes": {(model,): figures.cache.size},
-        "lmpool_producer_cache_rows": {(model,): len(figures.cache)},
-        "lmpool_producer_request_seconds": {
-            (model, _OUTCOMES.get(name, name)): histogram for name, histogram in figures.seconds.items()
-        },
-    }
