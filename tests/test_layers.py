@@ -166,8 +166,8 @@ def test_only_backends_import_an_engine() -> None:
 
 
 def test_each_part_needs_no_more_than_it_says() -> None:
-    """Only the files of the command line need more than numpy, redis with its hiredis, and msgpack."""
-    small = {"numpy", "redis", "hiredis", "msgpack"}
+    """Only the files of the command line need more than numpy, redis with its hiredis, msgpack and msgspec."""
+    small = {"numpy", "redis", "hiredis", "msgpack", "msgspec"}
     extra = {
         "shared/lmpool/cli.py": {"typer"},
         "shared/lmpool/terminal.py": {"typer", "rich"},

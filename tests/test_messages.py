@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
-from lmpool.messages import Failure, Job, unpack_failure, unpack_job
+from lmpool.messages import Failure, Job, pack_jobs, unpack_failure, unpack_job
 
 LIMIT = 16 * 1024 * 1024
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -47,6 +48,8 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
     assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9602c40407000000a161a26670c3c40109"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-3:].hex() == "c2c400"
+    jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
+    assert pack_jobs(jobs) == [job.pack() for job in jobs]
     assert Failure("E", "no").pack().hex() == "9302a145a26e6f"
 
 
@@ -79,7 +82,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "overwrite as None": job(overwrite=None),
     "ask as text": job(ask="a"),
     "ask as None": job(ask=None),
+    "ids as base64": job(ids="AQAAAA=="),
+    "ask as base64": job(ask="AQAAAA=="),
     "a field too few": msgpack.packb([2, b"\x01\0\0\0", "", "f", False]),
+    "two fields too few": msgpack.packb([2, b"\x01\0\0\0", "", "f"]),
     "a field too many": msgpack.packb([2, b"\x01\0\0\0", "", "f", False, b"", 0]),
     "a map": msgpack.packb({"ids": b""}),
     "an empty map": msgpack.packb({}),
@@ -140,9 +146,9 @@ def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.
         except ProtocolError:
             continue
         if isinstance(found, Job):
-            assert [type(field) for field in found] == [bytes, str, str, bool, bytes]
+            assert [type(field) for field in msgspec.structs.astuple(found)] == [bytes, str, str, bool, bytes]
         else:
-            assert [type(field) for field in found] == [str, str]
+            assert [type(field) for field in msgspec.structs.astuple(found)] == [str, str]
 
 
 @given(

@@ -49,7 +49,7 @@ def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zip
         for line in metadata.splitlines()
         if line.startswith("Requires-Dist") and "extra ==" not in line
     }
-    assert needed == {"numpy", "redis", "msgpack", "typer", "rich"}
+    assert needed == {"numpy", "redis", "msgpack", "msgspec", "typer", "rich"}
     entry_points = wheel.read(f"{info}/entry_points.txt").decode()
     assert "lmpool = lmpool.cli:main" in entry_points
     assert "[lmpool.commands]" in entry_points

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgpack
+import msgspec
 
 from lmpool.errors import ProtocolError
 
@@ -15,9 +16,23 @@ MAX_JOB_BYTES = 16 * 1024 * 1024
 
 _MAX_ERROR_TEXT = 4096
 _MAX_FIELDS = 8
+_A_JOB = f"a job of version {_VERSION}"
+_A_FAILURE = f"a failure of version {_VERSION}"
 
 
-class Job(NamedTuple):
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """What travels as a MessagePack array: its tag, if the class has one, and then its fields."""
+
+    def pack(self) -> bytes:
+        """The message as MessagePack; bytes are one `bin` each."""
+        packed: bytes = msgpack.packb(msgspec.to_builtins(self, builtin_types=(bytes,)))
+        return packed
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Job(Message, frozen=True, tag=_VERSION):
     """What a producer asks of a worker. The digest is not carried: the worker derives it from the ids.
 
     Attributes:
@@ -34,19 +49,12 @@ class Job(NamedTuple):
     overwrite: bool = False
     ask: bytes = b""
 
-    def pack(self) -> bytes:
-        """The job as MessagePack; ids and ask are one `bin` each."""
-        (packed,) = pack_jobs([self])
-        return packed
-
 
 def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
     """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
     packer = msgpack.Packer()
-    return [packer.pack((_VERSION, *job)) for job in jobs]
-
-
-_JOB_TYPES = (int, bytes, str, str, bool, bytes)
+    # Field by field it takes half the time of `Message.pack`.
+    return [packer.pack((_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.ask)) for job in jobs]
 
 
 def unpack_job(data: bytes) -> Job:
@@ -55,14 +63,10 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
-    values = unpack_flat(data, MAX_JOB_BYTES, "job")
-    # True and 1.0 equal 1 too, so types are compared, and exactly.
-    if type(values) is list and tuple(map(type, values)) == _JOB_TYPES and values[0] == _VERSION:
-        return Job._make(values[1:])
-    raise ProtocolError(f"not a job of version {_VERSION}: {described(values)}")
+    return checked(Job, unpack_flat(data, MAX_JOB_BYTES, "job"), _A_JOB)
 
 
-class Failure(NamedTuple):
+class Failure(Message, frozen=True, tag=_VERSION):
     """Why a job ended without a row.
 
     Attributes:
@@ -74,7 +78,7 @@ class Failure(NamedTuple):
     text: str
 
     def pack(self) -> bytes:
-        """The failure as MessagePack."""
+        """The failure as MessagePack, its text cut."""
         packed: bytes = msgpack.packb((_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
         return packed
 
@@ -85,16 +89,32 @@ def unpack_failure(data: bytes) -> Failure:
     Raises:
         ProtocolError: too large, not MessagePack, or not a failure of this wire version.
     """
-    values = unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure")
-    if type(values) is list and tuple(map(type, values)) == (int, str, str) and values[0] == _VERSION:
-        return Failure._make(values[1:])
-    raise ProtocolError(f"not a failure of version {_VERSION}: {described(values)}")
+    return checked(Failure, unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure"), _A_FAILURE)
+
+
+def checked(kind: type[_M], values: Any, what: str) -> _M:
+    """What `unpack_flat` has read as a message.
+
+    Raises:
+        ProtocolError: another tag, too few or too many fields, or one of another type or out of its bounds.
+    """
+    try:
+        # Unless it is told that bytes come as bytes, msgspec takes a text for their base64.
+        found = msgspec.convert(values, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"not {what}: {described(values)}: {error}") from error
+    # For msgspec, fields with defaults may be missing, and others may follow.
+    expected = len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
+    if len(values) != expected:
+        raise ProtocolError(f"not {what}: {described(values)}: expected {expected} fields, got {len(values)}")
+    return found
 
 
 def _flat(values: list[Any]) -> list[Any]:
     """Refuses lists in lists as soon as the first is read: a tree of them takes far more memory than bytes."""
-    if list in map(type, values):
-        raise ValueError("a list within a list")
+    for value in values:
+        if type(value) is list:
+            raise ValueError("a list within a list")
     return values
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lmpool import errors
 from lmpool.keys import JOB_FIELD
-from lmpool.messages import Job, unpack_failure
+from lmpool.messages import Failure, Job, unpack_failure
 from lmpool.producer import Producer
 from lmpool.prompts import digest_of
 from tests.contract.driver import prompt
@@ -40,7 +40,7 @@ class Served:
         found = json.loads(done.stdout)
         return [worker["state"] for model in found for worker in model["workers"]]
 
-    def failure_of(self, ids: bytes, adapter: str = "") -> tuple[str, str]:
+    def failure_of(self, ids: bytes, adapter: str = "") -> Failure:
         """What the worker answers to a job that no producer would send."""
         redis, keys = self.pool.redis, self.pool.keys.model(NAME)
         reply = keys.reply("test")
@@ -113,15 +113,15 @@ async def _check(served: Served, producer: Producer, prompts: list[list[int]], a
 def test_a_prompt_that_the_model_cannot_take_never_reaches_the_engine(
     served: Served, ids: list[int], kind: str
 ) -> None:
-    assert served.failure_of(np.asarray(ids, "<u4").tobytes())[0] == kind
+    assert served.failure_of(np.asarray(ids, "<u4").tobytes()).kind == kind
     assert served.states() == ["ready"]
 
 
 def test_bytes_that_are_no_ids_and_adapters_that_are_none_are_refused(served: Served) -> None:
-    assert served.failure_of(b"abcde")[0] == errors.NotTokenIds.__name__
-    kind, text = served.failure_of(b"\x01\0\0\0", "nobody's")
-    assert kind == errors.UnknownAdapter.__name__
-    assert "nobody's" in text
+    assert served.failure_of(b"abcde").kind == errors.NotTokenIds.__name__
+    failure = served.failure_of(b"\x01\0\0\0", "nobody's")
+    assert failure.kind == errors.UnknownAdapter.__name__
+    assert "nobody's" in failure.text
     assert served.states() == ["ready"]
 
 

@@ -76,10 +76,10 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
 
 def _read_failure(data: bytes) -> Failure:
     try:
-        kind, text = unpack_failure(data)
+        failure = unpack_failure(data)
     except ProtocolError as error:
-        kind, text = "", f"the reason cannot be read: {error}"
-    return Failure(shortened(kind, 60), shortened(text))
+        failure = Failure("", f"the reason cannot be read: {error}")
+    return Failure(shortened(failure.kind, 60), shortened(failure.text))
 
 
 def shortened(text: str, most: int = MOST_TEXT) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from lmpool import errors
 from lmpool.backoff import delays
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, WorkerError
-from lmpool.messages import unpack_failure
+from lmpool.messages import Failure, unpack_failure
 from lmpool.producer.channel import TROUBLE, Channel
 from lmpool.producer.flights import Flight, FlightTable, Stage
 from lmpool.producer.outbox import Outbox
@@ -133,14 +133,14 @@ class Inbox:
 
     def _on_failure(self, flight: Flight, packed: bytes) -> None:
         try:
-            kind, text = unpack_failure(packed)
+            failure = unpack_failure(packed)
         except ProtocolError as error:
-            kind, text = WorkerError.__name__, f"a worker failed, and its message does not decode: {error}"
-        if kind == ModelMismatch.__name__:
+            failure = Failure(WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
+        if failure.kind == ModelMismatch.__name__:
             flight.stage = Stage.UNSENT
             self._on_other_model()
             return
-        self._flights.land(flight, _exception(kind, text))
+        self._flights.land(flight, _exception(failure.kind, failure.text))
 
 
 def _exception(kind: str, text: str) -> LMPoolError:
