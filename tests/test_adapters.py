@@ -342,8 +342,17 @@ async def _read_back(pool: Pool) -> None:
             if bad:
                 with pytest.raises(ProtocolError, match="is no generation of a registry"):
                     await registry.read()
+        assert (Adapter("/a", "0f").pack(), Offer("/a", "n").pack()) == (
+            b"\x93\1\xa2/a\xa20f",
+            b"\x94\1\xa2/a\xa1n\xa0",
+        )
+        pool.redis.hset(keys.offers, "bad", msgpack.packb([1, "/a", "n"]))
+        with pytest.raises(ProtocolError, match="'bad': .*: expected 4 fields, got 3"):
+            await registry.read()
+        pool.redis.hdel(keys.offers, "bad")
         for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
-                    msgpack.packb([1, "/a", 5]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
+                    msgpack.packb([1, "/a", 5]), msgpack.packb([True, "/a", "0f"]), msgpack.packb([1, "/a", "0f", ""]),
+                    msgpack.packb([1, "/a", b"0f"]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
             pool.redis.hset(keys.adapters, "bad", bad)
             with pytest.raises(ProtocolError):
                 await registry.read()

@@ -6,10 +6,10 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from lmpool.asks import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
 from lmpool.errors import ProtocolError, UnknownVocabulary
-from lmpool.picks import Sampling
 from lmpool.prompts import ask_digest, digest_of, encode_prompt
 from lmpool.registry import look_up, register
 from lmpool.server import Server
@@ -25,17 +25,26 @@ ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" 
         ASK,
         TrieAsk("logsumexp", "0" * 32, "inner"),
         TrieAsk("max", "0" * 32, "under", b"\0\0\0\0"),
-        ASK._replace(nodes=b"", select="values"),
+        replace(ASK, nodes=b"", select="values"),
         TopAsk(1),
         TopAsk(2**31),
-        SampleAsk(Sampling(0.0, 1.0, 0)),
-        SampleAsk(Sampling(0.7, 0.9, 2**64 - 1)),
+        SampleAsk(0.0, 1.0, 0),
+        SampleAsk(0.7, 0.9, 2**64 - 1),
         ScoreAsk(1),
         FreshAsk(b"n" * 16),
     ],
 )
 def test_an_ask_survives_the_wire(ask: Ask) -> None:
     assert unpack_ask(ask.pack()) == ask
+
+
+def test_the_wire_is_pinned_to_the_byte() -> None:
+    # The name of an answer is made from these bytes.
+    assert TopAsk(300).pack().hex() == "92a3746f70cd012c"
+    assert SampleAsk(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
+    assert ScoreAsk(3).pack().hex() == "92a573636f726503"
+    assert FreshAsk(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
+    assert ASK.pack() == msgpack.packb(["sum", "0" * 32, "nodes", ASK.nodes, "f" * 32, b"s" * 16])
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,7 @@ def test_an_ask_survives_the_wire(ask: Ask) -> None:
     ],
 )
 def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
-    packed = msgpack.packb(tuple({**ASK._asdict(), **changes}.values()))
+    packed = msgpack.packb(tuple({**asdict(ASK), **changes}.values()))
     with pytest.raises(ProtocolError, match=message):
         unpack_ask(packed)
 
@@ -66,9 +75,16 @@ def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object
         ["top", -1],
         ["top", 1.5],
         ["top"],
+        ["top", True],
+        ["top", 1, 1],
         ["score", 0],
         ["score", b"1"],
         ["fresh", b"n" * 15],
+        ["fresh", "n" * 16],
+        ["fresh", "bm5ubm5ubm5ubm5ubm5ubg=="],
+        ["sum", "0" * 32, "inner"],
+        ["sum", "0" * 32, "inner", b"", "", b"", b""],
+        ["sum", "0" * 32, "values", "AAAAAA==", "", b""],
         ["sample", -0.1, 1.0, 1],
         ["sample", float("nan"), 1.0, 1],
         ["sample", float("inf"), 1.0, 1],
@@ -77,6 +93,10 @@ def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object
         ["sample", 1.0, float("nan"), 1],
         ["sample", 1.0, 1.0, -1],
         ["sample", 1, 1.0, 1],
+        ["sample", 1.0, 1, 1],
+        ["sample", 1.0, 1.0, True],
+        ["sample", 1.0, 1.0],
+        ["sample", 1e7, 1.0, 1],
         ["unknown", 1],
     ],
 )
@@ -106,7 +126,7 @@ def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> No
 
 def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
     prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
-    asks = [ASK, ASK._replace(op="max"), ASK._replace(nodes=b"\x01\0\0\0"), ASK._replace(source=b"t" * 16)]
+    asks = [ASK, replace(ASK, op="max"), replace(ASK, nodes=b"\x01\0\0\0"), replace(ASK, source=b"t" * 16)]
     asked = [prompt.asking(ask.pack(), 2) for ask in asks]
     assert len({prompt.digest, *(one.digest for one in asked)}) == 5
     assert asked[0].ids == prompt.ids

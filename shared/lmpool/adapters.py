@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, TypeVar
 
-import msgpack
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from lmpool import scripts
@@ -23,7 +23,7 @@ from lmpool.errors import ProtocolError, SettingsError
 from lmpool.hashes import read_hashes
 from lmpool.keys import ModelKeys
 from lmpool.line import CommandLine
-from lmpool.messages import unpack_flat
+from lmpool.messages import Message, checked, unpack_flat
 
 MAX_ADAPTERS = 64
 """Adapters that one model may have."""
@@ -95,7 +95,7 @@ def is_qualified(text: str) -> bool:
     return bool(_NAME.fullmatch(name) and _REVISION.fullmatch(revision))
 
 
-class Adapter(NamedTuple):
+class Adapter(Message, frozen=True, tag=_VERSION):
     """An adapter in service.
 
     Attributes:
@@ -106,12 +106,8 @@ class Adapter(NamedTuple):
     source: str
     revision: str
 
-    def pack(self) -> bytes:
-        """The adapter as MessagePack."""
-        return cast(bytes, msgpack.packb((_VERSION, *self)))
 
-
-class Offer(NamedTuple):
+class Offer(Message, frozen=True, tag=_VERSION):
     """An adapter that the workers are asked to load.
 
     Attributes:
@@ -124,9 +120,8 @@ class Offer(NamedTuple):
     nonce: str
     revision: str = ""
 
-    def pack(self) -> bytes:
-        """The offer as MessagePack."""
-        return cast(bytes, msgpack.packb((_VERSION, *self)))
+
+_Entry = TypeVar("_Entry", Adapter, Offer)
 
 
 class Generation(NamedTuple):
@@ -223,8 +218,7 @@ class AdapterRegistry:
             raise ProtocolError(text) from error
         owner, named = _text(served.pop(b"", b"")), _text(served.pop(_GENERATION_FIELD.encode(), b""))
         generation, _, base = named.partition(" ")
-        adapters = {name: Adapter(*fields) for name, fields in sorted(_decode(served, 2))}
-        offers = {name: Offer(*fields) for name, fields in _decode(offered, 3)}
+        adapters, offers = dict(sorted(_decode(served, Adapter).items())), _decode(offered, Offer)
         return Registered(owner, adapters, offers, Generation.parse(generation), Generation.parse(base))
 
     async def offer(self, name: str, offer: Offer, lifetime_s: float) -> bool:
@@ -243,7 +237,7 @@ class AdapterRegistry:
 
     async def fill(self, name: str, offer: Offer, revision: str) -> None:
         """Say which revision an offered adapter has, unless somebody has said so or it is offered no more."""
-        filled = offer._replace(revision=revision)
+        filled = replace(offer, revision=revision)
         await scripts.SWAP(self._redis, self._keys[1:], [name, offer.pack(), filled.pack()])
 
     async def adopt(self, name: str, offer: Offer, seen: Registered, known_for_s: float) -> Generation | None:
@@ -372,15 +366,14 @@ def _text(found: bytes | int) -> str:
     return found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
 
 
-def _decode(found: dict[bytes, bytes | int], fields: int) -> list[tuple[str, list[str]]]:
-    decoded = []
+def _decode(found: dict[bytes, bytes | int], kind: type[_Entry]) -> dict[str, _Entry]:
+    decoded = {}
     for key, data in found.items():
         name = key.decode("utf-8", "replace")
         if isinstance(data, int):
             raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
-        values: Any = unpack_flat(data, _MOST_BYTES, "registered adapter")
-        is_right = isinstance(values, list) and len(values) == 1 + fields and values[0] == _VERSION
-        if not is_right or not all(isinstance(value, str) for value in values[1:]) or not _NAME.fullmatch(name):
-            raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: {shown(values, 80)}")
-        decoded.append((name, values[1:]))
+        if not _NAME.fullmatch(name):
+            raise ProtocolError(f"the server has an adapter {shown(name)}, which is no name of one")
+        values = unpack_flat(data, _MOST_BYTES, "registered adapter")
+        decoded[name] = checked(kind, values, f"an adapter, which the server has as {shown(name)}")
     return decoded

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Annotated, Literal, get_args
 
-import msgpack
+from msgspec import Meta
 
+from lmpool.checks import shown
 from lmpool.errors import ProtocolError
 from lmpool.kernels import OPS, Op
-from lmpool.messages import described, unpack_flat
-from lmpool.picks import MOST_SEED, Sampling
+from lmpool.messages import Message, checked, described, unpack_flat
+from lmpool.picks import Sampling
 from lmpool.prompts import DIGEST_SIZE
 
 Selection = Literal["inner", "values", "nodes", "under"]
@@ -17,10 +18,9 @@ Selection = Literal["inner", "values", "nodes", "under"]
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
-_MOST_TEMPERATURE = 1e6
 
 
-class TrieAsk(NamedTuple):
+class TrieAsk(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
@@ -42,67 +42,49 @@ class TrieAsk(NamedTuple):
     rows: str = ""
     source: bytes = b""
 
-    def pack(self) -> bytes:
-        """The ask as MessagePack."""
-        return _pack(*self)
 
-
-class TopAsk(NamedTuple):
+class TopAsk(Message, frozen=True, tag="top"):
     """The `k` largest entries of the row, as `lmpool.picks.pack_top` packs them."""
 
-    k: int
-
-    def pack(self) -> bytes:
-        """The ask as MessagePack."""
-        return _pack("top", self.k)
+    k: Annotated[int, Meta(ge=1)]
 
 
-class SampleAsk(NamedTuple):
+class SampleAsk(Message, frozen=True, tag="sample"):
     """One token drawn from the row, as `lmpool.picks.pack_token` packs it."""
 
-    how: Sampling
+    temperature: Annotated[float, Meta(ge=0, le=1e6)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `picks.MOST_SEED`.
 
-    def pack(self) -> bytes:
-        """The ask as MessagePack."""
-        return _pack("sample", *self.how)
+    @property
+    def how(self) -> Sampling:
+        """How it is drawn."""
+        return Sampling(self.temperature, self.top_p, self.seed)
 
 
-class ScoreAsk(NamedTuple):
+class ScoreAsk(Message, frozen=True, tag="score"):
     """The log-probabilities of the prompt's own tokens from position `start` on, each after those before it.
 
     A forward of its own answers it, not the row: float32 of shape (length of the prompt - start,).
     """
 
-    start: int
-
-    def pack(self) -> bytes:
-        """The ask as MessagePack."""
-        return _pack("score", self.start)
+    start: Annotated[int, Meta(ge=1)]
 
 
-class FreshAsk(NamedTuple):
+class FreshAsk(Message, frozen=True, tag="fresh"):
     """The row, computed by a forward of its own from nothing that is kept.
 
     Attributes:
         nonce: 16 bytes that tell this request from any other.
     """
 
-    nonce: bytes
-
-    def pack(self) -> bytes:
-        """The ask as MessagePack."""
-        return _pack("fresh", self.nonce)
+    nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
 PickAsk = TopAsk | SampleAsk
 """What is picked from a row."""
 
 Ask = TrieAsk | TopAsk | SampleAsk | ScoreAsk | FreshAsk
-
-
-def _pack(*fields: object) -> bytes:
-    packed: bytes = msgpack.packb(fields)
-    return packed
 
 
 def unpack_ask(data: bytes) -> Ask:
@@ -112,32 +94,24 @@ def unpack_ask(data: bytes) -> Ask:
         ProtocolError: too large, not MessagePack, or not an ask.
     """
     match unpack_flat(data, _MOST_BYTES, "ask"):
-        case ["top", int(k)] if k > 0:
-            return TopAsk(k)
-        case ["sample", float(temperature), float(top_p), int(seed)]:
-            return SampleAsk(_checked_sampling(Sampling(temperature, top_p, seed)))
-        case ["score", int(start)] if start > 0:
-            return ScoreAsk(start)
-        case ["fresh", bytes(nonce)] if len(nonce) == DIGEST_SIZE:
-            return FreshAsk(nonce)
-        case [str(op), str(vocabulary), str(select), bytes(nodes), str(rows), bytes(source)]:
-            return _checked_trie(TrieAsk(cast(Op, op), vocabulary, cast(Selection, select), nodes, rows, source))
+        case ["top", *_] as values:
+            return checked(TopAsk, values, "an ask")
+        case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
+            return checked(SampleAsk, values, "an ask")
+        case ["score", *_] as values:
+            return checked(ScoreAsk, values, "an ask")
+        case ["fresh", *_] as values:
+            return checked(FreshAsk, values, "an ask")
+        case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:
+            expected = f"{', '.join(OPS)} of {', '.join(_SELECTIONS)}"
+            raise ProtocolError(f"an ask for {shown(op, 40)} of {shown(select, 40)}: expected {expected}")
+        case [_, _, _, _, _, _] as values:
+            return _checked_trie(checked(TrieAsk, values, "an ask"))
         case other:
             raise ProtocolError(f"not an ask: {described(other)}")
 
 
-def _checked_sampling(how: Sampling) -> Sampling:
-    # In this form it refuses NaN too.
-    if not (0 <= how.temperature <= _MOST_TEMPERATURE and 0 < how.top_p <= 1 and 0 <= how.seed <= MOST_SEED):
-        raise ProtocolError(f"an ask for a sample with {how}")
-    return how
-
-
 def _checked_trie(ask: TrieAsk) -> TrieAsk:
-    if ask.op not in OPS or ask.select not in _SELECTIONS:
-        raise ProtocolError(
-            f"an ask for {ask.op!r} of {ask.select!r}: expected {', '.join(OPS)} of {', '.join(_SELECTIONS)}"
-        )
     lengths = len(ask.vocabulary), len(ask.rows), len(ask.source)
     if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
         raise ProtocolError("an ask has a digest of the wrong length")

@@ -78,14 +78,14 @@ trie_asks = st.builds(
 samplings = st.builds(Sampling, st.floats(0, 1e6), st.floats(1e-300, 1.0), st.integers(0, 2**64 - 1))
 valid_asks = st.one_of(
     st.builds(TopAsk, st.integers(1, 600)),
-    st.builds(SampleAsk, samplings),
+    samplings.map(lambda how: SampleAsk(*how)),
     st.builds(ScoreAsk, st.integers(1, 9)),
     st.builds(FreshAsk, digests),
     trie_asks,
 ).map(lambda ask: ask.pack())
 wrong_asks = st.one_of(
     st.builds(TopAsk, numbers).map(lambda ask: ask.pack()),
-    st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleAsk(how).pack()),
+    st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleAsk(*how).pack()),
     st.builds(ScoreAsk, numbers).map(lambda ask: ask.pack()),
     st.builds(FreshAsk, noise).map(lambda ask: ask.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from lmpool.adapters import (
     KNOWN_FOR_S,
     MARGIN_S,
@@ -161,7 +163,7 @@ class AdapterChange:
             found, served = known.offers.get(self._name), known.adapters.get(self._name)
             if found is None:
                 if served is not None and served.source == offer.source and served.revision != before:
-                    return offer._replace(revision=served.revision), known
+                    return replace(offer, revision=served.revision), known
                 if not await self._is_lost(known, before):
                     raise self._interrupted()
                 # Our own, though another's may have been there last: that one may have been taken back.

@@ -274,8 +274,7 @@ def _asked(ask: Ask | None) -> str:
         case TopAsk():
             return f"{ask.k} likeliest tokens"
         case SampleAsk():
-            how = ask.how
-            return f"sample (temperature {how.temperature:g}, top_p {how.top_p:g}, seed {how.seed})"
+            return f"sample (temperature {ask.temperature:g}, top_p {ask.top_p:g}, seed {ask.seed})"
         case ScoreAsk():
             return f"scores from position {ask.start} on"
         case FreshAsk():

@@ -349,7 +349,7 @@ async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: 
     row = session.kept(prompt)
     if row is not None:
         return sample(row, how)
-    asking = prompt.asking(SampleAsk(how).pack(), 1)
+    asking = prompt.asking(SampleAsk(*how).pack(), 1)
     read = partial(unpack_token, vocab_size=session.card.vocab_size)
     return await _answer(session, asking, deadline, read, private=private)
 

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Collection, Mapping
 from functools import partial
 
+from msgspec.structs import replace
+
 from lmpool.asks import TrieAsk
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, SourceMissing, WorkerError
@@ -77,7 +79,7 @@ class AskedTries:
     def _named(self, asks: Asks) -> dict[bytes, TrieAsk]:
         """The asks by the names of their answers, each with the name of its row."""
         return {
-            wanted.digest: wanted.ask._replace(rows=self._fingerprint, source=prompt)
+            wanted.digest: replace(wanted.ask, rows=self._fingerprint, source=prompt)
             for prompt, wants in asks.items()
             for wanted in wants.values()
             if isinstance(wanted.ask, TrieAsk)
