@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, get_type_hints
 
 import msgpack
+import msgspec
 
 from lmpool.checks import CONTROLS, shown
 from lmpool.errors import ProtocolError
@@ -31,6 +32,11 @@ MAX_CARD_BYTES = 64 * 1024
 # What programs and people know a model by; the other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")
 _CONTROL = re.compile(f"[{CONTROLS}]")
+
+
+def _limited(name: str) -> msgspec.Meta:
+    least, most = LIMITS[name]
+    return msgspec.Meta(ge=least, le=most)  # They refuse NaN too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,8 @@ class ModelCard:
 
     name: str
     backend: str
-    vocab_size: int
-    max_prompt_tokens: int
+    vocab_size: Annotated[int, _limited("vocab_size")]
+    max_prompt_tokens: Annotated[int, _limited("max_prompt_tokens")]
     revision: str
     dtype: str
     encoding: str = "f32"
@@ -71,9 +77,9 @@ class ModelCard:
     answers_tries: bool = False
     scores: bool = False
     note: str = ""
-    queue_limit: int = 100_000
-    lease_s: float = 15.0
-    row_ttl_s: float = 3600.0
+    queue_limit: Annotated[int, _limited("queue_limit")] = 100_000
+    lease_s: Annotated[float, _limited("lease_s")] = 15.0
+    row_ttl_s: Annotated[float, _limited("row_ttl_s")] = 3600.0
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -132,17 +138,18 @@ class ModelCard:
             values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a model card does not decode: {error}") from error
-        known = {field.name: field.type for field in fields(cls)}
-        if not isinstance(values, dict) or set(values) != set(known):
+        if not isinstance(values, dict) or values.keys() != _TYPES.keys():
             raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
-            if type(value).__name__ != known[name] and not (known[name] == "float" and type(value) is int):
-                raise ProtocolError(f"a model card has {name} = {shown(value)}: expected {known[name]}")
+            try:  # One by one, so that the error can name the field and the value.
+                msgspec.convert(value, _TYPES[name])
+            except msgspec.ValidationError as error:
+                raise ProtocolError(f"a model card has {name} = {shown(value)}: {error}") from error
             if name in _NAMES and _CONTROL.search(value):
                 raise ProtocolError(f"a model card has {name} = {shown(value)}: expected no control characters")
-        for name, (least, most) in LIMITS.items():
-            if not least <= values[name] <= most:  # In this form it refuses NaN too.
-                raise ProtocolError(f"a model card has {name} = {values[name]}: expected {least:g} to {most:g}")
         if values["encoding"].upper() not in Encoding.__members__:
             raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
         return cls(**values)
+
+
+_TYPES = get_type_hints(ModelCard, include_extras=True)
