@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 from lmpool.errors import SettingsError
@@ -24,15 +23,12 @@ def shown(value: object, most: int = 300) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def check_number(owner: object, name: str, *, least: float, most: float | None = None) -> None:
-    """Refuse a field that is not a number of its type from `least` to `most`.
+def check_number(name: str, value: Any, least: float, most: float | None = None, *, whole: bool = True) -> None:
+    """Refuse a value that is not a number from `least` to `most`, a whole one unless `whole` is off.
 
     Raises:
         SettingsError: with the field's name.
     """
-    value = getattr(owner, name)
-    declared = {field.name: field.type for field in fields(owner)}[name]  # type: ignore[arg-type]
-    whole = "int" in str(declared)
     right_type = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right_type or not least <= value or (most is not None and value > most):
         upper = f" and at most {most:g}" if most is not None else ""

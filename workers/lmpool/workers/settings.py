@@ -70,21 +70,21 @@ class WorkerSettings:
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)
-        for name in ("lease_s", "queue_limit", "row_ttl_s"):  # They travel on the card.
-            least, most = LIMITS[name]
-            check_number(self, name, least=least, most=most)
-        check_number(self, "step_timeout_s", least=0.1, most=10**9)
-        check_number(self, "max_deliveries", least=1, most=1000)
-        check_number(self, "log_every_s", least=0.1, most=10**9)
-        check_number(self, "trie_mb", least=1, most=10**9)
-        check_number(self, "trie_values_mb", least=0, most=10**9)
-        check_number(self, "metrics_port", least=0, most=65535)
+        check_number("lease_s", self.lease_s, *LIMITS["lease_s"], whole=False)
+        check_number("queue_limit", self.queue_limit, *LIMITS["queue_limit"])
+        check_number("row_ttl_s", self.row_ttl_s, *LIMITS["row_ttl_s"], whole=False)
+        check_number("step_timeout_s", self.step_timeout_s, least=0.1, most=10**9, whole=False)
+        check_number("max_deliveries", self.max_deliveries, least=1, most=1000)
+        check_number("log_every_s", self.log_every_s, least=0.1, most=10**9, whole=False)
+        check_number("trie_mb", self.trie_mb, least=1, most=10**9)
+        check_number("trie_values_mb", self.trie_values_mb, least=0, most=10**9)
+        check_number("metrics_port", self.metrics_port, least=0, most=65535)
         check_choice("log_format", self.log_format, ("text", "json"))
         check_texts("adapter_root", self.adapter_root)
         for root in self.adapter_root:
             if not Path(root).is_dir():
                 raise SettingsError(f"adapter_root: {shown(root)} is no folder")
-        check_number(self, "adapter_mb", least=1, most=10**9)
+        check_number("adapter_mb", self.adapter_mb, least=1, most=10**9)
 
     @property
     def heartbeat_s(self) -> float:

@@ -67,11 +67,11 @@ class EngineSettings:
         check_choice("encoding", self.encoding, ENCODINGS)
         check_texts("engine_args", self.engine_args)
         _ = self.adapter_folders  # Malformed ones are refused now.
-        check_number(self, "max_adapters", least=0, most=MAX_ADAPTERS)
-        check_number(self, "max_batch", least=1, most=65_536)
+        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
+        check_number("max_batch", self.max_batch, least=1, most=65_536)
         for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
-            if getattr(self, name) is not None:
-                check_number(self, name, least=1)
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, least=1)
 
     @property
     def served_as(self) -> str:

@@ -70,14 +70,14 @@ class SyntheticSettings:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_number(self, "vocab_size", least=1, most=4_000_000)
-        check_number(self, "seed", least=0, most=2**62)
-        check_number(self, "step_ms", least=0, most=600_000)
-        check_number(self, "max_batch", least=1, most=65_536)
-        check_number(self, "max_prompt_tokens", least=1, most=4_000_000)
+        check_number("vocab_size", self.vocab_size, least=1, most=4_000_000)
+        check_number("seed", self.seed, least=0, most=2**62)
+        check_number("step_ms", self.step_ms, least=0, most=600_000, whole=False)
+        check_number("max_batch", self.max_batch, least=1, most=65_536)
+        check_number("max_prompt_tokens", self.max_prompt_tokens, least=1, most=4_000_000)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
         for name in ("fail_token", "crash_token", "raise_token", "hang_token"):
-            check_number(self, name, least=-1)
+            check_number(name, getattr(self, name), least=-1)
         _ = self.adapter_folders  # Malformed ones are refused now.
 
     @property

@@ -49,7 +49,7 @@ class TrieSettings:
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
             raise SettingsError(f"device: {self.device!r} is not one of cpu, cuda, cuda:N")
-        check_number(self, "max_batch", least=1, most=4096)
+        check_number("max_batch", self.max_batch, least=1, most=4096)
 
     @property
     def served_as(self) -> str:

@@ -73,12 +73,12 @@ class HfSettings:
         check_name("name", self.served_as)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
-        check_number(self, "max_batch", least=1, most=65_536)
-        check_number(self, "max_batch_tokens", least=1)
-        check_number(self, "kv_cache_bytes", least=0)
+        check_number("max_batch", self.max_batch, least=1, most=65_536)
+        check_number("max_batch_tokens", self.max_batch_tokens, least=1)
+        check_number("kv_cache_bytes", self.kv_cache_bytes, least=0)
         for name in ("max_prompt_tokens", "chunked_prefill_size"):
-            if getattr(self, name) is not None:
-                check_number(self, name, least=1)
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, least=1)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")

@@ -49,7 +49,7 @@ class VllmSettings(EngineSettings):
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
         check_texts("logits_processors", self.logits_processors)
-        check_number(self, "sessions", least=0, most=65_536)
+        check_number("sessions", self.sessions, least=0, most=65_536)
         require("backend", "lmpool[vllm]", "vllm")
         require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
 
