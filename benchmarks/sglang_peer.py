@@ -21,7 +21,7 @@ from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
-from tests.sglang_cpu.shim import install
+from tests.engines.sglang_cpu.shim import install
 
 install()
 

@@ -19,11 +19,10 @@ os.environ.pop("LMPOOL_REDIS_URL", None)
 import pytest
 
 from lmpool.embedded import EmbeddedServer
-from tests.adapter_changes import short_memory  # noqa: F401
-from tests.clocks import clock, clocked  # noqa: F401
-from tests.cluster import LocalCluster
-from tests.hf_fixtures import smollm2_folder  # noqa: F401
-from tests.pool import Pool
+from tests.support.models.hf_fixtures import smollm2_folder  # noqa: F401
+from tests.support.pool import Pool
+from tests.support.servers.clocks import clock, clocked  # noqa: F401
+from tests.support.servers.cluster import LocalCluster
 
 with suppress(ImportError):  # The engines' environments lack it, and none of their tests needs it.
     import hypothesis

@@ -13,9 +13,9 @@ import torch
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.sglang.settings import SglangSettings
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
-from tests.newest_engines import accept
-from tests.pool import lmpool_command
-from tests.sglang_cpu.shim import install
+from tests.engines.newest import accept
+from tests.engines.sglang_cpu.shim import install
+from tests.support.pool import lmpool_command
 
 if DEVICE == "cpu":
     install()
@@ -65,7 +65,7 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
 
 
 def _command() -> list[str]:
-    return [sys.executable, "-m", "tests.sglang_cpu"] if DEVICE == "cpu" else lmpool_command()
+    return [sys.executable, "-m", "tests.engines.sglang_cpu"] if DEVICE == "cpu" else lmpool_command()
 
 
 SUBJECT = Subject("sglang", _make, _options, spy=_spy, has_adapters=True, command=_command)

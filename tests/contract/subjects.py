@@ -25,7 +25,7 @@ from lmpool.workers.backend import Backend
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.contract.model import V, reference_row, write_adapter
-from tests.pool import lmpool_command
+from tests.support.pool import lmpool_command
 
 Row = NDArray[np.float32]
 

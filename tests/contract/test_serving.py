@@ -21,7 +21,7 @@ from lmpool.prompts import digest_of
 from tests.contract.driver import prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject
-from tests.pool import Pool, WorkerProcess, run_lmpool, until, until_async
+from tests.support.pool import Pool, WorkerProcess, run_lmpool, until, until_async
 
 NAME = "contract"
 

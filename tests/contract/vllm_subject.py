@@ -13,8 +13,8 @@ import torch
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.vllm.settings import VllmSettings
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options, recorded
-from tests.newest_engines import WANTED, accept
-from tests.pool import lmpool_command
+from tests.engines.newest import WANTED, accept
+from tests.support.pool import lmpool_command
 
 accept()
 
@@ -54,7 +54,7 @@ def _spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
 
 
 def _command() -> list[str]:
-    return [sys.executable, "-m", "tests.newest_engines"] if WANTED else lmpool_command()
+    return [sys.executable, "-m", "tests.engines.newest"] if WANTED else lmpool_command()
 
 
 SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, command=_command)

@@ -31,8 +31,8 @@ from lmpool.workers.backends.sglang.settings import SglangSettings
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject
-from tests.newest_engines import WANTED
-from tests.pool import until
+from tests.engines.newest import WANTED
+from tests.support.pool import until
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed in this environment", allow_module_level=True)
@@ -473,7 +473,7 @@ def look():
 shared = []
 logging.basicConfig(level=logging.INFO)
 before = look()
-from tests.sglang_cpu.shim import install
+from tests.engines.sglang_cpu.shim import install
 install()
 from sglang.srt.managers import load_snapshot
 path_of = load_snapshot.shm_path_for

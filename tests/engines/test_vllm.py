@@ -26,8 +26,8 @@ from lmpool.workers.backends.vllm import arguments
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
 from tests.contract.model import MAX_TOKENS, V, reference_row
+from tests.engines.newest import WANTED
 from tests.engines.vllm_small import SESSIONS, answer, draw, job, refused, settings
-from tests.newest_engines import WANTED
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from genlm.backend.llm import AsyncTransformer
 
 from lmpool.producer.genlm import PooledLM
 from tests.genlm.small import SIZE, byte_tokenizer
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsErro
 from lmpool.producer.genlm import PooledLM, language_model, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
-from tests.pool import Pool, open_sockets, until, until_async
+from tests.support.pool import Pool, open_sockets, until, until_async
 
 IDS = [72, 105, 33]
 PROMPTS = [[1], [1, 2], IDS, [1]]

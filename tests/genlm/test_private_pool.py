@@ -18,7 +18,7 @@ import torch
 from lmpool.errors import AdapterRefused, ModelError, ProducerClosed
 from lmpool.producer.genlm import load_model_by_name
 from tests.genlm.small import SIZE, expected, write_tokenizer
-from tests.pool import Pool, until
+from tests.support.pool import Pool, until
 
 ENDS_WITHIN_S = 120.0
 IDS = [72, 105]

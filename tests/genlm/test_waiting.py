@@ -18,9 +18,9 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, SettingsError
 from lmpool.producer import crew, deadline, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
-from tests.gate import Gate
 from tests.genlm.small import SIZE, expected
-from tests.pool import DEADLINE_S, Pool, until, until_async
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, until, until_async
 
 IDS = [72, 105, 33]
 
@@ -118,7 +118,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
     with pytest.raises(NoWorker, match="'syn' is not served"):
         load_model_by_name("syn", llm_opts=options)
     gate = tmp_path / "loads"
-    command = [sys.executable, "-m", "tests.gated_worker", pool.url, pool.prefix, "0", str(gate)]
+    command = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, "0", str(gate)]
     pool._launch(command, None, wait=False)
     until(lambda: pool.redis.zcard(pool.keys.model("syn").loading), "the worker loads the model")
     with ThreadPoolExecutor(1) as other:

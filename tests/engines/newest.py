@@ -1,0 +1,25 @@
+"""Runs on releases of the engines that are newer than what the backends are made for (`make test-engines-newest`).
+
+`python -m tests.engines.newest` is `lmpool` that takes them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lmpool.cli import main
+from lmpool.workers.backends.sglang import settings as sglang
+from lmpool.workers.backends.vllm import settings as vllm
+
+WANTED = os.environ.get("LMPOOL_TEST_NEWEST") == "1"
+
+
+def accept() -> None:
+    """Have the backends take every newer version of their engines, in a run that is about these."""
+    if WANTED:
+        vllm.BELOW, sglang.BELOW = (1_000_000, 0), (1_000_000, 0, 0)
+
+
+if __name__ == "__main__":
+    accept()
+    main()

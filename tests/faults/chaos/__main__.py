@@ -1,0 +1,109 @@
+"""Runs chaos and prints what it has shown; exits with 1 when that is not allowed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import redis
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.keys import Keys
+from tests.faults.chaos.fleet import Fleet
+from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
+from tests.faults.chaos.plan import Strike, draw_plan
+from tests.faults.chaos.recovery import recoveries
+from tests.faults.chaos.report import Report
+from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.striker import Striker
+from tests.faults.chaos.tally import count, count_computed, read_requests
+from tests.support.servers.proxy import Proxy
+
+_PREFIX = "chaos"
+_MEMORY = 1 << 29
+_SETTLED_S = 60.0
+_PATIENCE_S = 10.0
+"""What is waited for is remembered for a little longer than its deadline."""
+
+
+async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Report:
+    """One run, from the start of its server to the end of its last process."""
+    # fsync once a second, as servers do by default: what a killed server has written is in the kernel's hands.
+    server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
+    await asyncio.to_thread(server.start)
+    try:
+        async with Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy:
+            fleet = Fleet(settings, folder, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
+            striker = Striker(fleet, proxy, server, settings.seed)
+            try:
+                await asyncio.to_thread(fleet.start)
+                await striker.run(plan, settings.seconds)
+                await asyncio.to_thread(fleet.end_clients)
+                left = await asyncio.to_thread(_end, settings, fleet, server)
+            finally:
+                await asyncio.to_thread(fleet.kill)
+    finally:
+        await asyncio.to_thread(server.stop)
+    requests = [one for number in range(settings.clients) for one in read_requests(fleet.log_of(number), number)]
+    return Report(
+        settings,
+        count(requests, settings.timeout_s + settings.grace_s),
+        count_computed(fleet.traces),
+        recoveries(striker.troubles, requests),
+        left,
+        fleet.leaked + leaked_processes(folder),
+        fleet.failed,
+    )
+
+
+def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[str]:
+    """End the workers when all is settled; returns the keys that are left."""
+    client = redis.Redis.from_url(server.url)
+    try:
+        keys = Keys(_PREFIX)
+        settle(client, keys, settings.workers, _SETTLED_S)
+        fleet.end_workers()
+        return leaked_keys(client, keys, settings.timeout_s + _PATIENCE_S, settings.lease_s)
+    finally:
+        client.close()
+
+
+def main() -> int:
+    """Run as the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")
+    parser.add_argument("--untimed", action="store_true", help="promise nothing of times: others use the machine too")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of logs and traces and say where it is")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+    settings = ChaosSettings(seconds=given.seconds, seed=seed)
+    if given.untimed:
+        settings = replace(settings, timeout_s=120.0, grace_s=60.0, most_leases=math.inf, most_twice=math.inf)
+    plan = draw_plan(seed, given.seconds)
+    print(
+        f"chaos for {given.seconds:g} s with seed {seed}: {settings.workers} workers, {settings.clients} clients, "
+        f"V = {settings.vocab_size}, a lease of {settings.lease_s:g} s, deadlines of {settings.timeout_s:g} s"
+    )
+    print(*plan, sep="\n", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    try:
+        report = asyncio.run(run(settings, plan, folder))
+    finally:
+        if given.keep:
+            print(f"logs and traces are in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(report)
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

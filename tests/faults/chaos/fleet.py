@@ -1,0 +1,203 @@
+"""The processes of a run: workers that are replaced when they end, and clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.worker import TRACE_VARIABLE
+
+_END_S = 60.0
+START_S = 120.0
+_TRACEBACK_S = 0.5
+
+
+class Process:
+    """One process with its log.
+
+    Attributes:
+        number: its place in the fleet; a replacement has that of the one before.
+        is_struck: it was killed on purpose.
+        is_frozen: it was stopped on purpose.
+    """
+
+    def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path) -> None:
+        self.number = number
+        self.is_struck = self.is_frozen = False
+        self._log = log
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "OMP_NUM_THREADS": "1",
+                    "LMPOOL_TRACEBACK": "1",
+                    TRACE_VARIABLE: str(trace),
+                },
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._process.poll()
+
+    @property
+    def last_words(self) -> str:
+        """The end of what it printed."""
+        return self._log.read_text("utf-8", "replace")[-1000:].strip()
+
+    def says(self, text: str) -> bool:
+        """Whether it has printed a text."""
+        return text in self._log.read_text("utf-8", "replace")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end; False when it does not come: then the process is killed, and its log says where it was."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(_TRACEBACK_S)
+            self._process.kill()
+            self._process.wait()
+            return False
+        return True
+
+
+class Fleet:
+    """Starts, replaces and ends the processes of a run.
+
+    Args:
+        settings: the run.
+        folder: where logs and traces go.
+        url: of a worker or client with a number: the server's own address, or the proxy's.
+        prefix: of all keys.
+
+    Attributes:
+        workers: those that run now.
+        clients: all of them.
+        failed: what ended by itself and should not have: its number, exit code and last words.
+        leaked: processes that did not end when they were told to.
+    """
+
+    def __init__(self, settings: ChaosSettings, folder: Path, url: Callable[[int], str], prefix: str) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._url = url
+        self._prefix = prefix
+        self._started = 0
+        self.workers: list[Process] = []
+        self.clients: list[Process] = []
+        self.failed: list[str] = []
+        self.leaked: list[str] = []
+
+    @property
+    def traces(self) -> list[Path]:
+        """What workers have written down."""
+        return sorted(self._folder.glob("*.trace"))
+
+    def log_of(self, client: int) -> Path:
+        """Where a client writes its requests."""
+        return self._folder / f"client-{client}.requests"
+
+    def start(self) -> None:
+        """Start the workers, and when they serve the clients; wait until these ask.
+
+        Raises:
+            RuntimeError: one of them ended, or needs too long.
+        """
+        self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
+        self._await(self.workers, "serving ")
+        self.clients = [self._start_client(number) for number in range(self._settings.clients)]
+        self._await(self.clients, "asking")
+
+    def _await(self, processes: Sequence[Process], text: str) -> None:
+        end = time.monotonic() + START_S
+        for process in processes:
+            while not process.says(text):
+                if process.code is not None or time.monotonic() > end:
+                    raise RuntimeError(f"a process has not printed {text!r}: {process.last_words}")
+                time.sleep(0.02)
+
+    def _start_worker(self, number: int) -> Process:
+        settings = self._settings
+        options = {
+            "backend": "synthetic", "encoding": "bf16", "vocab-size": settings.vocab_size, "lease-s": settings.lease_s,
+            "step-ms": settings.step_ms, "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s,
+            "redis": self._url(number), "prefix": self._prefix,
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", "syn", *words]
+        self._started += 1
+        return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder)
+
+    def _start_client(self, number: int) -> Process:
+        given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
+        command = [sys.executable, "-m", "tests.faults.chaos.client", *given, str(self.log_of(number))]
+        return Process(number, command, self._folder / f"client-{number}.log", self._folder)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers serve."""
+        return all(worker.code is None and worker.says("serving ") for worker in self.workers)
+
+    def mend(self) -> None:
+        """Start a replacement for every worker that has ended."""
+        for place, worker in enumerate(self.workers):
+            if worker.code is None:
+                continue
+            # One that finds no server at its start may end; a supervisor would start it again, as we do.
+            if not worker.is_struck and worker.says("serving "):
+                self.failed.append(f"worker {worker.number} ended with {worker.code}: {worker.last_words}")
+            self.workers[place] = self._start_worker(worker.number)
+
+    def thaw(self) -> None:
+        """Let all frozen workers go on."""
+        for worker in self.workers:
+            if worker.is_frozen:
+                worker.signal(signal.SIGCONT)
+                worker.is_frozen = False
+
+    def end_clients(self) -> None:
+        """Have clients end once all their requests have."""
+        self._end("client", self.clients, self._settings.timeout_s + _END_S)
+
+    def end_workers(self) -> None:
+        """Have workers drain and end."""
+        self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
+
+    def _end(self, what: str, processes: Sequence[Process], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for process in processes:
+            process.signal(signal.SIGTERM)
+        for process in processes:
+            if not process.ends_within(max(0.1, end - time.monotonic())):
+                self.leaked.append(f"{what} {process.number}: {process.last_words}")
+            elif process.code:
+                self.failed.append(f"{what} {process.number} ended with {process.code}: {process.last_words}")
+
+    def kill(self) -> None:
+        """End at once whatever still runs."""
+        for process in [*self.workers, *self.clients]:
+            process.signal(signal.SIGKILL)
+            process.ends_within(_END_S)

@@ -1,0 +1,87 @@
+"""The schedule of a run: which trouble strikes when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.support.servers.proxy import Way
+
+_FIRST_S = 2.0
+_QUIET_AT_THE_END_S = 1.0
+
+
+class Kind(Enum):
+    """What strikes."""
+
+    KILL = "kill workers"
+    FREEZE = "freeze a worker"
+    KILL_CONNECTIONS = "CLIENT KILL"
+    RESTART = "restart the server"
+    CRASH = "kill the server"
+    CUT = "cut the proxy"
+    REFUSE = "refuse connections"
+    SWALLOW = "swallow"
+    DROP = "drop bytes"
+    TRUNCATE = "truncate"
+    DELAY = "delay"
+
+
+_LASTING = {
+    Kind.FREEZE: (0.3, 6.0),
+    Kind.RESTART: (0.0, 0.5),
+    Kind.CRASH: (0.0, 0.5),
+    Kind.REFUSE: (0.1, 1.5),
+    Kind.DELAY: (0.3, 2.0),
+}
+"""Least and most seconds of those that have a length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One trouble.
+
+    Attributes:
+        at: seconds after the beginning.
+        kind: what it is.
+        lasts: seconds; 0 for what happens in a moment.
+        share: of the workers or connections that are struck.
+        way: the direction that is struck.
+        number: which worker, or what else is to be chosen.
+    """
+
+    at: float
+    kind: Kind
+    lasts: float
+    share: float
+    way: Way
+    number: int
+
+    def __str__(self) -> str:
+        length = f" for {self.lasts:.1f} s" if self.lasts else ""
+        return (
+            f"{self.at:6.1f} s  {self.kind.value}{length}, share {self.share:.2f}, {self.way.value}, no. {self.number}"
+        )
+
+
+def draw_plan(seed: int, seconds: float) -> list[Strike]:
+    """The strikes of a run: in bursts of one to three, with pauses between them of up to seven seconds."""
+    draw = random.Random(seed)
+    plan: list[Strike] = []
+    deck: list[Kind] = []
+    at = _FIRST_S
+    while True:
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            if at > seconds - _QUIET_AT_THE_END_S:
+                return plan
+            if not deck:  # All kinds come equally often.
+                deck = list(Kind)
+                draw.shuffle(deck)
+            kind = deck.pop()
+            lasts = draw.uniform(*_LASTING[kind]) if kind in _LASTING else 0.0
+            plan.append(
+                Strike(at, kind, lasts, draw.choice((0.3, 0.6, 1.0)), draw.choice(list(Way)), draw.randrange(1000))
+            )
+            at += draw.uniform(0.1, 1.2)
+        at += draw.uniform(0.5, 7.0)

@@ -1,0 +1,79 @@
+"""What a run has shown: a table, and whether it is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.faults.chaos.recovery import percentile
+from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.tally import Computed, Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One run.
+
+    Attributes:
+        settings: what it was made of.
+        tally: what became of the requests.
+        computed: what workers computed.
+        recoveries: seconds that each took.
+        leaked_keys: what was left on the server.
+        leaked_processes: what did not end.
+        failed: processes that ended by themselves, or with an error.
+    """
+
+    settings: ChaosSettings
+    tally: Tally
+    computed: Computed
+    recoveries: list[float]
+    leaked_keys: list[str]
+    leaked_processes: list[str]
+    failed: list[str]
+
+    @property
+    def faults(self) -> list[str]:
+        """What is not allowed."""
+        settings, tally = self.settings, self.tally
+        most = settings.most_leases * settings.lease_s
+        counts = {
+            "lost": tally.lost,
+            "wrong": tally.wrong,
+            "late": tally.late,
+            "leaked keys": len(self.leaked_keys),
+            "leaked processes": len(self.leaked_processes),
+            "failed processes": len(self.failed),
+        }
+        faults = [f"{name} {number}" for name, number in counts.items() if number]
+        if not tally.requests:
+            faults.append("no requests")
+        if percentile(self.recoveries, 0.99) > most:
+            faults.append(f"p99 recovery over {most:g} s")
+        if self.computed.twice > settings.most_twice:
+            faults.append(f"computed twice over {settings.most_twice:.0%}")
+        return faults
+
+    def __str__(self) -> str:
+        tally, computed = self.tally, self.computed
+        p99, worst = percentile(self.recoveries, 0.99), max(self.recoveries, default=0.0)
+        slowest = max((one.ended - one.began for one in tally.requests if one.ended), default=0.0)
+        rows = [
+            ("requests", f"{len(tally.requests)}"),
+            ("lost", f"{tally.lost}"),
+            ("wrong", f"{tally.wrong}"),
+            ("late", f"{tally.late}"),
+            ("computed twice", f"{computed.twice:.2%} ({computed.rows} rows of {computed.prompts} prompts)"),
+            ("worst recovery", f"{worst:.2f} s"),
+            ("p99 recovery", f"{p99:.2f} s (of {len(self.recoveries)}; a lease is {self.settings.lease_s:g} s)"),
+            # Troubles that overlap have one recovery, from the last one's end; this counts from the first one's begin.
+            ("slowest request", f"{slowest:.2f} s"),
+            ("leaked keys", f"{len(self.leaked_keys)}"),
+            ("leaked processes", f"{len(self.leaked_processes)}"),
+        ]
+        lines = [f"{name:<17} {value}" for name, value in rows]
+        lines += [f"  leaked: {text}" for text in [*self.leaked_keys, *self.leaked_processes][:20]]
+        lines += [f"  failed: {text}" for text in self.failed[:10]]
+        lines += [f"  lost, {times} times: {text:.300}" for text, times in list(tally.reasons.items())[:10]]
+        faults = self.faults
+        lines.append(f"NOT ALLOWED: {', '.join(faults)}" if faults else "all promises kept")
+        return "\n".join(lines)

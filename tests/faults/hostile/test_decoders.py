@@ -1,0 +1,221 @@
+"""Whatever stands where ours should be, a decoder reads what is right and refuses the rest, and takes little memory."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.asks import unpack_ask
+from lmpool.card import MAX_CARD_BYTES, ModelCard
+from lmpool.errors import ProtocolError
+from lmpool.messages import Failure, Job, unpack_failure, unpack_job
+from lmpool.picks import pack_token, pack_top, top, unpack_token, unpack_top
+from lmpool.rows import HEADER_SIZE, Encoding, check_row, decode_alike, decode_entries, decode_row
+from lmpool.synthetic import synthetic_row
+from lmpool.vocab import Vocabulary
+from tests.faults.hostile import strategies as hostile
+from tests.faults.hostile.cases import cases
+
+V = 64
+ROW = hostile.encoded_row([1, 2], V)
+MIB = 2**20
+
+
+@cases(250)
+@given(hostile.jobs("f"))
+def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
+    try:
+        job = unpack_job(data)
+    except ProtocolError:
+        return
+    assert unpack_job(job.pack()) == job
+    assert list(map(type, msgspec.structs.astuple(job))) == [bytes, str, str, bool, bytes]
+
+
+@cases(250)
+@given(hostile.asks | hostile.odd_bytes)
+def test_what_is_read_as_an_ask_is_an_ask(data: bytes) -> None:
+    try:
+        ask = unpack_ask(data)
+    except ProtocolError:
+        return
+    assert unpack_ask(ask.pack()) == ask
+
+
+@cases(200)
+@given(hostile.failures | hostile.mutated(hostile.failures) | hostile.odd_bytes)
+def test_what_is_read_as_a_failure_is_a_failure(data: bytes) -> None:
+    try:
+        failure = unpack_failure(data)
+    except ProtocolError:
+        return
+    assert unpack_failure(failure.pack()) == Failure(failure.kind, failure.text[:4096])
+
+
+@cases(200)
+@given(hostile.cards)
+def test_what_is_read_as_a_card_is_one_that_a_worker_can_have(data: bytes) -> None:
+    try:
+        card = ModelCard.unpack(data)
+    except ProtocolError:
+        return
+    assert ModelCard.unpack(card.pack()) == card
+    assert 1 <= card.vocab_size < 2**32
+    assert math.isfinite(card.lease_s)
+    assert card.row_encoding in Encoding
+    assert len(card.fingerprint) == 32
+
+
+@cases(100)
+@given(hostile.vocabularies | hostile.mutated(hostile.vocabularies) | hostile.noise)
+def test_what_is_read_as_a_vocabulary_is_one(data: bytes) -> None:
+    try:
+        vocabulary = Vocabulary.unpack(data)
+    except ProtocolError:
+        return
+    assert vocabulary.pack() == data
+    assert Vocabulary(vocabulary.tokens) == vocabulary
+
+
+def read(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return check_row(decode_row(np.frombuffer(bytearray(data), np.uint8), V))
+
+
+def test_a_row_as_it_should_be_is_read() -> None:
+    assert np.array_equal(read(ROW), synthetic_row([1, 2], vocab_size=V))
+
+
+@cases(250)
+@given(hostile.spoilt_rows(ROW))
+def test_a_row_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read(data)
+
+
+@cases(150)
+@given(hostile.mutated(st.sampled_from([ROW, hostile.encoded_row([3], V, dtype=Encoding.F16)])))
+def test_a_row_that_passes_the_checks_has_log_probabilities_of_that_length(data: bytes) -> None:
+    try:
+        row = read(data)
+    except ProtocolError:
+        return
+    assert row.shape == (V,)
+    assert not np.isnan(row).any()
+    assert -math.log(V) - 1 <= row.max() <= 1
+
+
+@cases(150)
+@given(
+    st.lists(hostile.mutated(st.just(ROW[: HEADER_SIZE + 8])) | st.just(ROW[: HEADER_SIZE + 8]), min_size=1, max_size=3)
+)
+def test_entries_read_together_are_those_read_one_by_one(found: list[bytes]) -> None:
+    together = decode_alike(found, V, 2)
+    apart = []
+    for data in found:
+        try:
+            apart.append(decode_entries(data, V, 2))
+        except ProtocolError:
+            assert together is None
+    if together is not None:
+        assert np.array_equal(together, apart)
+
+
+TOP = pack_top(top(synthetic_row([1], vocab_size=V), 4))
+
+
+@cases(150)
+@given(hostile.mutated(st.just(TOP.tobytes())) | st.binary(min_size=32, max_size=32))
+def test_what_is_read_as_the_likeliest_tokens_can_be_those_of_a_row(data: bytes) -> None:
+    if len(data) != TOP.nbytes:  # The length of an answer is checked before.
+        return
+    try:
+        found = unpack_top(np.frombuffer(data, np.float32), V)
+    except ProtocolError:
+        return
+    assert len(set(found.ids.tolist())) == 4
+    assert 0 <= found.ids.min() <= found.ids.max() < V
+    assert (np.diff(found.values) <= 0).all()
+    assert -math.log(V) - 1 <= found.values[0] <= 1
+
+
+def test_likeliest_tokens_that_come_twice_or_out_of_order_are_refused() -> None:
+    values, ids = TOP[:4], TOP[4:]
+    for wrong in ((values[::-1], ids), (values, ids[[0, 0, 1, 2]]), (values - 20, ids), (values + 20, ids)):
+        with pytest.raises(ProtocolError):
+            unpack_top(np.concatenate(wrong), V)
+    with pytest.raises(ProtocolError):
+        unpack_token(pack_token(V), V)
+
+
+# Memory
+
+
+def peak(work: Callable[[], object]) -> int:
+    """The most bytes that were allocated at once while something was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+LIMITS: dict[Callable[[bytes], object], int] = {
+    unpack_job: 16 * MIB,
+    unpack_ask: 8 * MIB,
+    unpack_failure: 8 * 4096,
+    ModelCard.unpack: MAX_CARD_BYTES,
+}
+BOMBS = {
+    "empty texts in arrays": b"\x98" + (b"\xdd" + (2**21).to_bytes(4, "big") + b"\xa0" * 2**21) * 8,
+    "small arrays in arrays": b"\x98" * 2**20 + b"\x90" * 7 * 2**20,
+    "a tree of arrays": b"\x98" + (b"\x98" + b"\x98\xa0\xa0\xa0\xa0\xa0\xa0\xa0\xa0" * 8) * 2**15,
+    "maps": b"\x98" + (b"\xdf\x00\x10\x00\x00" + b"\xa1a\xc0" * 2**20) * 5,
+    "one array of many nothings": b"\xdd\x00\xff\xff\xff" + b"\xc0" * (16 * MIB - 6),
+    "a text": b"\xdb\x00\xff\xff\xfa" + b"\x00" * (16 * MIB - 6),
+    "bytes that print four times as long": msgpack.packb([2, b"\x00" * (15 * MIB), "", "", "no", b""]),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+@pytest.mark.parametrize("reader", LIMITS)
+def test_a_bomb_takes_no_more_than_a_few_times_the_limit(reader: Callable[[bytes], object], bomb: bytes) -> None:
+    limit = LIMITS[reader]
+    assert peak(lambda: reader(bomb)) <= 3 * limit
+    if len(bomb) > limit:
+        # Refused by its size: nothing of it was decoded.
+        assert peak(lambda: reader(bomb)) <= 64 * 1024
+
+
+@pytest.mark.parametrize("reader", LIMITS)
+def test_a_bomb_of_the_size_that_is_allowed_takes_little(reader: Callable[[bytes], object]) -> None:
+    size = LIMITS[reader]
+    for head in (b"\x98" * 600, b"\xdd\x00\x01\x00\x00", b"\xdf\x00\x01\x00\x00"):
+        for filling in (b"\xa0", b"\x90", b"\xc0", b"\xa1a"):
+            bomb = (head + filling * size)[:size]
+            assert peak(partial(reader, bomb)) <= 3 * size + 256 * 1024
+
+
+def test_a_vocabulary_that_claims_to_be_large_takes_nothing() -> None:
+    header = Vocabulary([b"a"]).pack()[:8]
+    claim = header + (4_000_000).to_bytes(4, "little") + (32 * MIB).to_bytes(4, "little")
+    assert peak(lambda: Vocabulary.unpack(claim + bytes(100))) <= 64 * 1024
+
+
+def test_a_largest_job_is_read_in_little_more_than_its_size() -> None:
+    data = Job(bytes(8 * MIB), "", "f", ask=bytes(7 * MIB)).pack()
+    tracemalloc.start()
+    job = unpack_job(data)
+    assert tracemalloc.get_traced_memory()[1] <= 2 * len(data)
+    tracemalloc.stop()
+    assert len(job.ids) == 8 * MIB

@@ -1,0 +1,248 @@
+"""Whatever is written where a producer reads: it returns the row, or ends in an error of ours in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.errors import DeadlineExceeded, LMPoolError, ProtocolError
+from lmpool.keys import GROUP
+from lmpool.picks import Sampling, sample, top
+from lmpool.producer import Producer
+from lmpool.producer.session import Session
+from lmpool.prompts import digest_of
+from lmpool.synthetic import synthetic_row
+from tests.faults.hostile import strategies as hostile
+from tests.faults.hostile.cases import cases
+from tests.faults.hostile.commands import execute
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
+
+LEASE_S = 1.0
+TIMEOUT_S = 15.0
+A_BATCH = 40
+
+Row = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def row(prompt: list[int]) -> Row:
+    return synthetic_row(prompt, vocab_size=V)
+
+
+def name(prompt: list[int]) -> bytes:
+    return digest_of(np.array(prompt, "<u4").tobytes())
+
+
+@pytest.fixture
+def worker(pool: Pool) -> WorkerProcess:
+    return pool.start("--lease-s", LEASE_S)
+
+
+@pytest.fixture
+async def producer(pool: Pool, worker: WorkerProcess) -> AsyncIterator[Producer]:
+    # Without rows of its own: every one is read from the server.
+    async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
+        yield producer
+
+
+ROW = hostile.encoded_row([1, 2], V)
+SPOILT = {
+    "a text": b"junk",
+    "an empty string": b"",
+    "a row that is too short": ROW[:-4],
+    "a row that is too long": ROW + bytes(4),
+    "a row of three megabytes": ROW + bytes(3 * 2**20),
+    "a row with NaN": ROW[:-4] + np.array([np.nan], "<f4").tobytes(),
+    "a row of -inf": ROW[:16] + np.full(V, -np.inf, "<f4").tobytes(),
+    "a row of low numbers": ROW[:16] + np.full(V, -50, "<f4").tobytes(),
+    "logits": ROW[:16] + np.linspace(-5, 5, V, dtype="<f4").tobytes(),
+    "another version": hostile.with_header(ROW, version=2),
+    "another V": hostile.encoded_row([1, 2], V - 1),
+    "another encoding": hostile.with_header(ROW, encoding=2),
+    "no magic": hostile.with_header(ROW, magic=b"LMPX"),
+}
+
+
+async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(pool: Pool, producer: Producer) -> None:
+    """Of every kind that can be told from a row, all at once and beside rows that are right."""
+    prompts = [[1, 2, at] for at in range(len(SPOILT) + 2)]
+    prefix = pool.keys.row(producer.model.fingerprint)
+    keys = [prefix + name(prompt) for prompt in prompts]
+    for key, spoilt in zip(keys, SPOILT.values(), strict=False):
+        pool.redis.set(key, spoilt)
+    pool.redis.rpush(keys[-2], "a list")
+    pool.redis.hset(keys[-1], "a", "hash")
+    others = [[7, at] for at in range(20)]
+    await producer.batch_logprobs(others)
+    for ask in (prompts + others, prompts):
+        found = await producer.batch_logprobs(ask)
+        assert all(np.array_equal(one, row(prompt)) for one, prompt in zip(found, ask, strict=True))
+    assert all(pool.redis.strlen(key) == len(ROW) for key in keys), "what is stored has been put right"
+
+
+async def test_what_is_asked_of_a_spoilt_row_is_answered_from_a_new_one(pool: Pool, producer: Producer) -> None:
+    prefix = pool.keys.row(producer.model.fingerprint)
+    asks: list[Callable[[list[int]], Awaitable[object]]] = [
+        lambda prompt: producer.topk(prompt, 3),
+        lambda prompt: producer.sample(prompt, seed=3),
+        lambda prompt: producer.logprobs(prompt, targets=[0, 5, V - 1]),
+        lambda prompt: producer.logprobs(prompt, fresh=True),
+    ]
+    values: list[Callable[[Row], object]] = [
+        lambda found: top(found, 3),
+        lambda found: sample(found, Sampling(1.0, 1.0, 3)),
+        lambda found: found[[0, 5, V - 1]],
+        lambda found: found,
+    ]
+    for kind, (what, spoilt) in enumerate(SPOILT.items()):
+        prompts = [[kind, at] for at in range(len(asks))]
+        for prompt in prompts:
+            pool.redis.set(prefix + name(prompt), spoilt)
+        found = await asyncio.gather(*(ask(prompt) for ask, prompt in zip(asks, prompts, strict=True)))
+        for one, prompt, value in zip(found, prompts, values, strict=True):
+            wanted: Any = value(row(prompt))
+            # Of a few entries nobody can tell that all the others are as low.
+            if value is not values[2] or what not in ("a row of -inf", "a row of low numbers"):
+                assert np.array_equal(np.array(one), np.array(wanted)), what
+
+
+async def hears(producer: Producer, number: int, asked: Iterator[int]) -> bool:
+    """Whether a row comes, though the producer does not look by itself."""
+    try:
+        await producer.logprobs([3, number, next(asked)], timeout=2)
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+async def test_a_reply_stream_that_is_spoilt_is_dropped_and_followed_again(
+    pool: Pool, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await producer.logprobs([1])
+    (reply,) = pool.redis.scan_iter(match=f"{pool.prefix}:*reply*")
+    recheck, may_look = Session._recheck, True
+
+    async def look(session: Session) -> None:
+        if may_look:
+            await recheck(session)
+
+    monkeypatch.setattr(Session, "_recheck", look)
+    last = f"{2**64 - 1}-{2**64 - 1}"
+    spoil: list[Callable[[], object]] = [
+        lambda: pool.redis.set(reply, "no stream"),
+        lambda: execute(pool.redis, "XADD", reply, last, "d", b"x" * 16, "f", producer.model.fingerprint),
+        lambda: execute(pool.redis, "XADD", reply, "*", *["x", bytes(2**20)] * 300),
+        lambda: execute(pool.redis, "XADD", reply, "*", "d", bytes(2**20), "e", bytes(2**20)),
+    ]
+
+    async def is_dropped() -> bool:
+        return not pool.redis.exists(reply)
+
+    for number, act in enumerate(spoil):
+        pool.redis.delete(reply)
+        act()
+        if number < 3:
+            await until_async(is_dropped, "the stream is dropped")
+        may_look = True
+        assert np.array_equal(await producer.logprobs([2, number]), row([2, number]))
+        may_look = False
+        asked = iter(range(1000))
+
+        await until_async(partial(hears, producer, number, asked), "notifications are heard again")
+
+
+# At random
+
+
+def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callable[[Any], Any]) -> None:
+    """Write something wrong in one of the places that a producer, or its worker, reads."""
+    redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
+    prompt = draw(st.sampled_from(prompts))
+    digest = name(prompt)
+    match draw(st.integers(0, 9)):
+        case 0 | 1 | 2:
+            redis.set(keys.row(producer.model.fingerprint) + digest, draw(hostile.spoilt_rows(ROW)))
+        case 3:
+            key = draw(st.sampled_from([keys.row(producer.model.fingerprint) + digest, model.waiting + digest]))
+            together = redis.pipeline()
+            command, value = draw(st.sampled_from(["rpush", "sadd", "set"])), draw(hostile.noise)
+            # At once: the pool may write there in between.
+            together.delete(key)
+            getattr(together, command)(key, value)
+            together.execute()
+        case 4 | 5:
+            contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
+            values = contents | hostile.failures | hostile.odd_bytes
+            names = st.sampled_from([b"d", b"e", b"f", b""]) | hostile.noise
+            # Drawn whatever streams there are: an example must be the same when it runs again.
+            fields = draw(st.lists(st.tuples(names, values), min_size=1, max_size=4))
+            for reply in redis.scan_iter(match=f"{pool.prefix}:*reply*"):
+                execute(redis, "XADD", reply, "*", *(part for pair in fields for part in pair))
+        case 6:
+            field = draw(st.sampled_from([b"other", b"more"]) | hostile.noise)
+            if field != b"syn":
+                redis.hset(keys.models(), field, draw(hostile.cards))
+        case 7:
+            worker = keys.worker(draw(st.sampled_from(["a", "b", "c"])))
+            redis.hset(worker, mapping={draw(hostile.noise): draw(hostile.heartbeats), "state": draw(hostile.noise)})
+            execute(redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, draw(st.sampled_from([b"a", b"\xff"])))
+        case 8:
+            redis.delete(model.waiting + digest)
+            redis.hset(
+                model.waiting + digest,
+                mapping={"job": draw(st.sampled_from([b"1-1"]) | hostile.noise), draw(hostile.noise): ""},
+            )
+        case _:
+            redis.hset(
+                draw(st.sampled_from([model.adapters, model.offers])), draw(hostile.noise), draw(hostile.odd_bytes)
+            )
+
+
+def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, worker: WorkerProcess) -> None:
+    asked = iter(range(10**9))
+    ended = {"rows": 0, "errors": 0}
+
+    async def ask(prompts: list[list[int]], spoil: Callable[[Producer], None]) -> None:
+        async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
+            await producer.logprobs([1])  # There is a reply stream now.
+            for _ in range(A_BATCH // 2):
+                spoil(producer)
+            requests = [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts]
+            for _ in range(A_BATCH // 2):  # While they are under way.
+                await asyncio.sleep(0)
+                spoil(producer)
+            found = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), DEADLINE_S)
+        for prompt, one in zip(prompts, found, strict=True):
+            if isinstance(one, BaseException):
+                assert isinstance(one, LMPoolError), one
+                ended["errors"] += 1
+            else:
+                assert np.array_equal(one, row(prompt))
+                ended["rows"] += 1
+
+    @cases(240, a_batch=A_BATCH, most=6000)
+    @given(st.data())
+    def attack(data: st.DataObject) -> None:
+        prompts = [[next(asked) % V, next(asked) % V] for _ in range(20)]
+
+        asyncio.run(ask(prompts, lambda producer: write(pool, producer, prompts, data.draw)))
+
+    attack()
+    assert ended["rows"] > 9 * ended["errors"], "what is announced as failed by somebody else fails, and little more"
+    model = pool.keys.model("syn")
+    pool.redis.delete(model.adapters, model.offers)
+    until(lambda: pool.jobs() == 0, "all that was asked is ended")
+    assert worker.is_running, worker.text
+    assert "Traceback" not in worker.text
+
+
+async def test_a_card_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
+    pool.redis.hset(pool.keys.models(), "twin", hostile.CARD.pack())
+    with pytest.raises(ProtocolError, match="'twin' cannot be read: it is that of 'syn'"):
+        await pool.producer("twin").open()

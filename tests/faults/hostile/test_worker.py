@@ -1,0 +1,224 @@
+"""A worker that is sent anything at all serves everybody else, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmpool.keys import GROUP
+from lmpool.messages import Job
+from lmpool.producer import SyncProducer
+from lmpool.prompts import digest_of
+from lmpool.synthetic import synthetic_row
+from tests.faults.hostile import strategies as hostile
+from tests.faults.hostile.cases import cases
+from tests.faults.hostile.commands import execute
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, until, until_async
+
+A_BATCH = 25
+LEASE_S = 1.0
+
+entries = st.shared(st.just(hostile.CARD.fingerprint)).flatmap(hostile.job_entries)
+
+
+def row(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return synthetic_row(ids, vocab_size=V)
+
+
+@pytest.fixture
+def worker(pool: Pool) -> WorkerProcess:
+    return pool.start("--lease-s", LEASE_S, "--max-batch", 16, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
+
+
+@pytest.fixture
+def producer(pool: Pool, worker: WorkerProcess) -> Iterator[SyncProducer]:
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S, cache_bytes=0) as producer:
+        yield producer
+
+
+def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
+    """The same process has ended all that it was sent, and goes on serving."""
+    until(lambda: pool.jobs() == 0 and pool.held() == 0, "all that was sent is ended")
+    assert worker.is_running, worker.text
+    assert "Traceback" not in worker.text
+    assert pool.redis.xlen(pool.keys.model("syn").dead) <= 11_000
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
+        assert np.array_equal(producer.logprobs([5, 6]), row(5, 6))
+
+
+def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+    jobs = pool.keys.model("syn").jobs
+    assert hostile.CARD.fingerprint == producer.model.fingerprint
+    asked = iter(range(10**9))
+
+    @cases(400, a_batch=A_BATCH)
+    @given(st.lists(entries, min_size=A_BATCH, max_size=A_BATCH))
+    def send(batch: list[list[tuple[bytes, bytes]]]) -> None:
+        for fields in batch:
+            execute(pool.redis, "XADD", jobs, "*", *(part for pair in fields for part in pair))
+        # Their rows are neither those of the junk, nor later than it by more than its own time.
+        prompts = [[next(asked) % V, 1, 2], [next(asked) % V, 3]]
+        for prompt, found in zip(prompts, producer.batch_logprobs(prompts), strict=True):
+            assert np.array_equal(found, row(*prompt))
+
+    send()
+    assert_serves(pool, worker)
+
+
+HUGE = Job(bytes(4 * 200_000), "", hostile.CARD.fingerprint).pack()
+ODD_ENTRIES = {
+    "a prompt of a million tokens": [b"m", Job(bytes(4_000_000), "", hostile.CARD.fingerprint).pack()],
+    "more than a job may have": [b"m", bytes(17 * 2**20)],
+    "twelve thousand fields": [b"x", b"y"] * 6000 + [b"m", b"no job"],
+    "a job behind other fields": [b"x", b"y", b"m", HUGE],
+    "two jobs": [b"m", b"no job", b"m", HUGE],
+    "no job": [b"x", b""],
+    "a field without a name": [b"", b""],
+    "a deep nest": [b"m", b"\x91" * 1_000_000],
+    "a bomb": [b"m", b"\x98" + b"\xdd\x00\x20\x00\x00" + b"\xa0" * 2**21],
+    "an adapter of a megabyte": [b"m", Job(b"\0\0\0\0", "a" * 2**20, hostile.CARD.fingerprint).pack()],
+    "a fingerprint of a megabyte": [b"m", Job(b"\0\0\0\0", "", "f" * 2**20).pack()],
+}
+
+
+def test_odd_entries_are_ended_whichever_way_they_come(
+    pool: Pool, worker: WorkerProcess, producer: SyncProducer
+) -> None:
+    """Once as new ones, and once taken over from a worker that has fallen silent, which looks at them in a script."""
+    jobs, dead = pool.keys.model("syn").jobs, pool.keys.model("syn").dead
+    silent = [execute(pool.redis, "XADD", jobs, "*", *fields) for fields in ODD_ENTRIES.values()]
+    assert_serves(pool, worker)
+    worker.end()
+    until(lambda: not pool.names("worker:*"), "the heartbeat expires")
+    for fields in ODD_ENTRIES.values():
+        execute(pool.redis, "XADD", jobs, "*", *fields)
+    execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", 100, "STREAMS", jobs, ">")
+    assert pool.held() == len(silent)
+    after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
+    assert_serves(pool, after)
+    found: Any = pool.redis.xrange(dead)
+    assert len(found) >= len(ODD_ENTRIES)
+    for _, fields in found:
+        assert sum(map(len, fields.values())) < 2**20 + 10_000, "what is too large is not kept"
+
+
+def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
+    pool: Pool, worker: WorkerProcess, producer: SyncProducer
+) -> None:
+    """Anything may be there when a job ends: no hash, keys that are none of clients, streams that take no more."""
+    model = pool.keys.model("syn")
+    worker.end()
+    prompts = [[10 + number] for number in range(6)]
+    for prompt in prompts:
+        ids = np.array(prompt, "<u4").tobytes()
+        pool.redis.xadd(model.jobs, {"m": Job(ids, "", hostile.CARD.fingerprint).pack()})
+    waiting = [model.waiting + digest_of(np.array(prompt, "<u4").tobytes()) for prompt in prompts]
+    exhausted, other = model.reply("exhausted"), model.reply("other")
+    execute(pool.redis, "XADD", exhausted, f"{2**64 - 1}-{2**64 - 1}", "d", "x")
+    pool.redis.set(other, "no stream")
+    pool.redis.set(waiting[0], "no hash")
+    pool.redis.rpush(waiting[1], "no hash")
+    pool.redis.hset(waiting[2], mapping={model.jobs: "", pool.keys.models(): "", "job": "junk", "lmpool": ""})
+    pool.redis.hset(waiting[3], mapping={exhausted: "", other: ""})
+    pool.redis.hset(waiting[4], mapping={f"{pool.prefix}:{{syn}}:reply:{number}": "" for number in range(20_000)})
+    execute(pool.redis, "XADD", model.dead, f"{2**64 - 1}-{2**64 - 1}", "e", "x")
+    pool.redis.xadd(model.jobs, {"m": "junk"})
+    before = set(pool.names("*"))
+    after = pool.start("--lease-s", LEASE_S)
+    assert_serves(pool, after)
+    assert pool.redis.ttl(model.jobs) == -1, "a queue is no reply stream"
+    assert pool.redis.hget(pool.keys.models(), "syn") is not None
+    assert not [name for name in set(pool.names("*")) - before if ":reply:" in name]
+    # Whoever waits at a stream that was spoilt is told all the same.
+    for key in (exhausted, other):
+        told: Any = pool.redis.xrange(key)
+        ((_, fields),) = told
+        assert fields[b"d"] == digest_of(np.array(prompts[3], "<u4").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("entry", "is_deleted"),
+    [(f"{2**64 - 1}-{2**64 - 1}", False), (f"{2**64 - 1}-{2**64 - 1}", True), ("253402300799000-0", False)],
+)
+async def test_a_queue_whose_ids_have_run_ahead_is_replaced(
+    pool: Pool, tmp_path: Path, entry: str, is_deleted: bool
+) -> None:
+    """After the largest id nothing can be added; after any other that is far ahead no entry is ever old."""
+    jobs = pool.keys.model("syn").jobs
+    gate = Gate(tmp_path / "gate")
+    worker = await asyncio.to_thread(lambda: pool.start("--lease-s", LEASE_S, "--max-batch", 1, command=gate.command))
+    async with pool.producer(cache_bytes=0) as producer:
+        held = asyncio.create_task(producer.logprobs([1]))
+        await until_async(lambda: is_held(pool), "the worker holds the prompt")
+        behind = asyncio.create_task(producer.logprobs([2]))
+        execute(pool.redis, "XADD", jobs, entry, "m", "x")
+        if is_deleted:
+
+            async def is_read() -> bool:
+                (group,) = pool.redis.xinfo_groups(jobs)
+                return bool(group["last-delivered-id"] == entry.encode())
+
+            await until_async(is_read, "the worker has read what is behind the prompt that it holds")
+            pool.redis.xdel(jobs, entry)
+        await asyncio.to_thread(worker.until_says, "the job stream of 'syn' was replaced")
+        gate.open()
+        for number, asked in ((1, held), (2, behind), (3, producer.logprobs([3]))):
+            assert np.array_equal(await asked, row(number))
+    assert worker.text.count("the job stream of 'syn' was replaced") == 1
+    last: Any = pool.redis.xinfo_stream(jobs)["last-generated-id"]
+    assert int(last.split(b"-")[0]) < (time.time() + 3600) * 1000
+    assert_serves(pool, worker)
+
+
+def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+    model, keys = pool.keys.model("syn"), pool.keys
+    pool.redis.set(keys.worker("not-a-hash"), "junk")
+    pool.redis.hset(keys.worker("junk"), mapping={b"\xff": b"\xfe", "state": b"\xff", "adapters_loaded": "[" * 9999})
+    pool.redis.hset(keys.worker("large"), mapping={"model": "syn", "fingerprint": bytes(20 * 2**20)})
+    for name in (b"not-a-hash", b"junk", b"large", b"\xff\xfe", b"gone"):
+        execute(pool.redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, name)
+    pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
+    pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.CARD.pack()})
+    pool.redis.hset(model.adapters, "junk", b"\xc1")
+    # It has seen all that when it has claimed and beaten: once a lease at least.
+    until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "cards of nobody are swept")
+    other = pool.start("--lease-s", LEASE_S, wait=False)
+    assert_serves(pool, worker)
+    # One that starts may refuse, in a sentence, to serve adapters that cannot be read.
+    assert other.wait() == 2
+    assert "registered adapter" in other.text
+    assert "Traceback" not in other.text
+    pool.redis.delete(model.adapters, keys.models())
+    assert_serves(pool, pool.start("--lease-s", LEASE_S))
+    assert worker.is_running
+
+
+def test_a_card_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+    models = pool.keys.models()
+    ours = pool.redis.hget(models, "syn")
+    assert ours is not None
+    for junk in (b"junk", bytes(2**20), hostile.CARD.pack().replace(b"seed-0", b"seed-9")):
+        pool.redis.hset(models, "syn", junk)
+        until(lambda: pool.redis.hget(models, "syn") == ours, "the worker puts its card right")
+    assert_serves(pool, worker)
+
+
+async def test_adapters_that_cannot_be_read_do_not_fill_a_worker_with_jobs(pool: Pool, worker: WorkerProcess) -> None:
+    model = pool.keys.model("syn")
+    pool.redis.hset(model.adapters, "junk", b"\xc1")
+    ids = np.array([1], "<u4").tobytes()
+    for number in range(200):
+        pool.redis.xadd(model.jobs, {"m": Job(ids, f"poet@{number}", hostile.CARD.fingerprint).pack()})
+    async with pool.producer("syn") as producer:
+        found = await asyncio.gather(*(producer.logprobs([number]) for number in range(20)))
+    assert all(np.array_equal(one, row(number)) for number, one in enumerate(found))
+    await asyncio.to_thread(assert_serves, pool, worker)

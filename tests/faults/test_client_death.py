@@ -1,0 +1,220 @@
+"""Clients die, give up and lose patience: what they had asked for costs others as little as it can."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.errors import DeadlineExceeded
+from lmpool.producer import Producer
+from lmpool.prompts import digest_of
+from lmpool.synthetic import synthetic_row
+from lmpool.workers import intake
+from tests.support.gate import Gate, GatedBackend, gated_worker, until_full
+from tests.support.pool import DEADLINE_S, Pool, V, until, until_async
+from tests.support.servers.clocks import SetClock
+
+QUEUED = 400
+PATIENCE_S = 60.0
+AFTER = "+5m"
+"""When nobody is believed to wait any more who had so much patience."""
+
+CLIENT = """
+import asyncio, sys
+from lmpool.producer import Producer
+
+async def ask(url, prefix, timeout, count):
+    async with Producer("syn", redis=url, prefix=prefix, timeout=timeout) as producer:
+        await asyncio.gather(*(producer.logprobs([1, i // 500, i % 500]) for i in range(count)))
+
+asyncio.run(ask(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])))
+"""
+
+
+class ClientProcess:
+    """A client that asks for many prompts at once; there are so many more when it is made. Nothing may end meanwhile.
+
+    Args:
+        pool: whom it asks.
+        count: for how many.
+    """
+
+    def __init__(self, pool: Pool, count: int = QUEUED) -> None:
+        words = [pool.url, pool.prefix, str(PATIENCE_S), str(count)]
+        all_of_them = pool.jobs() + count
+        self.process = subprocess.Popen([sys.executable, "-c", CLIENT, *words], stderr=subprocess.DEVNULL)
+        until(lambda: pool.jobs() == all_of_them, "all of its prompts are queued")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.wait()
+
+    def interrupt(self) -> None:
+        """Have it give up, as Ctrl-C does."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait()
+
+
+@pytest.fixture
+def clients() -> Iterator[list[ClientProcess]]:
+    """Clients that are ended with the test."""
+    started: list[ClientProcess] = []
+    yield started
+    for client in started:
+        client.kill()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """What the steps of the workers of a test pass through."""
+    return Gate(tmp_path / "gate")
+
+
+async def is_empty(pool: Pool) -> bool:
+    """Whether nothing is queued."""
+    return pool.jobs() == 0 and not pool.names("*waiting*")
+
+
+async def is_right(producer: Producer, prompt: list[int]) -> bool:
+    """Whether the row of a prompt comes."""
+    return np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
+
+
+async def test_a_killed_client_costs_at_most_what_it_had_queued(
+    pool: Pool, clients: list[ClientProcess], gate: Gate
+) -> None:
+    backend = GatedBackend(gate)
+    async with gated_worker(pool, backend), pool.producer() as producer:
+        clients.append(await asyncio.to_thread(ClientProcess, pool))
+        clients[0].kill()
+        gate.open()
+        assert await is_right(producer, [7])
+        await until_async(lambda: is_empty(pool), "its prompts are done with")
+    assert len(backend.computed) == len(set(backend.computed)) <= QUEUED + 1
+    for name in pool.names("*reply*"):
+        assert 0 < pool.redis.ttl(name) <= 120
+
+
+async def test_what_a_killed_client_had_queued_expires_with_its_deadline(
+    clocked: tuple[Pool, SetClock], clients: list[ClientProcess], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, set_clock = clocked
+    backend = GatedBackend(gate)
+    monkeypatch.setattr(intake, "STALE_S", -1.0)  # To the worker's own clock they are new.
+    async with gated_worker(pool, backend), pool.producer() as producer:
+        clients.append(await asyncio.to_thread(ClientProcess, pool))
+        await until_full(pool, backend.batch)
+        held = pool.held()
+        clients[0].kill()
+        waiting = list(pool.redis.scan_iter(f"{pool.prefix}:*waiting*", 1000))
+        assert len(waiting) == QUEUED
+        assert all(0 < pool.redis.pttl(key) <= 1000 * (PATIENCE_S + 10) for key in waiting)
+        await asyncio.to_thread(set_clock, AFTER)
+        assert not pool.names("*waiting*")
+        gate.open()
+        await until_async(lambda: is_empty(pool), "its prompts are done with")
+        assert await is_right(producer, [7])
+    assert len(backend.computed) <= held + 1, "what the worker held, and nothing more"
+
+
+async def test_requests_whose_deadline_has_passed_are_taken_out_of_the_queue(pool: Pool, gate: Gate) -> None:
+    backend = GatedBackend(gate)
+    async with gated_worker(pool, backend), pool.producer() as producer:
+        asked = [producer.logprobs([i // 500, i % 500], timeout=0.7) for i in range(QUEUED)]
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {DeadlineExceeded}
+        await until_async(lambda: is_empty(pool), "nothing is queued")
+        gate.open()
+        assert await is_right(producer, [7, 7, 7])
+    assert len(backend.computed) <= 2 * backend.batch + 1, "what the worker held, and nothing more"
+
+
+async def test_what_a_dead_worker_held_for_clients_that_have_gone_is_not_computed(
+    clocked: tuple[Pool, SetClock], clients: list[ClientProcess]
+) -> None:
+    pool, set_clock = clocked
+    worker = await asyncio.to_thread(pool.start, "--step-ms", 600_000, "--lease-s", 10)
+    clients.append(await asyncio.to_thread(ClientProcess, pool, 20))
+    await until_async(lambda: _holds(pool, 20), "the worker holds them all")
+    worker.end()
+    clients[0].kill()
+    await asyncio.to_thread(set_clock, AFTER)
+    assert not pool.names("*waiting*"), "what tells that somebody waits has expired"
+    assert pool.held() == 20
+    await asyncio.to_thread(pool.start, "--lease-s", 1)
+    await until_async(lambda: is_empty(pool), "what the dead worker held is dropped")
+    assert not pool.names("row:*")
+
+
+async def _holds(pool: Pool, count: int) -> bool:
+    return pool.held() == count
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "gives up"])
+async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
+    clocked: tuple[Pool, SetClock], clients: list[ClientProcess], gate: Gate, is_killed: bool
+) -> None:
+    pool, set_clock = clocked
+    backend = GatedBackend(gate)
+    # Ours wait for longer than the clock is set forward.
+    async with gated_worker(pool, backend), pool.producer("syn", timeout=3000) as producer:
+        asked = [asyncio.ensure_future(producer.logprobs([7]))]
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        clients.append(await asyncio.to_thread(ClientProcess, pool, 3))
+        # One of its prompts is another client's too.
+        ours = [[7], [1, 0, 2], [8]]
+        asked += [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in ours[1:]]
+        await until_async(lambda: _holds(pool, 5), "all are held")
+        await until_async(lambda: _are_two(pool, [1, 0, 2]), "both wait for one of them")
+        if is_killed:
+            clients[0].kill()
+            await asyncio.to_thread(set_clock, AFTER)
+        else:
+            clients[0].interrupt()
+        await until_async(lambda: _holds_just(pool, ours), "what only the other client asked for is let go")
+        ours.append([1, 0, 0])
+        asked.append(asyncio.ensure_future(producer.logprobs(ours[-1])))
+        await until_async(lambda: _holds_just(pool, ours), "one is asked for again")
+        gate.open()
+        for prompt, row in zip(ours, await asyncio.gather(*asked), strict=True):
+            assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
+    assert sorted(backend.computed) == sorted(_ids(prompt) for prompt in ours)
+    assert await is_empty(pool)
+
+
+def _ids(prompt: list[int]) -> bytes:
+    return np.array(prompt, "<u4").tobytes()
+
+
+async def _are_two(pool: Pool, prompt: list[int]) -> bool:
+    """Whether two clients wait for a prompt; one field more says which job it is."""
+    return pool.redis.hlen(pool.keys.model("syn").waiting + digest_of(_ids(prompt), "")) == 3
+
+
+async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:
+    """Whether these are waited for and held, and no others."""
+    prefix = pool.keys.model("syn").waiting
+    found = set(pool.redis.scan_iter(match=prefix + b"*", count=1000))
+    return pool.held() == len(prompts) and found == {prefix + digest_of(_ids(prompt), "") for prompt in prompts}
+
+
+async def test_a_closed_client_leaves_nothing_in_the_queue(pool: Pool, gate: Gate) -> None:
+    async with gated_worker(pool, GatedBackend(gate)):
+        async with pool.producer() as producer:
+            asked = [asyncio.ensure_future(producer.logprobs([i // 500, i % 500])) for i in range(QUEUED)]
+            await until_async(lambda: _are_queued(pool, QUEUED), "they are queued")
+        assert len(await asyncio.gather(*asked, return_exceptions=True)) == QUEUED
+        await until_async(lambda: is_empty(pool), "nothing is queued")
+    assert not pool.names("*reply*")
+
+
+async def _are_queued(pool: Pool, count: int) -> bool:
+    return pool.jobs() == count

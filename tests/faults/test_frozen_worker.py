@@ -1,0 +1,126 @@
+"""A call that holds the interpreter lock: no thread of its worker runs, nor a signal handler, and yet it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from lmpool.synthetic import synthetic_row
+from lmpool.workers import watchdog
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.watchdog import EXIT_CODE, ProcessWatchdog
+from tests.shared.broker.adapters.test_adapters import serving
+from tests.support.pool import Pool, V, until, until_async
+
+LIMIT_S = 4.0
+
+# A match that would take years; the interpreter lock is never let go of meanwhile.
+FREEZING = """
+import re, sys
+from lmpool.server import Server
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.serving import serve
+from lmpool.workers.settings import WorkerSettings
+
+class Engine(SyntheticBackend):
+    def submit(self, jobs):
+        self.poisoned = any(99 in job.ids for job in jobs)
+        super().submit(jobs)
+
+    def step(self):
+        if self.poisoned:
+            print("frozen", flush=True)
+            re.match(r"((\\w|\\w|\\.)+)*!", "model.layers.0.self_attn.q_proj.and.so.on")
+        return super().step()
+
+class Settings(SyntheticSettings):
+    def open(self):
+        return Engine(self)
+
+url, prefix, limit_s = sys.argv[1:]
+settings = WorkerSettings(prefix, step_timeout_s=float(limit_s), lease_s=10)
+serve(Server(url), Settings(name="syn", vocab_size=512), settings)
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing else", "it is told to stop", "what watches it was killed"])
+async def test_a_worker_whose_backend_holds_the_interpreter_lock_ends(pool: Pool, meanwhile: str) -> None:
+    frozen = pool._launch([sys.executable, "-c", FREEZING, pool.url, pool.prefix, str(LIMIT_S)], None, wait=True)
+    if meanwhile == "what watches it was killed":
+        pid = frozen.process.pid
+        (watching,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(watching), signal.SIGKILL)
+        await asyncio.to_thread(frozen.until_says, "starting it again")
+    async with pool.producer("syn") as producer:
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V)), "it serves"
+        asked = asyncio.create_task(producer.logprobs([99]))
+        await asyncio.to_thread(frozen.until_says, "frozen")
+        if meanwhile == "it is told to stop":
+            frozen.signal(signal.SIGTERM)
+        await asyncio.to_thread(pool.start, "--lease-s", 1)
+        assert np.array_equal(await asked, synthetic_row([99], vocab_size=V)), "another worker takes its prompts over"
+        assert await asyncio.to_thread(frozen.wait) == EXIT_CODE
+    assert f"the worker hangs: its event loop has not run for {LIMIT_S:g} s" in frozen.text
+    assert "in step\n" in frozen.text, "it says where its threads are"
+
+
+async def test_a_worker_that_was_stopped_for_longer_than_a_step_may_take_goes_on(pool: Pool) -> None:
+    worker = pool.start("--step-timeout-s", 4, "--lease-s", 12)
+    async with pool.producer("syn") as producer:
+        worker.signal(signal.SIGSTOP)
+        # A lease is three times as long as a step may take.
+        await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "its heartbeat expires")
+        worker.signal(signal.SIGCONT)
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
+    worker.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait) == 0
+
+
+async def test_what_watches_a_worker_is_started_again_as_soon_as_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "_exit_on", lambda _: None)
+    refused = 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        nonlocal refused
+        refused += 1
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    async def is_refused_thrice() -> bool:
+        return refused >= 3
+
+    async def is_started() -> bool:
+        return watching._process is not killed and watching._process.poll() is None
+
+    watching = ProcessWatchdog(60.0)
+    monkeypatch.setattr(watchdog, "MOST_BETWEEN_S", 0.02)
+    with watching:
+        killed = watching._process
+        with monkeypatch.context() as full:
+            full.setattr(subprocess, "Popen", refuse)
+            killed.kill()
+            await until_async(is_refused_thrice, "it tries again")
+        await until_async(is_started, "it starts another one")
+    assert [record.getMessage() for record in caplog.records] == [
+        "the process that watches this worker has ended: starting it again",
+        "the process that watches this worker cannot be started, will try again: "
+        f"[Errno {errno.EAGAIN}] Resource temporarily unavailable",
+    ]
+
+
+async def test_a_worker_in_somebody_elses_process_can_not_end_it(pool: Pool) -> None:
+    async with serving(pool, SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert not [pid for pid in children if b"watchdog_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert not cast(Any, faulthandler).unregister(EXIT_CODE), "no handler was there"

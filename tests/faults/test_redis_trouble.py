@@ -1,0 +1,496 @@
+"""The server and the way to it make trouble while requests run: they still end in their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from lmpool import line
+from lmpool.clusterrows import rows_on
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import LMPoolError, NoWorker
+from lmpool.line import CommandLine
+from lmpool.link import Argument
+from lmpool.producer import Producer, crew, session
+from lmpool.prompts import encode_prompt
+from lmpool.rows import Encoding, RowBlock
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async
+from tests.support.servers.proxy import Proxy, Way
+
+LEASE = ("--lease-s", 1)
+SLOW = (*LEASE, "--step-ms", 40, "--max-batch", 8)
+"""Less than a second for the prompts of a test."""
+PATIENT = ("--lease-s", 2, *SLOW[2:])
+"""A lease in which a heartbeat that is lost with its connection can be repeated: replies are awaited for 2 s."""
+
+_numbers = itertools.count()
+
+
+def prompts(count: int = 150) -> list[list[int]]:
+    """Prompts that no test has asked for yet."""
+    return [[next(_numbers) % V, number // 500 % V, number % 500] for number in range(count)]
+
+
+async def ask(producer: Producer, asked: Sequence[list[int]]) -> None:
+    """Ask for many prompts at once and check every value."""
+    rows = await asyncio.gather(*map(producer.logprobs, asked))
+    for prompt, got in zip(asked, rows, strict=True):
+        assert np.array_equal(got, synthetic_row(prompt, vocab_size=V))
+
+
+def gate_of(pool: Pool) -> Gate:
+    """What the steps of its worker pass through."""
+    return Gate(pool.folder / "gate")
+
+
+async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Awaitable[None]]) -> None:
+    """Ask, have trouble as soon as a worker that holds prompts goes on, and ask again afterwards."""
+    gate_of(pool).shut()
+    asked = asyncio.create_task(ask(producer, prompts()))
+    await until_async(lambda: is_held(pool), "the worker holds prompts")
+    gate_of(pool).open()
+    await trouble()
+    await asked
+    await ask(producer, prompts(8))
+
+
+async def refused(pool: Pool, text: str) -> None:
+    """Wait until the worker says once more that it was refused something."""
+    before = pool.workers[0].text.count(text)
+
+    async def is_said() -> bool:
+        return pool.workers[0].text.count(text) > before
+
+    await until_async(is_said, f"the worker says {text!r}")
+
+
+@pytest.fixture
+async def proxy(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[Proxy]:
+    """A proxy before a server of the test's own."""
+    async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def far_pool(own_server: EmbeddedServer, proxy: Proxy, tmp_path: Path) -> AsyncIterator[Pool]:
+    """A pool whose workers and producers connect through the proxy."""
+    pool = Pool(own_server.url, "far", tmp_path)
+    pool.url = proxy.url
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="module")
+def shaken_server() -> Iterator[EmbeddedServer]:
+    """A server that the tests of this file alone use: whatever they do to it, they undo."""
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    with EmbeddedServer(memory_bytes=1 << 28, folder=folder / "s") as server:
+        yield server
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool with a worker on that server."""
+    pool = Pool(shaken_server.url, "shaken", tmp_path_factory.mktemp("shaken"))
+    gate_of(pool).open()
+    pool.start(*SLOW, command=gate_of(pool).command)
+    yield pool
+    pool.end()
+
+
+async def start(pool: Pool, *options: str | float) -> None:
+    """Start a worker without holding up the proxy."""
+    gate_of(pool).open()
+    await asyncio.to_thread(lambda: pool.start(*(options or SLOW), command=gate_of(pool).command))
+
+
+# The proxy
+
+
+async def test_the_proxy_forwards_what_it_is_given(proxy: Proxy) -> None:
+    client = Redis.from_url(proxy.url)
+    value = bytes(range(256)) * 4096
+    assert await client.set("key", value)
+    assert await client.get("key") == value
+    assert len(proxy) == 1
+    await client.aclose()
+
+
+@pytest.mark.parametrize("way", list(Way))
+async def test_the_proxy_does_to_a_connection_what_it_is_told(proxy: Proxy, way: Way) -> None:
+    client = Redis.from_url(proxy.url, single_connection_client=True, socket_timeout=3, retry=None)
+    await client.ping()
+    proxy.swallow(way)
+    with pytest.raises(redis.TimeoutError):
+        await client.ping()
+    strikes: list[Callable[[], None]] = [proxy.cut, lambda: proxy.truncate(way)]
+    for strike in strikes:
+        await client.ping()
+        strike()
+        with pytest.raises(redis.ConnectionError):
+            await client.ping()
+    await client.set("key", b"x" * 1000)
+    proxy.drop(way)
+    with pytest.raises((redis.TimeoutError, redis.ConnectionError, redis.ResponseError, redis.InvalidResponse)):
+        await client.get("key" * 100)
+    await client.connection.disconnect()  # type: ignore[union-attr]
+    proxy.refuse()
+    with pytest.raises(redis.ConnectionError):
+        await client.ping()
+    proxy.heal()
+    await client.ping()
+    await client.aclose()
+
+
+# The way to the server
+
+
+async def test_a_slow_way_is_just_slow(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool)
+    async with far_pool.producer() as producer:
+
+        async def trouble() -> None:
+            for way in Way:
+                proxy.delay(way, 0.03)
+
+        await ask_during(producer, far_pool, trouble)
+        assert producer.stats().failed == 0
+
+
+async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool, *PATIENT)
+    async with far_pool.producer() as producer:
+
+        async def trouble() -> None:
+            for share in (0.5, 1.0):
+                for way in Way:
+                    for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
+                        strike(way, share)
+                        await asyncio.sleep(0.05)  # Not for anything to happen: one strike is to follow another.
+
+        await ask_during(producer, far_pool, trouble)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"QQ", 7, None])
+async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
+    shaken: Pool, monkeypatch: pytest.MonkeyPatch, wrong: object
+) -> None:
+    async with shaken.producer() as producer:
+        call, wrongs = CommandLine.call, [wrong]
+
+        async def lossy(link: CommandLine, *arguments: Argument) -> Any:
+            reply = await call(link, *arguments)
+            return wrongs.pop() if arguments[0] in (b"EVALSHA", b"EVAL") and wrongs else reply
+
+        monkeypatch.setattr(CommandLine, "call", lossy)
+        await ask(producer, prompts(3))
+        assert not wrongs
+
+
+async def test_a_black_hole_is_left_after_a_lease(far_pool: Pool, proxy: Proxy) -> None:
+    await start(far_pool, *PATIENT)
+    async with far_pool.producer() as producer:
+        for way in Way:
+
+            async def trouble(way: Way = way) -> None:
+                proxy.swallow(way)
+
+            await ask_during(producer, far_pool, trouble)
+
+
+async def test_a_server_that_takes_connections_and_never_answers_is_left_too(far_pool: Pool, proxy: Proxy) -> None:
+    far_pool.url += "?socket_connect_timeout=2"
+    await start(far_pool, *PATIENT)
+    async with far_pool.producer() as producer:
+
+        async def trouble() -> None:
+            proxy.stall()
+            made = proxy.made
+            proxy.cut()
+            await until_async(lambda: _has_made(proxy, made + 4), "they connect again")
+            proxy.heal()  # But not for those that are open.
+
+        await ask_during(producer, far_pool, trouble)
+
+
+async def test_a_request_into_a_black_hole_ends_with_its_deadline(
+    far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start(far_pool)
+    for limit in ("_LEAST_REPLY_TIMEOUT_S", "_MOST_REPLY_TIMEOUT_S"):
+        monkeypatch.setattr(line, limit, 3600.0)  # No connection is given up sooner.
+    async with far_pool.producer() as producer:
+        await ask(producer, prompts(1))
+        proxy.stall()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(LMPoolError, match="no row within 0.5 s"):
+                await producer.logprobs([1], timeout=0.5)
+        proxy.cut()
+
+
+async def _has_made(proxy: Proxy, connections: int) -> bool:
+    return proxy.made >= connections
+
+
+async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
+    draw = random.Random(1)
+    async with shaken.producer() as producer:
+
+        async def trouble() -> None:
+            ours = int(shaken.redis.client_id())
+            for _ in range(10):
+                for client in shaken.redis.client_list():
+                    if int(client["id"]) != ours and draw.random() < 0.5:
+                        shaken.redis.client_kill_filter(_id=client["id"])
+                await asyncio.sleep(draw.uniform(0, 0.1))  # Random moments are what this is about.
+            for kind in ("normal", "pubsub", "replica", "master"):
+                # Not by the method for it: that of redis-py 5.3 knows no replicas.
+                shaken.redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")  # type: ignore[no-untyped-call]
+
+        await ask_during(producer, shaken, trouble)
+
+
+# Notifications
+
+
+async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MOST_RECHECKED", 50)
+    await start(pool, *LEASE, "--step-ms", 600_000, "--max-batch", 1)
+    async with pool.producer() as producer:
+        stalled = [asyncio.ensure_future(producer.logprobs([1, i])) for i in range(120)]
+        last = asyncio.ensure_future(producer.logprobs([2]))
+        await until_async(lambda: is_held(pool), "the worker holds a prompt")
+        rows = rows_on(Server(pool.url), pool.keys, producer.model)
+        digest = encode_prompt([2], vocab_size=V, max_tokens=10).digest
+        block = RowBlock([digest], synthetic_row([2], vocab_size=V)[np.newaxis], None, Encoding.F32)
+        assert not await rows.put(block)
+        rows.close()
+        assert np.array_equal(await last, synthetic_row([2], vocab_size=V))
+        assert not any(one.done() for one in stalled)
+        for one in stalled:
+            one.cancel()
+
+
+# The server
+
+
+async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
+    most = str(shaken.redis.config_get("maxmemory")["maxmemory"])
+    async with shaken.producer(cache_bytes=0) as producer:
+        evicted = shaken.redis.info("stats")["evicted_keys"]
+        shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)
+        try:
+            await ask(producer, prompts())
+        finally:
+            shaken.redis.config_set("maxmemory", most)
+    assert shaken.redis.info("stats")["evicted_keys"] > evicted
+
+
+async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: Pool) -> None:
+    async with shaken.producer() as producer:
+
+        async def trouble() -> None:
+            # The replica of a master that does not exist: reads are answered, writes refused.
+            shaken.redis.replicaof("127.0.0.1", "1")
+            try:
+                late = asyncio.create_task(ask(producer, prompts(8)))
+                await refused(shaken, "READONLY")
+            finally:
+                shaken.redis.replicaof("NO", "ONE")
+            await late
+
+        await ask_during(producer, shaken, trouble)
+
+
+async def test_requests_survive_a_failover(
+    far_pool: Pool, proxy: Proxy, own_server: EmbeddedServer, short_dir: Path
+) -> None:
+    """The master dies, its address leads to a replica, and that is promoted only a while later."""
+    await start(far_pool)
+    replica = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r")
+    with replica, redis.Redis.from_url(replica.url) as other:
+        port = _free_port()
+        far_pool.redis.config_set("port", port)
+        far_pool.redis.config_set("repl-diskless-sync-delay", 0)
+        other.replicaof("127.0.0.1", str(port))
+        await until_async(lambda: _is_in_sync(other), "the replica has everything")
+        async with far_pool.producer() as producer:
+
+            async def trouble() -> None:
+                proxy.redirect(short_dir / "r" / "redis.sock")
+                os.kill(own_server.pid, signal.SIGKILL)
+                proxy.cut()
+                await refused(far_pool, "READONLY")
+                other.replicaof("NO", "ONE")
+                far_pool.redis = other
+
+            await ask_during(producer, far_pool, trouble)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _is_in_sync(replica: redis.Redis) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
+
+
+async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool) -> None:
+    (usual,) = shaken.redis.config_get("lua-time-limit").values()
+    shaken.redis.config_set("lua-time-limit", 50)
+    async with shaken.producer() as producer:
+
+        async def trouble() -> None:
+            endless = asyncio.create_task(asyncio.to_thread(_never_ends, shaken.url))
+            late = asyncio.create_task(ask(producer, prompts(8)))
+            try:
+                await refused(shaken, "BUSY")
+            finally:
+                shaken.redis.script_kill()
+                await endless
+                shaken.redis.config_set("lua-time-limit", str(usual))
+            await late
+
+        await ask_during(producer, shaken, trouble)
+
+
+def _never_ends(url: str) -> None:
+    with redis.Redis.from_url(url) as client, pytest.raises(redis.ResponseError, match="killed"):
+        client.eval("while true do end", 0)
+
+
+async def test_requests_survive_a_server_that_forgets_its_scripts(shaken: Pool) -> None:
+    async with shaken.producer() as producer:
+
+        async def trouble() -> None:
+            for _ in range(4):
+                shaken.redis.script_flush()
+                await ask(producer, prompts(1))
+
+        await ask_during(producer, shaken, trouble)
+
+
+async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_server: EmbeddedServer) -> None:
+    in_the_way = shaken_server.log_path.with_name("dump.rdb")
+    async with shaken.producer() as producer:
+
+        async def trouble() -> None:
+            shaken.redis.config_set("save", "3600 1")
+            in_the_way.mkdir()
+            shaken.redis.bgsave()
+            try:
+                await refused(shaken, "MISCONF")
+            finally:
+                in_the_way.rmdir()
+                shaken.redis.config_set("save", "")
+
+        await ask_during(producer, shaken, trouble)
+
+
+class SlowToLoad(EmbeddedServer):
+    """A server that loads its append-only file slowly, until it is told not to."""
+
+    def _command(self, binary: str) -> list[str]:
+        return [*super()._command(binary), "--key-load-delay", "1000"]
+
+
+async def test_requests_survive_a_server_that_loads(short_dir: Path, tmp_path: Path) -> None:
+    with SlowToLoad(memory_bytes=1 << 28, folder=short_dir / "s", appendonly=True) as server:
+        pool = Pool(server.url, "loading", tmp_path)
+        try:
+            await start(pool)
+            many = pool.redis.pipeline(transaction=False)
+            for number in range(10_000):  # It answers after every 1,024 of them.
+                many.set(f"other:{number}", b"")
+            many.execute()
+            async with pool.producer() as producer:
+
+                async def trouble() -> None:
+                    await asyncio.to_thread(server.stop)
+                    starting = asyncio.create_task(asyncio.to_thread(server.start))
+                    await refused(pool, "LOADING")
+                    pool.redis.config_set("key-load-delay", 0)
+                    await starting
+
+                await ask_during(producer, pool, trouble)
+        finally:
+            pool.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_not_now"),
+    [
+        ("READONLY You can't write against a read only replica.", True),
+        ("READONLY You can't write against a read only replica. script: 2fae, on @user_script:1.", True),
+        # As Redis 6.2 tells of a script.
+        ("ERR Error running script (call to f_2fae): @user_script:9: @user_script: 9: -READONLY You can't write", True),
+        ("MOVED 12182 127.0.0.1:7002", True),
+        ("BUSY Redis is busy running a script", True),
+        ("BUSYGROUP Consumer Group name already exists", False),
+        ("OOM command not allowed when used memory > 'maxmemory'.", False),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", False),
+    ],
+)
+def test_what_a_server_refuses_for_now_is_told_from_what_stays(text: str, is_not_now: bool) -> None:
+    assert Server("redis://localhost").is_not_now(ResponseError(text)) is is_not_now
+
+
+async def test_workers_that_could_not_be_looked_for_are_not_missed(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    look, seen = crew.Crew.look, list[int]()
+
+    async def noted(self: crew.Crew, now: float) -> NoWorker | None:
+        end = await look(self, now)
+        seen.append(self._count)
+        return end
+
+    async def nobody_is_seen() -> bool:
+        return seen[-1:] == [0]
+
+    monkeypatch.setattr(crew.Crew, "look", noted)
+    pool = Pool(own_server.url, "unseen", tmp_path)
+    try:
+        gate = gate_of(pool)
+        worker = await asyncio.to_thread(lambda: pool.start("--lease-s", 3, command=gate.command))
+        async with pool.producer() as producer:
+            asked = asyncio.create_task(ask(producer, prompts(1)))
+            await until_async(lambda: is_held(pool), "the worker holds the prompt")
+            worker.signal(signal.SIGSTOP)
+            await until_async(nobody_is_seen, "the worker's heartbeat has expired")
+            os.kill(own_server.pid, signal.SIGSTOP)
+            await asyncio.sleep(7)  # Twice a lease: the time itself is what this is about.
+            assert not asked.done()
+            seen.clear()
+            os.kill(own_server.pid, signal.SIGCONT)
+            await until_async(nobody_is_seen, "the producer has looked again")
+            monkeypatch.setattr(crew, "_RESTART_S", DEADLINE_S)  # From here on the worker may take its time.
+            gate.open()
+            worker.signal(signal.SIGCONT)
+            await asked
+    finally:
+        pool.end()

@@ -1,0 +1,397 @@
+"""Faults of workers that no client should notice: mismatching models, broken backends, prompts asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from lmpool.card import ModelCard
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import ModelMismatch, ServerUnreachable
+from lmpool.keys import GROUP, Keys
+from lmpool.messages import Job
+from lmpool.prompts import digest_of
+from lmpool.rows import Block
+from lmpool.server import Server
+from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.held import Asks
+from lmpool.workers.intake import Taken
+from lmpool.workers.presence import Presence, new_worker_id
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.stepper import Stepper
+from lmpool.workers.worker import Worker
+from tests.shared.broker.adapters.test_adapters import serving
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, Prepared, deadline_ms, entry_ids, is_held, until, until_async
+from tests.support.servers.proxy import Proxy
+
+
+def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
+    return ModelCard(name, "synthetic", 64, 1000, f"seed-{seed}", "float32", lease_s=lease_s)
+
+
+async def joined(redis: Redis, keys: Keys, card: ModelCard, worker_id: str) -> Presence:
+    jobs = keys.model(card.name).jobs
+    if not await redis.exists(jobs):
+        await redis.xgroup_create(jobs, GROUP, id="0", mkstream=True)
+    presence = Presence(redis, keys, card, worker_id, batch=8)
+    await presence.join({})
+    return presence
+
+
+async def beat_on(presence: Presence) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        await presence.beat({})
+
+
+# Presence
+
+
+def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
+    # With two random bytes each there would be some hundred pairs among so many.
+    assert len({new_worker_id() for _ in range(4096)}) == 4096
+
+
+def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> None:
+    workers = [pool.start("--seed", seed, wait=False) for seed in (1, 2)]
+    until(lambda: any(worker.process.poll() is not None for worker in workers), "one of them has ended")
+    loser, winner = sorted(workers, key=lambda worker: worker.process.poll() is None)
+    assert loser.wait() == 2
+    assert "with another fingerprint (revision:" in loser.text
+    assert "Traceback" not in loser.text
+    winner.until_says("serving ")
+    assert len(pool.names("worker:*")) == 1
+
+
+async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool) -> None:
+    worker = pool.start("--lease-s", 0.5)
+    other = card_of(2)
+    # A card alone may be anybody's junk; here somebody serves what it says.
+    heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
+    pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
+    pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
+    pool.redis.hset(pool.keys.models(), "syn", other.pack())
+    assert await asyncio.to_thread(worker.wait) == 2
+    assert "another fingerprint" in worker.text
+    assert "Traceback" not in worker.text
+    assert pool.redis.hget(pool.keys.models(), "syn") == other.pack()
+
+
+async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
+    redis = Server(pool.url).client()
+    try:
+        await joined(redis, pool.keys, card_of(1, lease_s=60), "first")
+        with pytest.raises(ModelMismatch, match="served by first with another fingerprint"):
+            await joined(redis, pool.keys, card_of(2), "second")
+        await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
+        await joined(redis, pool.keys, card_of(2), "second")
+        first = Presence(redis, pool.keys, card_of(1, lease_s=1), "first", batch=8)
+        await first.beat({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
+        with pytest.raises(ModelMismatch, match="seed-1.*not.*seed-2"):
+            await asyncio.wait_for(beat_on(first), DEADLINE_S)
+        await redis.delete(pool.keys.models())
+        await first.beat({})
+        assert await redis.hget(pool.keys.models(), "syn") == card_of(1, lease_s=1).pack()
+    finally:
+        await redis.aclose()
+
+
+async def test_the_last_worker_removes_the_card_even_of_one_with_another_lease(pool: Pool) -> None:
+    redis = Server(pool.url).client()
+    try:
+        first = await joined(redis, pool.keys, card_of(1, lease_s=5), "first")
+        second = await joined(redis, pool.keys, card_of(1, lease_s=7), "second")
+        await second.leave()
+        assert await redis.hexists(pool.keys.models(), "syn")
+        await first.leave()
+        assert not await redis.hexists(pool.keys.models(), "syn")
+        assert not await redis.xinfo_consumers(pool.keys.model("syn").jobs, GROUP)
+    finally:
+        await redis.aclose()
+
+
+async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_needed(pool: Pool) -> None:
+    redis, keys = Server(pool.url).client(), pool.keys
+    try:
+        sweeper = await joined(redis, keys, card_of(1), "sweeper")
+        for name in ("live", "dead", "asked"):
+            await joined(redis, keys, card_of(1, name=name), f"of-{name}")
+        for worker_id in ("idle", "busy"):
+            await joined(redis, keys, card_of(1), worker_id)
+        jobs = keys.model("syn").jobs
+        await redis.xadd(jobs, {"m": b"job"})
+        await redis.xreadgroup(GROUP, "busy", {jobs: ">"})
+        await redis.xadd(keys.model("asked").jobs, {"m": b"job"})
+        for model, *gone in (("dead", "of-dead"), ("asked", "of-asked"), ("syn", "idle", "busy")):
+            await redis.zadd(keys.model(model).workers, dict.fromkeys(gone, deadline_ms(-1)))
+            await redis.delete(*map(keys.worker, gone))
+        await sweeper.sweep()
+        assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
+        consumers = await redis.xinfo_consumers(jobs, GROUP)
+        assert sorted(consumer["name"] for consumer in consumers) == [b"busy", b"sweeper"]
+    finally:
+        await redis.aclose()
+
+
+# Backends that break
+
+
+class _Faulty(SyntheticBackend):
+    """Fails where it is told to."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=64))
+        self._at = at
+
+    def _fail(self, here: str) -> None:
+        if here == self._at:
+            raise RuntimeError(f"no {here}")
+
+    def capacity(self) -> int:
+        self._fail("capacity")
+        return super().capacity()
+
+    def step(self) -> Finished:
+        self._fail("step")
+        return super().step()
+
+    def close(self) -> None:
+        self._fail("close")
+        super().close()
+
+
+def make(backend: Backend) -> Callable[[], Backend]:
+    return lambda: backend
+
+
+async def test_a_backend_that_fails_after_it_was_made_ends_the_start() -> None:
+    stepper = Stepper(make(_Faulty("capacity")), lambda _: None, lambda _: None)
+    with pytest.raises(RuntimeError, match="no capacity"):
+        await asyncio.wait_for(stepper.start(), DEADLINE_S)
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+
+
+@pytest.mark.parametrize("at", ["step", "close"])
+async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None:
+    broken: list[BaseException] = []
+    stepper = Stepper(make(_Faulty(at)), lambda _: None, broken.append)
+    await asyncio.wait_for(stepper.start(), DEADLINE_S)
+    if at == "step":
+        stepper.submit([BackendJob(bytes(16), bytes(4))])
+
+        async def told() -> bool:
+            return bool(broken)
+
+        await until_async(told, "the fault is told")
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+    await asyncio.sleep(0)
+    assert [str(error) for error in broken] == [f"no {at}"]
+
+
+async def test_a_wrong_address_does_not_cost_the_loading_of_a_model() -> None:
+    made: list[bool] = []
+
+    class Loaded(Prepared):
+        def open(self) -> Backend:
+            made.append(True)
+            return super().open()
+
+    with pytest.raises(ServerUnreachable):
+        await Worker(Server("redis://127.0.0.1:1"), Loaded(_Faulty(""))).run()
+    assert not made
+
+
+# The worker's loop
+
+
+async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_again(pool: Pool) -> None:
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=64))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    ids = np.array([1, 2], "<u4").tobytes()
+    digest, jobs = digest_of(ids, ""), pool.keys.model("syn").jobs
+    fingerprint = worker._card.fingerprint
+    publish = worker._publisher.publish
+    overwritten: list[bool] = []
+
+    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        await publish(block, wants, overwrite)
+        overwritten.append(digest in overwrite)
+        if len(overwritten) == 1:
+            pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
+
+            async def taken() -> bool:
+                return len(worker._held[digest].entries) == 2
+
+            await until_async(taken, "the second entry is held")
+
+    worker._publisher.publish = slow_publish  # type: ignore[method-assign]
+    pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
+
+    async def ended() -> bool:
+        return len(overwritten) == 2 and not worker._held
+
+    await until_async(ended, "both entries have ended")
+    assert overwritten == [False, True]
+    assert backend.stats().rows == 2
+    assert pool.jobs() == 0
+    assert pool.held() == 0
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None:
+    class Roomy(SyntheticBackend):
+        def capacity(self) -> int:
+            return 1000
+
+    batch = 4
+    backend = Roomy(SyntheticSettings(name="syn", vocab_size=64, max_batch=batch))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
+    ready, go = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    publish, take = worker._publisher.publish, worker._intake.take
+    asked: list[int] = []
+
+    async def held_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        await go.wait()
+        await publish(block, wants, overwrite)
+
+    async def noted_take(count: int, block_ms: int) -> list[Taken]:
+        asked.append(count)
+        return await take(count, block_ms)
+
+    worker._publisher.publish = held_publish  # type: ignore[method-assign]
+    worker._intake.take = noted_take  # type: ignore[method-assign]
+    jobs, fingerprint = pool.keys.model("syn").jobs, worker._card.fingerprint
+    # Nearly all that may be unpublished: what is left is less than a batch.
+    with pool.redis.pipeline(transaction=True) as pipe:
+        for token in range(4 * batch - 2):
+            pipe.xadd(jobs, {"m": Job(np.array([token], "<u4").tobytes(), "", fingerprint).pack()})
+        pipe.execute()
+
+    async def computed() -> bool:
+        return backend.stats().rows == 4 * batch - 2
+
+    await until_async(computed, "all are computed, and held")
+    go.set()
+
+    async def ended() -> bool:
+        return not worker._held
+
+    await until_async(ended, "all have ended")
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert set(asked) == {batch}
+
+
+async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) -> None:
+    steps: list[set[bytes]] = []
+
+    class Watched(SyntheticBackend):
+        def step(self) -> Finished:
+            steps.append({job.ids for job in self._jobs.values()})
+            return super().step()
+
+    backend = Watched(SyntheticSettings(name="syn", vocab_size=64, step_ms=100))
+    jobs, fingerprint = pool.keys.model("syn").jobs, backend.card.fingerprint
+
+    def ask(token: int) -> bytes:
+        ids = np.array([token % 64, token // 64], "<u4").tobytes()
+        pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
+        return ids
+
+    pool.redis.xgroup_create(jobs, GROUP, id="0", mkstream=True)
+    suspect = ask(0)
+    taken: Any = pool.redis.xreadgroup(GROUP, "dead", {jobs: ">"})
+    pool.redis.xclaim(jobs, GROUP, "dead", 0, [*entry_ids(taken)[:1]], idle=60_000, retrycount=1, justid=True)
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=2, max_deliveries=2))
+    running = asyncio.create_task(worker.run())
+    others = itertools.count(1)
+    while not any(suspect in step for step in steps):
+        ask(next(others))
+        await asyncio.sleep(0.03)  # Not for anything to happen: others come all the time, and all are computed.
+
+    async def ended() -> bool:
+        return pool.jobs() == 0
+
+    await until_async(ended, "all prompts have ended")
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+    assert [step for step in steps if suspect in step] == [{suspect}]
+    assert not pool.names("worker:*")
+
+
+def test_a_worker_that_holds_nothing_stops_without_its_server(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "gone", tmp_path)
+    try:
+        worker = pool.start("--lease-s", 1)
+        own_server.stop()
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        assert "cannot deregister" in worker.text
+        assert "Traceback" not in worker.text
+    finally:
+        pool.end()
+
+
+async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "gone", tmp_path)
+    try:
+        gate = Gate(tmp_path / "gate")
+        worker = pool.start("--lease-s", 1, command=gate.command)
+        ids = np.array([1], "<u4").tobytes()
+        card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+        pool.redis.xadd(pool.keys.model("syn").jobs, {"m": Job(ids, "", card.fingerprint).pack()})
+        await until_async(lambda: is_held(pool), "the worker holds the prompt")
+        await asyncio.to_thread(own_server.stop)
+        worker.signal(signal.SIGTERM)
+        gate.open()
+        assert await asyncio.to_thread(worker.wait) == 2
+        assert "1 prompts could not be published" in worker.text
+    finally:
+        pool.end()
+
+
+async def test_a_heartbeat_that_is_refused_after_the_connection_broke_is_told_of(
+    own_server: EmbeddedServer, short_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a failover: the first thing that goes wrong is another one."""
+    async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
+        pool = Pool(own_server.url, "own", tmp_path)
+        pool.url = proxy.url
+        async with serving(pool, SyntheticBackend(SyntheticSettings()), lease_s=1.0) as worker:
+            proxy.refuse()
+            proxy.cut()
+
+            async def is_troubled() -> bool:
+                return bool(worker.health.trouble)
+
+            async def is_told() -> bool:
+                return "its heartbeat is refused: " in caplog.text
+
+            await until_async(is_troubled, "a heartbeat finds no server")
+            assert not await is_told()
+            pool.redis.replicaof("127.0.0.1", "1")
+            proxy.heal()
+            await until_async(is_told, "the refusal is told of")
+            pool.redis.replicaof("NO", "ONE")
+
+            async def is_well() -> bool:
+                return not worker.health.trouble
+
+            await until_async(is_well, "it is well again")
+        pool.end()

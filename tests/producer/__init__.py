@@ -1,0 +1,1 @@
+"""Tests of producers as users meet them, on pools of real processes."""

@@ -1,0 +1,422 @@
+"""The command line as people use it: what it prints, how it fails, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from lmpool.keys import Keys
+from lmpool.producer import SyncProducer
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, lmpool_command, until
+from tests.support.pool import run_lmpool as run
+from tests.support.scrape import free_port
+
+
+def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a client command on a pool."""
+    return run(*arguments, "--redis", pool.url, "--prefix", pool.prefix)
+
+
+def one_line(ended: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error; fails if it was not one."""
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    # A worker has said before that it loads, on a busy machine more than once.
+    (line,) = [line for line in ended.stderr.splitlines() if not re.match(r"[\d:]{8} (still )?loading ", line)]
+    assert line.startswith("lmpool: ")
+    return line
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"lmpool {version('lmpool')}\n"
+    ended = run("--help")
+    assert ended.returncode == 0
+    for command in ("up", "worker", "trie-worker", "trie", "logprobs", "status", "flush", "bench", "adapters", "dead"):
+        assert re.search(rf"\b{command}\b", ended.stdout)
+
+
+@pytest.mark.parametrize("command", [[], ["up"], ["worker"], ["logprobs"], ["trie", "show"], ["dead", "retry"]])
+def test_every_command_has_a_short_option_for_its_help(command: list[str]) -> None:
+    ended = run(*command, "-h")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == run(*command, "--help").stdout
+
+
+def test_the_command_is_a_module_too_and_the_package_knows_its_version() -> None:
+    for code in (["-m", "lmpool", "--version"], ["-c", "import lmpool; print('lmpool', lmpool.__version__)"]):
+        ended = subprocess.run([sys.executable, *code], capture_output=True, text=True, timeout=60, check=False)
+        assert (ended.stdout, ended.stderr) == (run("--version").stdout, "")
+
+
+def test_options_are_described_where_docstrings_are_not_kept() -> None:
+    command = [sys.executable, "-OO", *lmpool_command(), "worker", "--help"]
+    wide = {**os.environ, "COLUMNS": "200"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=wide)
+    assert ended.returncode == 0, ended.stderr
+    assert "Prefix of all Redis keys." in ended.stdout
+
+
+OTHERS_BACKENDS = {
+    "plain": "",
+    "raising": "raise RuntimeError('no licence\\nfound')",
+    "unreadable": "def",
+    "listed": "Settings = list",
+    "nested": "Settings.__annotations__['litres'] = 'int | list[str]'",
+    "unknown": "Settings.__annotations__['litres'] = 'Litres'",
+    "colliding": "Settings = make_dataclass('Settings', [('model', str), ('redis', str)])",
+}
+
+
+def test_a_backend_of_others_needs_no_descriptions_and_a_broken_one_breaks_only_itself(tmp_path: Path) -> None:
+    settings = "Settings = make_dataclass('Settings', [('model', str), ('litres', float, 1.5)])\n"
+    for name, end in OTHERS_BACKENDS.items():
+        (tmp_path / f"others_{name}.py").write_text(f"from dataclasses import make_dataclass\n{settings}{end}")
+    info = tmp_path / "kitchen-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kitchen\nVersion: 1.0\n")
+    lines = [f"{name} = others_{name}:Settings" for name in OTHERS_BACKENDS]
+    (info / "entry_points.txt").write_text("\n".join(["[lmpool.backends]", *lines]))
+    ended = run("worker", "--help", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), COLUMNS="200")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"--litres +<float> +\(default: 1.5\)", ended.stdout), ended.stdout
+    told = {line.split("'")[1]: line for line in ended.stderr.splitlines()}
+    assert told.keys() == OTHERS_BACKENDS.keys() - {"plain"}
+    for name, line in told.items():
+        assert line.startswith(f"the backend '{name}' of others_{name}:Settings (kitchen) is left out: "), line
+    assert "RuntimeError: no licence found" in told["raising"]
+    assert "redis: the command has an option of this name" in told["colliding"]
+
+
+@pytest.mark.parametrize("command", [[], ["trie"], ["adapters"], ["dead"]])
+def test_a_command_without_arguments_prints_its_help_and_no_error(command: list[str]) -> None:
+    ended = run(*command)
+    assert ended.returncode == 2
+    assert "Usage:" in ended.stdout + ended.stderr
+    assert "lmpool:" not in ended.stderr
+
+
+def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:
+    pool.start()
+    row = synthetic_row([1, 2, 3], vocab_size=V)
+    best = [int(token) for token in np.argsort(row, kind="stable")[::-1][:4]]
+    ended = on(pool, "logprobs", "1, 2 3", "--ids", "--top", "4", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["ids"] == [1, 2, 3]
+    assert [item["id"] for item in found["top"]] == best
+    assert [item["logprob"] for item in found["top"]] == [float(row[token]) for token in best]
+    table = on(pool, "logprobs", "1,2,3", "--ids", "--top", "4")
+    assert f"{row[best[0]]:.4f}" in table.stdout
+
+
+def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_path: Path) -> None:
+    where = ("--redis", pool.url, "--prefix", pool.prefix)
+    command = [*lmpool_command(), "logprobs", "1", "--ids", "--json", *where]
+    waiting = [WorkerProcess(command, tmp_path / f"{at}.log") for at in range(2)]
+    try:
+        for one in waiting:
+            one.until_says("waiting for a worker to serve a model: no model is served: start a worker with")
+        waiting[0].signal(signal.SIGINT)
+        assert waiting[0].wait() == 130
+        assert "Traceback" not in waiting[0].text
+        pool.start()
+        assert waiting[1].wait() == 0
+        said, answer = waiting[1].text.splitlines()
+        assert said.startswith("waiting for a worker")
+        assert json.loads(answer)["ids"] == [1]
+    finally:
+        for one in waiting:
+            one.end()
+    late = on(pool, "bench", "--model", "nope", "--timeout", "3")
+    assert late.returncode == 2
+    why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
+    assert late.stderr.splitlines() == [
+        f"waiting for a worker to serve 'nope': {why}; this waits up to 3 s (--timeout); --no-wait fails at once",
+        f"lmpool: no answer within 3 s: {why}",
+    ]
+    assert "'nope' is not served" in one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait"))
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["logprobs", "1", "--ids", "--timeout", "-1"], "lmpool: --timeout: -1.0 must be a number of seconds"),
+        (["bench", "--redis", "http://x"], "lmpool: --redis: 'http://x' is not a Redis URL"),
+        (["worker", "m", "--backend", "synthetic", "--log-format=xml"], "lmpool: --log-format: 'xml' is not one of"),
+        (["worker", "m", "--backend", "synthetic", "--vocab-size", "-3"], "lmpool: --vocab-size: -3 "),
+        (["status"], "or set --redis or LMPOOL_REDIS_URL"),
+        (["logprobs", "1", "--no-wait"], "or set --redis or LMPOOL_REDIS_URL"),
+        (["up"], "Missing argument 'MODEL'"),
+    ],
+    ids=" ".join,
+)
+def test_messages_name_options_and_not_arguments_of_python(command: list[str], expected: str, tmp_path: Path) -> None:
+    assert expected in one_line(run(*command, LMPOOL_RUNTIME_DIR=str(tmp_path / "none")))
+
+
+def test_an_address_that_was_not_given_as_an_option_is_not_called_one() -> None:
+    assert one_line(run("status", LMPOOL_REDIS_URL="http://x")).startswith("lmpool: redis: 'http://x' is not")
+
+
+@pytest.mark.parametrize("command", [["logprobs"], ["trie", "show"]], ids=" ".join)
+def test_a_prompt_that_names_a_file_is_said_to_be_taken_as_text(pool: Pool, tmp_path: Path, command: list[str]) -> None:
+    pool.start()
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("1 2 3")
+    for text, lines in [(str(prompt), 2), ("no such file", 1), ("x" * 5000, 1), (str(tmp_path), 1)]:
+        told = on(pool, *command, text).stderr.splitlines()
+        assert len(told) == lines
+        assert (f"the prompt is the text {str(prompt)!r}, not what is in this file" in told[0]) is (lines == 2)
+    assert len(on(pool, *command, "--ids", str(prompt)).stderr.splitlines()) == 1
+
+
+def test_logprobs_refuses_what_is_not_a_prompt(pool: Pool) -> None:
+    pool.start("--max-prompt-tokens", 4)
+    cases = [
+        (["hello world"], "the model 'syn' has no tokenizer; pass token ids with --ids"),
+        (["1,two", "--ids"], "ids: '1,two' is not a list of integers"),
+        (["", "--ids"], "at least 1 token id"),
+        (["99999", "--ids"], f"99999 is out of range: this model's ids go from 0 to {V - 1}"),
+        (["1 2 3 4 5", "--ids"], "5 tokens: this model takes at most 4"),
+        (["1", "--ids", "--model", "nope", "--no-wait"], "'nope' is not served; served are: syn"),
+        (["1", "--ids", "--timeout", "-1"], "timeout: -1.0"),
+        (["1", "--ids", "--top", "0"], "--top"),
+    ]
+    for arguments, message in cases:
+        assert message in one_line(on(pool, "logprobs", *arguments))
+
+
+def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> None:
+    for version_ in ("one", "other"):
+        (tmp_path / version_).write_text(version_)
+    pool.start("--adapters", f"judge={tmp_path / 'one'}")
+    assert list(json.loads(on(pool, "adapters", "list", "--json").stdout)) == ["judge"]
+    added = on(pool, "adapters", "add", "poet", str(tmp_path / "other"))
+    revisions = json.loads(on(pool, "adapters", "list", "--json").stdout)
+    assert added.stdout == f"poet is in service, revision {revisions['poet']}\n"
+    assert re.search(rf"poet\b.*{revisions['poet']}", on(pool, "adapters", "list").stdout)
+    (best,) = json.loads(on(pool, "logprobs", "1,2", "--ids", "--top", "1", "--adapter", "poet", "--json").stdout)[
+        "top"
+    ]
+    assert best["id"] == int(synthetic_row([1, 2], vocab_size=V, adapter_revision=revisions["poet"]).argmax())
+    assert "cannot load it" in one_line(on(pool, "adapters", "add", "poet", str(tmp_path / "none")))
+    assert "must be 1 to 100 characters" in one_line(on(pool, "adapters", "add", "a@b", str(tmp_path / "one")))
+    for name in revisions:
+        assert on(pool, "adapters", "remove", name).stdout == f"{name} is not in service any more\n"
+    assert on(pool, "adapters", "list").stdout == "the model has no adapters\n"
+    assert "no adapter 'poet'; it has: none" in one_line(on(pool, "adapters", "remove", "poet"))
+
+
+def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
+    first, second = on(pool, "status").stdout.splitlines()
+    assert first == f"no model is served under the prefix {pool.prefix!r} at {Server(pool.url)}"
+    assert second.startswith("server: "), "a server that is full may be why"
+    assert json.loads(on(pool, "status", "--json").stdout) == []
+    pool.start()
+    (model,) = json.loads(on(pool, "status", "--json").stdout)
+    assert model["card"]["name"] == "syn"
+    assert (model["queued"], model["dead"]) == (0, 0)
+    (worker,) = model["workers"]
+    assert worker["state"] == "ready"
+    assert type(worker["rows"]) is int, "scripts can count with it"
+    assert worker["p50_s"] is None
+    assert "Models" in on(pool, "status").stdout
+
+
+def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) -> None:
+    def states() -> list[tuple[str, str]]:
+        found = json.loads(on(pool, "status", "--json").stdout)
+        return [(model["name"], worker["state"]) for model in found for worker in model["workers"]]
+
+    loads, steps = Gate(tmp_path / "loads"), Gate(tmp_path / "steps")
+    words = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(free_port())]
+    worker = pool._launch([*words, str(tmp_path / "loads")], None, wait=False)
+    until(lambda: states() == [("syn", "loading")], "the worker is seen to load")
+    assert "syn" in on(pool, "status").stdout
+    assert "a worker is loading 'syn', try again in a moment" in on(pool, "logprobs", "1", "--ids", "--no-wait").stderr
+    mistyped = on(pool, "logprobs", "1", "--ids", "--model", "sny", "--no-wait").stderr
+    assert "try again" not in mistyped
+    assert "being loaded: 'syn')" in mistyped
+    loads.open()
+    worker.until_says("serving ")
+    until(lambda: states() == [("syn", "ready")], "the worker is seen to be ready")
+    assert not pool.redis.exists(pool.keys.loading())
+    busy = pool.start("--name", "busy", command=steps.command)
+    with SyncProducer("busy", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
+        asking = threading.Thread(target=producer.logprobs, args=([1],))
+        asking.start()
+        until(lambda: pool.held("busy") == 1, "the worker holds a prompt")
+        busy.signal(signal.SIGTERM)
+        until(lambda: ("busy", "draining") in states(), "the worker is seen to drain")
+        steps.open()
+        asking.join()
+    assert busy.wait() == 0
+    assert states() == [("syn", "ready")]
+
+
+def test_a_worker_that_cannot_load_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    worker = pool.start("--backend", "hf", model=str(tmp_path), wait=False)
+    assert worker.wait() == 2
+    assert pool.names("*") == []
+
+
+def test_flush_drops_the_cached_rows_of_one_model(pool: Pool) -> None:
+    pool.start(model="one")
+    pool.start("--seed", 5, model="two")
+    for name in ("one", "two"):
+        with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
+            producer.batch_logprobs([[i] for i in range(7)])
+    assert on(pool, "flush", "--model", "one").stdout == "dropped 7 rows\n"
+    assert on(pool, "flush").stdout == "dropped 7 rows\n"
+    assert not pool.names("row:*")
+
+
+def test_bench_measures_a_served_model(pool: Pool) -> None:
+    pool.start()
+    found = json.loads(on(pool, "bench", "--prompts", "50", "--length", "4", "--json").stdout)
+    assert found["new_per_s"] > 0
+    assert found["alone_p50_ms"] > 0
+    assert "cached" in on(pool, "bench", "--prompts", "20").stdout
+    assert "length: 999999 is more than" in one_line(on(pool, "bench", "--length", "999999"))
+
+
+def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: str) -> None:
+    nobody = f"unix://{short_dir}/none.sock"
+    cases = [
+        (["status", "--redis", nobody], "no Redis server answers at unix://"),
+        (["status", "--redis", "http://x"], "redis: 'http://x' is not a Redis URL"),
+        (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
+        (["worker", "no/such/model", "--redis", server_url], "model: no/such/model cannot be loaded"),
+        (["worker", "./nowhere", "--redis", server_url], "there is no such folder"),
+        (
+            ["worker", "~nobody-is-called-so/model", "--redis", server_url],
+            "model: ~nobody-is-called-so/model cannot be",
+        ),
+        (["worker"], "Missing argument"),
+        (["frobnicate"], "frobnicate"),
+        (["status", "--colour"], "--colour"),
+        (["up", "syn", "--backend", "synthetic", "--memory-mb", "0"], "memory_bytes"),
+    ]
+    for arguments, message in cases:
+        assert message in one_line(run(*arguments)), arguments
+    line = one_line(run("status", LMPOOL_RUNTIME_DIR=str(short_dir / "empty")))
+    assert "lmpool up MODEL" in line
+
+
+@pytest.fixture
+def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder of the test's own."""
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "run"))
+    return short_dir / "run"
+
+
+UP = ["up", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
+
+
+def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Path) -> None:
+    owner = WorkerProcess([*lmpool_command(), *UP], tmp_path / "up.log")
+    try:
+        owner.until_says("serving ")
+        with SyncProducer() as producer:
+            assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
+        assert json.loads(run("status", "--json").stdout)[0]["card"]["name"] == "syn"
+        second = WorkerProcess([*lmpool_command(), "up", "other", "--backend", "synthetic"], tmp_path / "second.log")
+        try:
+            second.until_says("serving ")
+            assert "your server runs already at unix://" in second.text
+            second.signal(signal.SIGINT)
+            assert second.wait() == 0
+        finally:
+            second.end()
+        owner.signal(signal.SIGINT)
+        assert owner.wait() == 0
+        assert "Traceback" not in owner.text
+        assert not (runtime / "redis.sock").exists()
+    finally:
+        owner.end()
+
+
+def test_up_that_was_killed_leaves_no_server_behind(runtime: Path, tmp_path: Path) -> None:
+    first = WorkerProcess([*lmpool_command(), *UP], tmp_path / "first.log", installed=True)
+    try:
+        first.until_says("serving ")
+        pid = int((runtime / "server.pid").read_text())
+    finally:
+        first.end()
+    until(lambda: not _runs(pid), "the server ends with its owner")
+    again = WorkerProcess([*lmpool_command(), *UP], tmp_path / "again.log")
+    try:
+        again.until_says("serving ")
+        again.signal(signal.SIGTERM)
+        assert again.wait() == 0
+    finally:
+        again.end()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_ctrl_c_while_loading_ends_up_and_its_server(runtime: Path, tmp_path: Path, smollm2_folder: Path) -> None:
+    owner = WorkerProcess([*lmpool_command(), "up", str(smollm2_folder)], tmp_path / "up.log", installed=True)
+    try:
+        owner.until_says("your server runs at")
+        pid = int((runtime / "server.pid").read_text())
+        with redis.Redis(unix_socket_path=str(runtime / "redis.sock")) as client:
+            until(lambda: client.hlen(Keys().loading()), "the model is being loaded")
+        owner.signal(signal.SIGINT)
+        owner.signal(signal.SIGINT)
+        assert owner.wait() in (130, -signal.SIGINT)
+        until(lambda: not _runs(pid), "the server ends too")
+        assert "Traceback" not in owner.text
+    finally:
+        owner.end()
+
+
+def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
+    worker = pool.start("--log-every-s", 0.5)
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        producer.batch_logprobs([[i] for i in range(40)])
+        worker.until_says("prompts a batch")
+    line = next(line for line in worker.text.splitlines() if "prompts a batch" in line)
+    assert re.search(r"\d+\.\d rows/s, \d+\.\d prompts a batch, \d+ % of tokens from the prefix cache", line)
+    assert re.search(r"serving 'syn' \(synthetic, float32, V = 512, .*\) on \S+", worker.text)
+
+
+def test_text_goes_through_the_models_tokenizer(pool: Pool, smollm2_folder: Path) -> None:
+    pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
+    ended = on(pool, "logprobs", "The capital of France is", "--top", "3", "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["top"][0]["token"] == " Paris"
+    assert "' Paris'" in on(pool, "logprobs", "The capital of France is").stdout
+
+
+def test_up_refuses_to_hide_from_the_programs_of_its_shell(runtime: Path) -> None:
+    line = one_line(run(*UP, LMPOOL_REDIS_URL="redis://127.0.0.1:1"))
+    assert "LMPOOL_REDIS_URL" in line
+    assert not runtime.exists()
+
+
+def test_flush_takes_the_prefix_literally(pool: Pool) -> None:
+    pool.redis.set("foreign:row:x:y", 1, ex=60)
+    assert run("flush", "--redis", pool.url, "--prefix", "*").stdout == "dropped 0 rows\n"
+    assert pool.redis.exists("foreign:row:x:y")
+    assert "prefix: " in one_line(run("flush", "--redis", pool.url, "--prefix", "{x}"))

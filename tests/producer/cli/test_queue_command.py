@@ -1,0 +1,266 @@
+"""`lmpool queue`: an operator empties a model's queue; who waits hears of it, and nobody loses anything else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+from typer.testing import CliRunner
+
+from lmpool.errors import LMPoolError, QueueCleared
+from lmpool.keys import GROUP, ModelKeys
+from lmpool.producer import queue_command
+from lmpool.producer.queue_command import Cleared, Queued, clear_queue, queue_app
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate, until_full
+from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
+
+BATCH = 4
+
+
+def queue(pool: Pool, *arguments: str) -> tuple[str, str]:
+    """Run `lmpool queue` in this process; returns what it prints, and the error that it is told by."""
+    ended = CliRunner().invoke(queue_app, [*arguments, "--redis", pool.url, "--prefix", pool.prefix])
+    assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
+    return ended.stdout, str(ended.exception or "")
+
+
+async def clear(pool: Pool, model: str = "syn") -> dict[str, int]:
+    """Run `lmpool queue clear`; returns what it says."""
+    printed, error = await asyncio.to_thread(queue, pool, "clear", model, "--yes", "--json")
+    assert not error
+    told: dict[str, int] = json.loads(printed)
+    return told
+
+
+async def until_queued(pool: Pool, count: int) -> None:
+    async def is_queued() -> bool:
+        return pool.jobs() == count
+
+    await until_async(is_queued, f"{count} prompts are queued")
+
+
+def unattended(pool: Pool) -> None:
+    """Have the model served by a worker that seems to be alive for long, and takes nothing."""
+    pool.start("--lease-s", 600, "--max-batch", BATCH).end()
+
+
+def leftovers(pool: Pool) -> list[str]:
+    """Keys of the queue that nobody needs any more once it is empty."""
+    return [name for name in pool.names("*") if any(part in name for part in (":waiting:", ":backlog", ":turns"))]
+
+
+async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(pool: Pool) -> None:
+    unattended(pool)
+    async with pool.producer("syn") as first, pool.producer("syn") as second:
+        asked = [asyncio.ensure_future(first.logprobs([number])) for number in range(500)]
+        joined = [asyncio.ensure_future(second.logprobs([number])) for number in range(490, 510)]
+        await until_queued(pool, 510)
+        assert int(pool.redis.zcard(pool.keys.model("syn").backlog)) > 0
+        assert await clear(pool) == {"removed": 510, "held": 0, "queued": 0}
+        for error in await asyncio.gather(*asked, *joined, return_exceptions=True):
+            assert isinstance(error, QueueCleared)
+            assert "an operator has cleared the queue of 'syn'" in str(error)
+        assert pool.jobs() == 0
+        assert not leftovers(pool)
+        assert await clear(pool) == {"removed": 0, "held": 0, "queued": 0}
+        await asyncio.to_thread(pool.start, "--lease-s", 600)
+        rows = await asyncio.gather(*(one.logprobs([7]) for one in (first, second)))
+        assert all(np.array_equal(row, synthetic_row([7], vocab_size=V)) for row in rows)
+
+
+async def test_what_a_worker_holds_is_answered(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start("--lease-s", 600, "--max-batch", BATCH, command=gate.command)
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        await until_queued(pool, 100)
+        await until_full(pool, BATCH)
+        told = await clear(pool)
+        assert told["held"] == pool.held() == pool.jobs() < 100
+        gate.open()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
+        assert len(rows) == 100 - told["removed"]
+        assert all(np.array_equal(row, synthetic_row([number], vocab_size=V)) for number, row in rows.items())
+        assert all(isinstance(one, QueueCleared) for one in ended if isinstance(one, BaseException))
+        await until_queued(pool, 0)
+        assert not leftovers(pool)
+
+
+async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
+    worker = pool.start("--lease-s", 0.5, "--max-batch", BATCH, "--step-ms", 600_000)
+    async with pool.producer("syn", when_absent="wait") as producer:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(BATCH)]
+
+        async def is_held() -> bool:
+            return pool.held() == BATCH
+
+        await until_async(is_held, "the worker holds them")
+        worker.end()
+
+        async def is_silent() -> bool:
+            pending: Any = pool.redis.xpending_range(pool.keys.model("syn").jobs, GROUP, "-", "+", 100)
+            return all(one["time_since_delivered"] > 500 for one in pending)
+
+        await until_async(is_silent, "it has been silent for a lease")
+        assert await clear(pool) == {"removed": BATCH, "held": 0, "queued": 0}
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, QueueCleared) for one in ended)
+        assert pool.jobs() == pool.held() == 0
+
+
+async def test_submitting_and_working_while_the_queue_is_cleared_loses_nothing(pool: Pool) -> None:
+    for _ in range(2):
+        await asyncio.to_thread(pool.start, "--max-batch", BATCH, "--step-ms", 2)
+    outcomes: list[str] = []
+    client = Server(pool.url).client()
+    async with pool.producer("syn", cache_bytes=0) as first, pool.producer("syn", cache_bytes=0) as second:
+
+        async def ask(number: int) -> None:
+            producer, ids = (first, second)[number % 2], [number // 2, 0]
+            while True:
+                try:
+                    row = await producer.logprobs(ids)
+                except QueueCleared:
+                    outcomes.append("cleared")
+                else:
+                    assert np.array_equal(row, synthetic_row(ids, vocab_size=V))
+                    if len(outcomes) >= 50:
+                        return
+                    ids = [ids[0], (ids[1] + 1) % V]
+
+        asked = [asyncio.ensure_future(ask(number)) for number in range(800)]
+        cleared = Cleared(0, 0, 0)
+        while not cleared.removed or len(outcomes) < 50:
+            cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
+    await client.aclose()
+    assert "cleared" in outcomes
+    await until_queued(pool, 0)
+    assert not leftovers(pool)
+
+
+async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unattended(pool)
+    keys = pool.keys.model("syn")
+    listed = queue_command._stream
+
+    def fill() -> None:
+        for _ in range(7):
+            pool.redis.xadd(keys.jobs, {"m": b"x"})
+
+    async def refilled(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
+        async for one in listed(redis, keys):
+            yield one
+        fill()
+
+    monkeypatch.setattr(queue_command, "_stream", refilled)
+    fill()
+    client = Server(pool.url).client()
+    cleared = await clear_queue(client, keys, "syn", lease_s=15)
+    await client.aclose()
+    assert cleared == Cleared(removed=21, held=0, queued=7)
+    assert pool.jobs() == 7
+    monkeypatch.undo()
+    assert await clear(pool) == {"removed": 7, "held": 0, "queued": 0}
+
+
+async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    unattended(pool)
+    keys, count = pool.keys.model("syn"), 20_000
+    reply = keys.reply("somebody")
+    pipe = pool.redis.pipeline(transaction=False)
+    for number in range(count):
+        digest = number.to_bytes(16, "big")
+        pipe.zadd(keys.backlog, {digest: number})
+        pipe.hset(keys.backlog_jobs, digest, b"%d 60000 " % number + b"x" * 400)
+        pipe.hset(keys.waiting + digest, mapping={"job": "later", reply: ""})
+    pipe.zadd(keys.turns, {b"": 0, reply: count})
+    await asyncio.to_thread(pipe.execute)
+    pool.redis.slowlog_reset()
+    assert (await clear(pool))["removed"] == count
+    assert not leftovers(pool)
+    told: Any = pool.redis.xrange(reply)
+    digests = b"".join(fields[b"d"] for _, fields in told)
+    assert len(digests) == 16 * count
+    assert 400 <= len(told) <= 800, "many are told at once, and no call tells of all"
+
+
+async def test_hostile_entries_do_not_keep_the_queue_from_being_cleared(pool: Pool) -> None:
+    unattended(pool)
+    keys = pool.keys.model("syn")
+    pool.redis.xadd(keys.jobs, {"m": b"\xc1"})
+    pool.redis.xadd(keys.jobs, {"x": b"y"})
+    pool.redis.zadd(keys.backlog, {b"short": 1, b"d" * 16: 2})
+    pool.redis.set(keys.waiting + b"d" * 16, "no hash")
+    pool.redis.hset(keys.waiting + b"\0" * 16, mapping={"job": "later", b"lmpool:elsewhere": ""})
+    pool.redis.zadd(keys.backlog, {b"\0" * 16: 3})
+    assert (await clear(pool))["removed"] == 5
+    assert pool.jobs() == 0
+    assert not pool.redis.exists("lmpool:elsewhere")
+
+
+def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool) -> None:
+    unattended(pool)
+    options = ["--redis", pool.url, "--prefix", pool.prefix]
+    command = [*lmpool_command(), "queue", "clear", "syn", *options]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert done.returncode == 2
+    assert "say --yes if that is meant" in done.stderr
+    pool.redis.xadd(pool.keys.model("syn").jobs, {"m": b"x"})
+    for answer, left in (("n", 1), ("y", 0)):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        os.write(ours, f"{answer}\n".encode())
+        printed, _ = process.communicate(timeout=DEADLINE_S)
+        os.close(ours)
+        os.close(theirs)
+        assert process.returncode == (130 if left else 0)
+        assert pool.jobs() == left
+    assert "removed 1 prompts from the queue of 'syn'" in printed
+
+
+def test_an_empty_queue_has_no_oldest_prompt(pool: Pool) -> None:
+    pool.start()
+    assert queue(pool, "show", "syn")[0].startswith("0 prompts: workers hold 0")
+
+
+async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
+    unattended(pool)
+    async with pool.producer("syn") as producer, pool.producer("syn") as other:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        await until_queued(pool, 100)
+        asked += [asyncio.ensure_future(other.logprobs([number])) for number in range(100, 110)]
+        await until_queued(pool, 110)
+
+        told: dict[str, Any] = {}
+
+        async def has_given_way() -> bool:
+            told.update(json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0]))
+            return len(told["clients"]) == 2
+
+        await until_async(has_given_way, "both have some in the backlog")
+        assert (told["queued"], told["held"]) == (110, 0)
+        assert told["backlog"] == 110 - int(pool.redis.xlen(pool.keys.model("syn").jobs))
+        printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
+        assert "110 prompts, the oldest of " in printed
+        assert all(name in printed for name in told["clients"])
+        await asyncio.to_thread(pool.start, "--lease-s", 600)
+        await asyncio.gather(*asked)
+    for command in (["show", "nope"], ["clear", "nope", "--yes"]):
+        printed, _ = await asyncio.to_thread(queue, pool, *command)
+        assert "; the model 'nope' is not served; served are: syn" in printed

@@ -1,0 +1,187 @@
+"""What others have written to the server is shown by commands and logs, and obeyed by no terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from lmpool.adapters import Adapter
+from lmpool.card import ModelCard
+from lmpool.checks import check_name
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import LMPoolError, ProtocolError, SettingsError, WorkerError
+from lmpool.messages import Failure
+from lmpool.printable import LogFormatter, printable, to_json
+from lmpool.producer import SyncProducer, commands
+from lmpool.workers.logs import start_log
+from tests.support.pool import Pool, V, lmpool_command
+
+# A title for the window, a cleared screen, C1's CSI, a line of one's own, text backwards, markup and an emoji of rich.
+NASTY = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/] [/nothing] :bomb: \x7f\u200b"
+# What a name may have, and what a terminal or rich would obey.
+ALLOWED = "[red]\u202esyn[/] [/nothing] :bomb:"
+
+
+class Ended(NamedTuple):
+    """How a command ended: what it printed, and the error that it is told by."""
+
+    output: str
+    error: str
+
+
+def run(pool: Pool, *arguments: str) -> Ended:
+    """Run a client command in this process: starting one costs more than all else."""
+    app = typer.Typer()
+    commands.register(app)
+    options = ["--redis", pool.url, "--prefix", pool.prefix]
+    ended = CliRunner(env={"COLUMNS": "500"}).invoke(app, [*arguments, *options])
+    assert ended.exception is None or isinstance(ended.exception, (LMPoolError, SystemExit)), repr(ended.exception)
+    return Ended(ended.stdout + ended.stderr, str(ended.exception or ""))
+
+
+def is_harmless(text: str) -> bool:
+    """Whether a terminal shows a text and does nothing else."""
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.fixture
+def spoilt(pool: Pool) -> Pool:
+    """A pool with a worker that serves a name full of markup, beside what somebody hostile has written."""
+    worker = pool.start(model=ALLOWED)
+    models = pool.keys.models()
+    pool.redis.hset(models, NASTY, ModelCard(NASTY, "synthetic", V, 100, "r", "float32").pack())
+    pool.redis.hset(models, "bad", ModelCard("bad", f"synthetic{NASTY}", V, 100, "r", "float32").pack())
+    pool.redis.hset(
+        models, "noted", ModelCard("noted", "synthetic", V, 100, "\u202e[/x]", "float32", note=":bomb:").pack()
+    )
+    told: dict[Any, Any] = {"model": NASTY, "state": "loading", "backend": NASTY, "rows": NASTY}
+    pool.redis.hset(pool.keys.worker(NASTY), mapping=told)
+    pool.redis.hset(pool.keys.loading(), NASTY, NASTY)
+    keys = pool.keys.model(ALLOWED)
+    pool.redis.hset(keys.adapters, "[/nothing]\u202e :bomb:", Adapter("/somewhere", "abc").pack())
+    pool.redis.xadd(keys.dead, {"e": Failure(NASTY, NASTY).pack(), "m": NASTY.encode()})
+    assert is_harmless(worker.text)
+    return pool
+
+
+def test_commands_show_what_others_wrote_and_obey_nothing(spoilt: Pool) -> None:
+    status = run(spoilt, "status")
+    for ended in (status, run(spoilt, "top", "--once")):
+        assert not ended.error
+        assert is_harmless(ended.output)
+        # As text: the markup, the emoji's name, and the escape of what would turn the line around.
+        assert r"[red]\u202esyn[/] [/nothing] :bomb:" in ended.output
+        assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/]" in ended.output
+        assert "│ noted" in ended.output
+    model = ("--model", ALLOWED)
+    for arguments, shown in (
+        (("adapters", "list"), r"[/nothing]\u202e :bomb:"),
+        (("dead", "list"), r"\x1b]0;owned\x07"),
+        (("logprobs", "1", "--ids"), "log-probability"),
+        (("flush",), "dropped"),
+    ):
+        ended = run(spoilt, *arguments, *model)
+        assert not ended.error, arguments
+        assert is_harmless(ended.output), arguments
+        assert shown in ended.output, arguments
+    for wrong in (("logprobs", "1", "--ids", "--timeout", "0.2"), ("bench", "--timeout", "0.2"), ("flush",)):
+        for name in ("missing", NASTY, "bad"):
+            ended = run(spoilt, *wrong, "--model", name)
+            assert ended.error, wrong
+            assert is_harmless(ended.output + ended.error), wrong
+
+
+def test_json_is_ascii_and_has_what_others_wrote(spoilt: Pool) -> None:
+    for arguments in (("status",), ("top", "--once"), ("adapters", "list", "--model", ALLOWED)):
+        ended = run(spoilt, *arguments, "--json")
+        (line,) = [line for line in ended.output.splitlines() if line[:1] in "[{"]
+        assert line.isascii()
+        assert line.isprintable()
+    found = json.loads(run(spoilt, "status", "--json").output)
+    assert {ALLOWED, NASTY} <= {model["name"] for model in found}
+
+
+def test_cards_with_control_characters_are_left_out_and_the_others_serve(spoilt: Pool) -> None:
+    with SyncProducer(ALLOWED, redis=spoilt.url, prefix=spoilt.prefix) as producer:
+        assert producer.logprobs([1]).shape == (V,)
+    with pytest.raises(ProtocolError, match="'bad' cannot be read: .* backend = .* no control characters"):
+        SyncProducer("bad", redis=spoilt.url, prefix=spoilt.prefix).logprobs([1])
+    for name in (NASTY, "a\x1b", "a\x9b", "a\u2028", "a\n"):
+        with pytest.raises(SettingsError, match="control characters"):
+            check_name("name", name)
+
+
+def test_a_process_says_nothing_harmful_either(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "lmpool", tmp_path)
+    pool.redis.hset(pool.keys.models(), NASTY, ModelCard(NASTY, NASTY, V, 100, "r", "float32").pack())
+    pool.redis.set(pool.keys.worker("w"), NASTY)
+    pool.redis.hset(pool.keys.loading(), "w", NASTY)
+    for arguments in (["status"], ["logprobs", "1", "--ids", "--model", f"no{NASTY}".replace("\0", "")]):
+        done = subprocess.run(
+            [*lmpool_command(), *arguments, "--redis", pool.url], capture_output=True, text=True, check=False
+        )
+        assert is_harmless(done.stdout + done.stderr)
+        assert r"\x1b]0;owned" in done.stderr
+    pool.end()
+
+
+def test_a_log_has_no_line_that_others_wrote() -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    log = logging.Logger("log")
+    log.addHandler(handler)
+    log.warning("the worker %s is left out", NASTY)
+    try:
+        raise ValueError(NASTY)
+    except ValueError:
+        log.exception("the backend broke: %s", NASTY)
+    text = out.getvalue()
+    assert is_harmless(text)
+    entries = [line for line in text.splitlines() if not line.startswith("  ")]
+    assert all(entry[9:].startswith(begin) for entry, begin in zip(entries, ("the worker", "the backend"), strict=True))
+    assert "  12:00:00 all is well" in text
+    assert "  Traceback (most recent call last):" in text
+
+
+def test_a_json_log_is_ascii_without_control_characters() -> None:
+    root = logging.getLogger()
+    before, root.handlers = root.handlers, []
+    try:
+        start_log("json", NASTY)
+        (handler,) = root.handlers
+        line = handler.format(logging.LogRecord("n", logging.INFO, "f", 1, "said %s", (NASTY,), None))
+        assert line.isascii()
+        assert line.isprintable()
+        assert json.loads(line)["message"] == f"said {NASTY}"
+    finally:
+        root.handlers = before
+        logging.captureWarnings(False)
+
+
+@pytest.mark.parametrize("kind", [LMPoolError, WorkerError, ProtocolError, SettingsError])
+def test_an_exception_says_it_harmlessly(kind: type[LMPoolError]) -> None:
+    error = kind(f"failed: {NASTY}")
+    assert is_harmless(str(error))
+    assert str(error).startswith(r"failed: \x1b]0;owned\x07")
+    assert str(kind("a\nb")) == "a\nb"
+
+
+@given(st.text())
+def test_any_text_becomes_printable_and_what_is_stays(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+    if text.isprintable():
+        assert printable(text) == text
+    assert to_json(text).isprintable()
+    assert json.loads(to_json(text)) == text

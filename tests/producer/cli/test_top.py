@@ -1,0 +1,176 @@
+"""`lmpool top` and `lmpool status`: what they show of a pool, at any width, whatever becomes of the server."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import threading
+from pathlib import Path
+
+from rich.console import Console
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.producer import SyncProducer
+from lmpool.producer.survey import Survey
+from lmpool.producer.tables import seconds, status_models, status_workers, top_models, top_workers
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
+
+LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
+
+
+def lines_of(found: Survey, width: int) -> list[str]:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    for table in (status_models, status_workers, top_models, top_workers):
+        console.print(table(found, width))
+    return console.export_text().splitlines()
+
+
+def folded(lines: list[str], column: int) -> str:
+    """What stands in one column, its lines put together."""
+    return "".join(cells[column].strip() for line in lines if len(cells := line.strip("│┃").split("│")) > column)
+
+
+def a_worker(name: str) -> dict[str, object]:
+    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "held": "128", "failures": "3"}
+    more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
+    return {"id": name, "model": LONG, **told, **more}
+
+
+def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
+    ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
+    model = {"name": LONG, "card": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
+    found: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
+    for width in (60, 80, 100, 120, 200):
+        lines = lines_of(found, width)
+        assert all(len(line) <= width for line in lines)
+        assert "…" not in "".join(lines)
+        assert LONG in folded(lines, 0) or LONG in folded(lines, 1)
+        for name in ids:
+            assert name in folded(lines, 0)
+        assert "99999" in "".join(lines)
+    widest = "\n".join(lines)
+    for text in ("batch", "p50", "heard", "25%", "12 ms", "250 ms", "2.2 s"):
+        assert text in widest
+
+
+def on_a_terminal(command: list[str], width: int) -> str:
+    """What a command shows on a terminal that is so wide, without colours."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width)}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **settings})
+    seen, end = b"", b"\x04"
+    watcher = threading.Thread(target=lambda: (process.wait(), os.write(theirs, end)))
+    watcher.start()
+    # What a process has written arrives in its own time, and behind it what we have.
+    while not seen.endswith(end):
+        seen += os.read(ours, 65536)
+    watcher.join()
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", seen.removesuffix(end).decode())
+
+
+def test_times_are_written_for_people() -> None:
+    written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
+    assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
+
+
+def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> None:
+    pool.start("--lease-s", 30)
+    pool.start("--lease-s", 30, "--step-ms", 20, "--name", LONG)
+    for name in ("syn", LONG):
+        with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
+            producer.batch_logprobs([[i] for i in range(20)])
+    command = ("top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
+    found = json.loads(run_lmpool(*command, "--json").stdout)
+    assert [model["name"] for model in found] == [LONG, "syn"]
+    for model in found:
+        assert (model["queued"], model["age_s"], model["dead"]) == (0, 0, 0)
+        (worker,) = model["workers"]
+        assert 0 <= worker["silent_s"] < 30
+        assert worker["state"] == "ready"
+    text = run_lmpool(*command, COLUMNS="80").stdout
+    assert "no room" not in text, "without a terminal there is room for all"
+    assert "\x1b" not in text
+    assert any(LONG in line and "ready" in line for line in text.splitlines())
+    text = on_a_terminal([*lmpool_command(), *command], 80)
+    assert LONG in folded(text.splitlines(), 0)
+    assert "ready" in text
+    # How many there is room for is a matter of how long the times are.
+    (left_out,) = re.findall(r"no room for ((?:\w+, )*\w+)", " ".join(text.split()))
+    assert {"rows", "held", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
+
+
+def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:
+    workers = [pool.start("--lease-s", 60, "--step-ms", 5), pool.start("--lease-s", 60, "--step-ms", 400)]
+    ids = [worker.text.rpartition("as worker ")[2].strip() for worker in workers]
+    for name, counts in zip(ids, ("3:98", "8:2"), strict=True):
+        pool.redis.hset(pool.keys.worker(name), "job_counts", counts)
+    (model,) = json.loads(run_lmpool("top", "--once", "--json", "--redis", pool.url, "--prefix", pool.prefix).stdout)
+    assert 0.0005 < model["p50_s"] <= 0.001
+    assert 0.025 < model["p99_s"] <= 0.05
+
+
+def test_json_of_a_live_view_is_refused(pool: Pool) -> None:
+    done = run_lmpool("top", "--json", "--redis", pool.url)
+    assert done.returncode == 2
+    assert done.stderr == "lmpool: --json: a live view is for people; print one look as JSON with --once --json\n"
+
+
+def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "top", tmp_path)
+    command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
+    try:
+        pool.start("--lease-s", 1)
+        shown = WorkerProcess(command, tmp_path / "top.log")
+        pool.workers.append(shown)
+        until(lambda: "syn" in shown.text and "ready" in shown.text, "it shows the worker")
+        own_server.stop()
+        until(lambda: "no Redis server answers" in shown.text, "it says that the server is away")
+        assert shown.is_running
+        own_server.start()
+        gone = len(shown.text)
+        until(lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:], "it shows it again")
+        shown.signal(signal.SIGINT)
+        assert shown.wait() in (0, 130)
+        assert "Traceback" not in shown.text
+    finally:
+        pool.end()
+
+
+def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
+    pool.start()
+    ours, theirs = pty.openpty()
+    command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+
+    def read() -> bytes:
+        nonlocal seen
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:  # The other end is closed.
+            return b"ended"
+        return seen
+
+    try:
+        until(lambda: b"ready" in read(), "it shows the worker")
+        process.send_signal(signal.SIGINT)
+        until(lambda: read() == b"ended", "it ends")
+        assert process.wait(DEADLINE_S) in (0, 130)
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"\x1b[?1049h" in seen
+    assert seen.rindex(b"\x1b[?1049l") > seen.rindex(b"\x1b[?1049h")
+    assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")

@@ -1,0 +1,481 @@
+"""Asking for less than a row: entries, the likeliest tokens, draws, scores."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.card import ModelCard
+from lmpool.errors import (
+    EmptyPrompt,
+    LMPoolError,
+    NotTokenIds,
+    NoWorker,
+    PromptTooLong,
+    SettingsError,
+    TokenOutOfRange,
+    UnknownAdapter,
+    WorkerError,
+)
+from lmpool.keys import Keys
+from lmpool.picks import Sampling, sample, top
+from lmpool.producer import Producer, SyncProducer
+from lmpool.prompts import digest_of, encode_prompt
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
+
+PROMPT = [1, 2, 3]
+ROW = synthetic_row(PROMPT, vocab_size=V)
+OTHERS = [[4, 5], [6], [7, 8, 9, 10]]
+
+
+def rows(prompts: list[list[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
+
+
+def row_key(producer: Producer, prompt: list[int]) -> bytes:
+    encoded = encode_prompt(prompt, vocab_size=V, max_tokens=100)
+    return Keys(producer._keys.prefix).row(producer.model.fingerprint) + encoded.digest
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16"])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+async def test_entries_are_those_of_the_row_wherever_it_is(pool: Pool, encoding: str, cache_bytes: int) -> None:
+    pool.start("--encoding", encoding)
+    targets = [0, V - 1, 7, 7]
+    async with pool.producer(cache_bytes=cache_bytes) as producer:
+        # Computed; from the cache in Redis; and from this process's memory, if it has some.
+        for _ in range(2):
+            found = await producer.logprobs(PROMPT, targets=targets)
+            assert found.dtype == np.float32
+            assert found.flags.writeable
+            assert np.array_equal(found, ROW[targets])
+        await producer.logprobs(PROMPT)
+        assert np.array_equal(await producer.logprobs(PROMPT, targets=np.array(targets, np.uint16)), ROW[targets])
+        many = list(range(V))
+        assert np.array_equal(await producer.logprobs(OTHERS[0], targets=many), rows(OTHERS)[0])
+
+
+async def test_only_the_entries_travel_and_the_row_is_there_for_everyone(pool: Pool) -> None:
+    pool.start("--vocab-size", 49_152)
+    async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
+        row = synthetic_row(PROMPT, vocab_size=49_152)
+        await first.logprobs(PROMPT, targets=[5])
+        assert first.stats().computed == 1
+        sent = int(pool.redis.info("stats")["total_net_output_bytes"])
+        for _ in range(100):
+            assert (await second.logprobs(PROMPT, targets=[9, 11]))[1] == row[11]
+        sent = int(pool.redis.info("stats")["total_net_output_bytes"]) - sent
+        assert sent < 100 * 1000
+        assert np.array_equal(await second.logprobs(PROMPT), row)
+        stats = second.stats()
+        assert (stats.requests, stats.cache_hits, stats.computed) == (101, 101, 0)
+
+
+async def test_a_batch_of_entries_has_the_same_targets_for_all_or_each_its_own(pool: Pool) -> None:
+    pool.start()
+    prompts = [PROMPT, *OTHERS, PROMPT]
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.warm(OTHERS[1])
+        expected = rows(prompts)
+        assert np.array_equal(await producer.batch_logprobs(prompts, targets=[3, 1]), expected[:, [3, 1]])
+        own = np.arange(10).reshape(5, 2)
+        assert np.array_equal(
+            await producer.batch_logprobs(prompts, targets=own), np.take_along_axis(expected, own, axis=1)
+        )
+        assert (await producer.batch_logprobs([], targets=[3, 1])).shape == (0, 2)
+        many = np.tile(np.arange(V), (5, 1))
+        assert np.array_equal(await producer.batch_logprobs(prompts, targets=many), expected)
+
+
+async def test_a_thousand_requests_at_once_are_each_answered_with_their_own(pool: Pool) -> None:
+    pool.start("--vocab-size", 64)
+    prompts = [[i % 64, i // 64] for i in range(1500)]
+    expected = [synthetic_row(prompt, vocab_size=64) for prompt in prompts]
+    async with pool.producer(cache_bytes=0) as producer:
+        for _ in range(2):
+            asked = (producer.logprobs(prompt, targets=[at % 64]) for at, prompt in enumerate(prompts))
+            for at, found in enumerate(await asyncio.gather(*asked)):
+                assert found[0] == expected[at][at % 64]
+        batch = await producer.batch_logprobs(prompts, targets=[1, 2])
+        assert np.array_equal(batch, np.stack(expected)[:, [1, 2]])
+        assert producer.stats().computed == 1500
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+async def test_the_likeliest_tokens_are_those_of_the_row(pool: Pool, cache_bytes: int) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=cache_bytes) as producer:
+        for k in (1, 5, V):
+            found, expected = await producer.topk(PROMPT, k), top(ROW, k)
+            assert np.array_equal(found.values, expected.values)
+            assert np.array_equal(found.ids, expected.ids)
+        await producer.logprobs(PROMPT)
+        assert np.array_equal((await producer.topk(PROMPT, 3)).ids, top(ROW, 3).ids)
+        values, ids = await producer.batch_topk([PROMPT, *OTHERS], 4)
+        assert values.shape == ids.shape == (4, 4)
+        assert np.array_equal(values, np.take_along_axis(rows([PROMPT, *OTHERS]), ids, axis=1))
+        assert np.array_equal(values[:, 0], rows([PROMPT, *OTHERS]).max(axis=1))
+        assert producer.stats().computed >= 4
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+async def test_a_seed_draws_the_same_token_from_worker_cache_and_memory(pool: Pool, cache_bytes: int) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=cache_bytes) as producer:
+        expected = [sample(ROW, Sampling(0.8, 0.95, seed)) for seed in range(20)]
+        options: Any = {"temperature": 0.8, "top_p": 0.95}
+        drawn = [await producer.sample(PROMPT, seed=seed, **options) for seed in range(20)]
+        assert drawn == expected
+        await producer.logprobs(PROMPT)
+        assert [await producer.sample(PROMPT, seed=seed, **options) for seed in range(20)] == expected
+        assert (await producer.batch_sample([PROMPT] * 20, seed=0, **options)).tolist() == expected
+        assert await producer.sample(PROMPT, temperature=0) == int(ROW.argmax())
+
+
+async def test_without_a_seed_every_draw_is_anew_and_leaves_nothing(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        drawn = await producer.batch_sample([PROMPT] * 200)
+        assert len(set(drawn.tolist())) > 20
+        assert drawn.dtype == np.int64
+        # The row stays for everyone; the draws are of no use to anybody else.
+        await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
+
+
+async def _count(pool: Pool, pattern: str, count: int) -> bool:
+    return len(pool.names(pattern)) == count
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16"])
+async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, encoding: str) -> None:
+    pool.start("--encoding", encoding)
+    async with pool.producer() as producer:
+        assert producer.model.scores
+        whole = [*PROMPT, *range(20, 30)]
+        expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, len(whole))]
+        for _ in range(2):
+            found = await producer.score(PROMPT, whole[3:])
+            assert found.dtype == np.float32
+            assert np.array_equal(found, expected)
+        first, second = await producer.batch_score([PROMPT, [1]], [[4], [5, 6]])
+        assert first[0] == ROW[4]
+        assert np.array_equal(second, [synthetic_row([1], vocab_size=V)[5], synthetic_row([1, 5], vocab_size=V)[6]])
+        # One forward each, and no rows of prefixes.
+        assert producer.stats().computed == 3
+
+
+class Unscoring(SyntheticBackend):
+    """Says nothing of scores, as a backend of one's own."""
+
+    @property
+    def card(self) -> ModelCard:
+        return replace(super().card, scores=False)
+
+
+async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
+    backend = Unscoring(SyntheticSettings("syn", vocab_size=V))
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda card: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    async with pool.producer() as knowing, pool.producer() as told_otherwise:
+        # As after another worker of the model, which does, has joined.
+        session = told_otherwise._rows.session
+        assert session is not None
+        session._channel.card = replace(session.card, scores=True)
+        for producer in (knowing, told_otherwise):
+            whole = [*PROMPT, 20, 21, 22]
+            expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
+            assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        await producer.score(PROMPT, list(range(50)))
+        assert len(pool.names("row:*")) == 1  # the scores
+
+
+async def test_a_fresh_row_is_computed_whatever_is_cached_and_is_not_kept(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        await producer.logprobs(PROMPT)
+        for computed in (2, 3):
+            assert np.array_equal(await producer.logprobs(PROMPT, fresh=True), ROW)
+            assert producer.stats().computed == computed
+        assert np.array_equal(await producer.logprobs(PROMPT, fresh=True, targets=[4, 2]), ROW[[4, 2]])
+        await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
+
+
+async def test_warming_computes_a_row_and_sends_nothing(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as first, pool.producer() as second:
+        await first.warm(PROMPT)
+        await first.warm(PROMPT)
+        assert pool.redis.exists(row_key(first, PROMPT))
+        assert np.array_equal(await second.logprobs(PROMPT), ROW)
+        assert (second.stats().cache_hits, second.stats().computed) == (1, 0)
+
+
+async def test_a_cleared_producer_asks_the_pool_again(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        await producer.logprobs(PROMPT)
+        producer.clear_cache()
+        await producer.logprobs(PROMPT)
+        assert (producer.stats().cache_hits, producer.stats().local_hits) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"short",
+        b"X" * (16 + 4 * V),
+        b"LMPR\x01\x01\0\0" + (V + 1).to_bytes(4, "little") + bytes(4) + bytes(4 * V),
+        b"LMPR\x01\x01\0\0" + V.to_bytes(4, "little") + bytes(4),
+        b"LMPR\x01\x01\0\0" + V.to_bytes(4, "little") + bytes(4) + b"\xff" * 4 * V,
+        b"LMPR\x01\x09\0\0" + V.to_bytes(4, "little") + bytes(4) + bytes(4 * V),
+    ],
+    ids=["empty", "short", "noise", "other V", "cut", "NaN", "encoding"],
+)
+async def test_nothing_is_read_from_a_damaged_row(pool: Pool, damage: bytes) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.warm(PROMPT)
+        for ask in ("targets", "topk", "sample"):
+            pool.redis.set(row_key(producer, PROMPT), damage, px=60_000)
+            if ask == "targets":
+                assert np.array_equal(await producer.logprobs(PROMPT, targets=[3, 5]), ROW[[3, 5]])
+                pool.redis.set(row_key(producer, PROMPT), damage, px=60_000)
+                assert np.array_equal(await producer.batch_logprobs([PROMPT], targets=[3, 5]), ROW[None, [3, 5]])
+            elif ask == "topk":
+                assert np.array_equal((await producer.topk(PROMPT, 5)).ids, top(ROW, 5).ids)
+            else:
+                assert await producer.sample(PROMPT, seed=3) == sample(ROW, Sampling(1.0, 1.0, 3))
+        assert np.array_equal(await producer.logprobs(PROMPT), ROW)
+
+
+@pytest.mark.parametrize("ask", ["row", "targets", "topk"])
+async def test_something_else_under_a_rows_key_is_put_right(pool: Pool, ask: str) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.warm(PROMPT)
+        await producer.warm(OTHERS[0])
+        pool.redis.delete(row_key(producer, PROMPT))
+        pool.redis.rpush(row_key(producer, PROMPT), "a list")
+        # The other prompts of the same read are not harmed.
+        other = producer.logprobs(OTHERS[0], targets=[1])
+        if ask == "row":
+            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
+            assert np.array_equal(wrong, ROW)
+        elif ask == "targets":
+            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT, targets=[1]))
+            assert wrong[0] == ROW[1]
+        else:
+            found, top_found = await asyncio.gather(other, producer.topk(PROMPT, 2))
+            assert np.array_equal(top_found.ids, top(ROW, 2).ids)
+        assert found[0] == rows(OTHERS)[0][1]
+
+
+async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
+    pool.start()
+    damage = b"LMPR\x01\x01\0\0" + (2).to_bytes(4, "little") + bytes(4) + b"\xff" * 8
+    async with pool.producer(cache_bytes=0) as producer:
+        for _ in range(2):
+            assert np.array_equal((await producer.topk(PROMPT, 1)).ids, top(ROW, 1).ids)
+            assert np.array_equal(await producer.score(PROMPT, [4, 5]), [ROW[4], rows([[*PROMPT, 4]])[0][5]])
+            for key in pool.redis.scan_iter(match=f"{pool.prefix}:row:*"):
+                if key != row_key(producer, PROMPT):
+                    pool.redis.set(key, damage, px=60_000)
+
+
+@pytest.mark.parametrize("first", ["f32", "bf16"])
+async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: str) -> None:
+    worker = pool.start("--encoding", first)
+    async with pool.producer(when_absent="wait") as producer:
+        await producer.warm(PROMPT)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, V - 1]))
+        await asyncio.sleep(0)
+        pool.start("--encoding", "bf16" if first == "f32" else "f32", "--seed", 5)
+        row = synthetic_row([1, 2], vocab_size=V, seed=5)
+        assert np.array_equal(await asked, row[[1, V - 1]])
+
+
+async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool) -> None:
+    worker = pool.start("--step-ms", 100)
+    async with pool.producer(cache_bytes=0) as producer:
+        found = await asyncio.gather(
+            producer.topk(PROMPT, 3),
+            producer.logprobs(PROMPT),
+            producer.sample(PROMPT, seed=5),
+            producer.logprobs(PROMPT, targets=[9]),
+            producer.topk(PROMPT, 4),
+            producer.warm(PROMPT),
+        )
+        assert np.array_equal(found[0].ids, top(ROW, 3).ids)
+        assert np.array_equal(found[1], ROW)
+        assert found[2] == sample(ROW, Sampling(1.0, 1.0, 5))
+        assert np.array_equal(found[3], ROW[[9]])
+        assert np.array_equal(found[4].ids, top(ROW, 4).ids)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        assert pool.jobs() == 0
+
+
+async def test_everything_is_asked_of_an_adapter_too_and_of_the_weights_that_it_has_now(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.start()
+    (tmp_path / "weights").write_text("first")
+    options: Any = {"adapter": "poet"}
+    async with pool.producer() as producer:
+        for content in ("first", "second"):
+            (tmp_path / "weights").write_text(content)
+            revision = await producer.add_adapter("poet", tmp_path)
+            row = synthetic_row(PROMPT, vocab_size=V, adapter_revision=revision)
+            for _ in range(2):
+                assert np.array_equal(await producer.logprobs(PROMPT, targets=[3, 4], **options), row[[3, 4]])
+                assert np.array_equal((await producer.topk(PROMPT, 3, **options)).ids, top(row, 3).ids)
+                assert await producer.sample(PROMPT, seed=2, **options) == sample(row, Sampling(1.0, 1.0, 2))
+                assert (await producer.score(PROMPT, [7], **options))[0] == row[7]
+                assert np.array_equal(await producer.logprobs(PROMPT, fresh=True, **options), row)
+            await producer.warm(PROMPT, **options)
+            assert np.array_equal(await producer.batch_logprobs(iter([PROMPT]), targets=[1], **options), row[None, [1]])
+        with pytest.raises(UnknownAdapter, match="no adapter 'judge'; it has: poet"):
+            await producer.topk(PROMPT, 3, adapter="judge")
+        assert np.array_equal(await producer.logprobs(PROMPT), ROW)
+
+
+BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
+    ("logprobs", {"targets": []}, NotTokenIds, "targets: .* at least 1 token id"),
+    ("logprobs", {"targets": [1.5]}, NotTokenIds, "targets"),
+    ("logprobs", {"targets": [True]}, NotTokenIds, "targets"),
+    ("logprobs", {"targets": "the"}, NotTokenIds, "targets: 'the'"),
+    ("logprobs", {"targets": [[1], [2, 3]]}, NotTokenIds, "targets"),
+    ("logprobs", {"targets": [[1]]}, NotTokenIds, "targets"),
+    ("logprobs", {"targets": [V]}, TokenOutOfRange, f"token id {V} is out of range: .* 0 to {V - 1}"),
+    ("logprobs", {"targets": [3, -1]}, TokenOutOfRange, "token id -1"),
+    ("topk", {"k": 0}, SettingsError, f"k: 0 must be a whole number from 1 to {V}"),
+    ("topk", {"k": V + 1}, SettingsError, f"k: {V + 1}"),
+    ("topk", {"k": 1.0}, SettingsError, "k: 1.0"),
+    ("topk", {"k": True}, SettingsError, "k: True"),
+    ("sample", {"temperature": -1}, SettingsError, "temperature: -1 must be a number from 0"),
+    ("sample", {"temperature": float("nan")}, SettingsError, "temperature: nan"),
+    ("sample", {"temperature": "hot"}, SettingsError, "temperature: 'hot'"),
+    ("sample", {"top_p": 0}, SettingsError, "top_p: 0 must be a number above 0 and at most 1"),
+    ("sample", {"top_p": 1.01}, SettingsError, "top_p: 1.01"),
+    ("sample", {"seed": -1}, SettingsError, "seed: -1 must be from 0 to"),
+    ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
+    ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
+    ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
+    ("score", {"continuation": "text"}, NotTokenIds, "text"),
+    ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),
+    ("score", {"continuation": [1] * 8}, PromptTooLong, "the prompt and its continuation have 11 tokens: .* 10"),
+]
+
+
+async def test_bad_input_is_refused_before_anything_is_sent(pool: Pool) -> None:
+    pool.start("--max-prompt-tokens", 10)
+    async with pool.producer() as producer:
+        for method, arguments, error, message in BAD:
+            with pytest.raises(error, match=message):
+                await getattr(producer, method)(PROMPT, **arguments)
+            if method in ("topk", "sample"):
+                with pytest.raises(error, match=message):
+                    await getattr(producer, f"batch_{method}")([PROMPT], **arguments)
+        with pytest.raises(SettingsError, match="targets: 1 lists for 2 prompts"):
+            await producer.batch_logprobs([PROMPT, PROMPT], targets=[[1]])
+        with pytest.raises(SettingsError, match="continuations: 1 for 2 prompts"):
+            await producer.batch_score([PROMPT, PROMPT], [[1]])
+        assert producer.stats().requests == 0
+        assert pool.names("row:*") == []
+
+
+async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
+    worker = pool.start("--fail-token", 13, "--lease-s", 1)
+    async with pool.producer() as producer:
+        for ask in (
+            producer.logprobs([13], targets=[1]),
+            producer.topk([13], 2),
+            producer.sample([13]),
+            producer.score([1], [13, 1]),
+            producer.warm([13]),
+            producer.logprobs([13], fresh=True),
+        ):
+            with pytest.raises(WorkerError, match="the token 13"):
+                await ask
+        worker.end()
+        for ask in (
+            producer.logprobs([1], targets=[1]),
+            producer.topk([1], 2),
+            producer.score([1], [2]),
+        ):
+            with pytest.raises(NoWorker):
+                await ask
+
+
+async def test_cancelled_requests_are_taken_back(pool: Pool) -> None:
+    pool.start("--step-ms", 600_000, "--max-batch", 1)
+    async with pool.producer() as producer:
+        tasks = [
+            asyncio.create_task(work)
+            for at in range(5)
+            for work in (
+                producer.logprobs([at], targets=[1]),
+                producer.topk([at, 1], 2),
+                producer.sample([at, 2]),
+                producer.score([at, 3], [1]),
+            )
+        ]
+        await until_async(lambda: _has_jobs(pool, 20), "all are queued")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_async(lambda: _are_held(pool), "what nobody waits for is taken back, but for what a worker holds")
+        assert pool.jobs() <= 4  # batches of one that a worker takes ahead
+
+
+async def _has_jobs(pool: Pool, count: int) -> bool:
+    return pool.jobs() == count
+
+
+async def _are_held(pool: Pool) -> bool:
+    return pool.jobs() == pool.held()
+
+
+def test_without_asyncio_too(pool: Pool) -> None:
+    pool.start()
+    with SyncProducer(redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
+        assert np.array_equal(producer.logprobs(PROMPT, targets=[4]), ROW[[4]])
+        assert np.array_equal(producer.batch_logprobs([PROMPT], targets=[4]), ROW[None, [4]])
+        assert np.array_equal(producer.logprobs(PROMPT, fresh=True), ROW)
+        assert np.array_equal(producer.topk(PROMPT, 3).ids, top(ROW, 3).ids)
+        assert producer.batch_topk([PROMPT], 3).ids.shape == (1, 3)
+        assert producer.sample(PROMPT, seed=1) == sample(ROW, Sampling(1.0, 1.0, 1))
+        assert producer.batch_sample([PROMPT], seed=1).tolist() == [sample(ROW, Sampling(1.0, 1.0, 1))]
+        assert producer.score(PROMPT, [4])[0] == ROW[4]
+        assert producer.batch_score([PROMPT], [[4]])[0][0] == ROW[4]
+        producer.warm(OTHERS[0])
+        producer.clear_cache()
+
+
+def test_the_digest_of_a_pick_is_not_that_of_the_row() -> None:
+    prompt = encode_prompt(PROMPT, vocab_size=V, max_tokens=10)
+    assert prompt.digest == digest_of(prompt.ids)
+    assert prompt.asking(b"a", 1).digest not in (prompt.digest, prompt.asking(b"b", 1).digest)

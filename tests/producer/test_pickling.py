@@ -1,0 +1,161 @@
+"""What a program may send to its other processes, copy, and look at."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import redis as redis_sync
+import redis.asyncio as redis_async
+
+import lmpool.testing
+from lmpool.errors import LMPoolError, ProducerClosed, SettingsError
+from lmpool.producer import Producer, SyncProducer
+from lmpool.synthetic import synthetic_row
+from lmpool.testing.memory_pool import MemoryPool
+from lmpool.trie import Trie
+from tests.support.pool import DEADLINE_S, Pool, V
+
+
+def thawed(something: Any) -> Any:
+    """What becomes of something that is pickled."""
+    return pickle.loads(pickle.dumps(something))  # noqa: S301
+
+
+def ask_elsewhere(producer: Producer, sync: SyncProducer, answers: Any) -> None:
+    """In another process: its id, and a row from each."""
+    with sync:
+        answers.put((os.getpid(), asyncio.run(producer.logprobs([1])), sync.logprobs([2]), sync.model.name))
+
+
+async def test_producers_ask_in_another_process(pool: Pool) -> None:
+    pool.start()
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    settings: Any = {"redis": pool.url, "prefix": pool.prefix}
+    with SyncProducer(**settings) as sync:
+        async with Producer(**settings) as producer:
+            child = context.Process(target=ask_elsewhere, args=(producer, sync, answers))
+            child.start()
+            pid, row, other, name = await asyncio.to_thread(answers.get, timeout=DEADLINE_S)
+            child.join()
+            assert pid != os.getpid()
+            assert np.array_equal(row, synthetic_row([1], vocab_size=V))
+            assert np.array_equal(other, synthetic_row([2], vocab_size=V))
+            assert name == "syn"
+            # Those here have gone on.
+            assert np.array_equal(await producer.logprobs([3]), sync.logprobs([3]))
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    """A pool in memory."""
+    with lmpool.testing.pool(lmpool.testing.SyntheticModel("a")) as pool:
+        yield pool
+
+
+async def test_what_is_unpickled_has_the_settings_and_asks_the_same_model(served: MemoryPool) -> None:
+    settings: Any = {"timeout": 7.0, "cache_bytes": 0, "when_full": "raise", "when_absent": "wait"}
+    async with Producer(redis=served.url, **settings) as producer:
+        other = thawed(producer)
+        assert "Producer('a', " in repr(other)
+        assert other._options == {**settings, "prefix": "lmpool"}
+        assert thawed(other)._redis == served.url
+    assert thawed(Producer())._redis is None, "the environment of the other process says where"
+
+
+@pytest.mark.parametrize("client", [redis_sync.Redis(), redis_async.Redis()], ids=["a client", "an asyncio client"])
+def test_one_that_was_made_with_a_client_says_what_to_do_instead(client: Any) -> None:
+    with pytest.raises(SettingsError, match="redis: .* cannot be pickled: make it with the server's URL"):
+        pickle.dumps(Producer(redis=client))
+
+
+async def test_tries_and_pools_say_what_to_pickle_instead(served: MemoryPool) -> None:
+    with SyncProducer(redis=served.url) as producer:
+        trie = producer.trie()
+        for one, instead in [
+            (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
+            (trie._trie, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
+            (served, "give other processes its `url`"),
+        ]:
+            with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
+                pickle.dumps(one)
+        # What needs no connection is what it was.
+        assert thawed(trie.structure) == trie.structure
+        assert np.array_equal(thawed(trie.structure).parent, Trie(trie.structure.vocabulary).parent)
+        for value in (producer.model, producer.stats(), SettingsError("x: y")):
+            assert repr(thawed(value)) == repr(value)
+
+
+async def test_a_copy_is_the_thing_itself(served: MemoryPool) -> None:
+    """Programs copy particles that hold one."""
+    with SyncProducer(redis=served.url) as sync:
+        trie = sync.trie()
+        for one in (Producer(redis=served.url), sync, trie, trie._trie):
+            assert copy.copy(one) is one
+            assert copy.deepcopy([one])[0] is one
+
+
+CLIENT: Any = {"host": "h", "port": 7, "password": "hunter2"}
+
+
+@pytest.mark.parametrize(
+    ("redis", "shown"),
+    [
+        ("redis://user:hunter2@h:7/3", "redis://…@h:7/3"),
+        ("unix:///none/r.sock", "unix:///none/r.sock"),
+        ("rediss://h?ssl_ca_certs=/none", "rediss://h?…"),
+        ("redis+cluster://:hunter2@h:7", "redis+cluster://…@h:7"),
+        ("what", "what"),
+        (redis_sync.Redis(**CLIENT), "redis://h:7"),
+        (redis_async.Redis(**CLIENT, ssl=True), "rediss://h:7"),
+        (redis_async.Redis(unix_socket_path="/r.sock"), "unix:///r.sock"),
+        (redis_async.RedisCluster(**CLIENT), "redis+cluster://h:7"),
+        (None, "your embedded server"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # The same in each process.
+)  # fmt: skip
+def test_a_producer_shows_model_server_and_state(redis: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LMPOOL_REDIS_URL", raising=False)
+    assert repr(Producer("m", redis=redis)) == f"Producer('m', redis={shown!r}, closed)"
+    monkeypatch.setenv("LMPOOL_REDIS_URL", "redis://:hunter2@there")
+    assert repr(Producer()) == "Producer(None, redis='redis://…@there', closed)"
+
+
+async def test_what_is_shown_follows_the_state(served: MemoryPool) -> None:
+    producer = Producer(redis=served.url)
+    closed, opened = f"Producer(None, redis={served.url!r}, closed)", f"Producer('a', redis={served.url!r}, open)"
+    assert repr(producer) == closed
+    async with producer:
+        assert repr(producer) == opened
+    assert repr(producer) == closed
+    sync = SyncProducer(redis=served.url)
+    assert repr(sync) == f"Sync{opened}"
+    sync.close()
+    assert repr(sync) == f"Sync{closed}"
+    with pytest.raises(ProducerClosed, match="this SyncProducer is closed"):
+        print(sync.model)
+
+
+UNPICKLED: list[Callable[[SyncProducer], Any]] = [
+    lambda producer: producer.logprobs([1])[:3].tolist(),
+    lambda producer: producer.model,
+    lambda producer: producer.trie().structure,
+]
+
+
+@pytest.mark.parametrize("ask", UNPICKLED, ids=["a row", "the model", "a trie"])
+def test_an_unpickled_sync_producer_connects_with_its_first_call(
+    served: MemoryPool, ask: Callable[[SyncProducer], Any]
+) -> None:
+    with SyncProducer("a", redis=served.url) as producer, thawed(producer) as other:
+        assert ask(other) == ask(producer)
+    with thawed(producer) as again:
+        assert ask(again) is not None, "one that was pickled when it was closed is open"

@@ -1,0 +1,149 @@
+"""How a producer for synchronous code ends: for whoever waits in another thread, and after a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import multiprocessing
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer import SyncProducer
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import DEADLINE_S, Pool, until
+
+WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
+    "a row": lambda producer, folder: producer.logprobs([1]),
+    "entries": lambda producer, folder: producer.logprobs([2], targets=[1]),
+    "scores": lambda producer, folder: producer.batch_score([[3]], [[4]]),
+    "a change of adapters": lambda producer, folder: producer.add_adapter("poet", folder),
+}
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, what: str) -> None:
+    worker = pool.start("--step-ms", 600_000, "--max-batch", 1)
+    (tmp_path / "weights").write_text("1")
+    producer = SyncProducer(redis=pool.url, prefix=pool.prefix, timeout=50)
+    ended: list[BaseException] = []
+    begun = threading.Event()
+
+    def ask() -> None:
+        begun.set()
+        try:
+            WAITS[what](producer, tmp_path)
+        except LMPoolError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    begun.wait()
+    if what != "a change of adapters":
+        until(lambda: pool.jobs(), "the request is queued")
+    producer.close()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert [type(error) for error in ended] == [ProducerClosed]
+    with pytest.raises(ProducerClosed, match="this SyncProducer is closed"):
+        producer.logprobs([1])
+    with pytest.raises(ProducerClosed, match="this SyncProducer is closed"):
+        producer.clear_cache()
+    producer.close()
+    worker.end()
+
+
+def ask_in_child(producer: SyncProducer, said: Any) -> None:
+    try:
+        producer.logprobs([1], timeout=1)
+    except ProducerClosed as error:
+        said.put(str(error))
+    producer.close()
+
+
+def test_after_a_fork_it_says_that_it_is_the_parents(pool: Pool) -> None:
+    pool.start()
+    context = multiprocessing.get_context("fork")
+    said: Any = context.Queue()
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        child = context.Process(target=ask_in_child, args=(producer, said))
+        child.start()
+        assert (
+            said.get(timeout=DEADLINE_S) == "this SyncProducer was made before a fork: make another one in this process"
+        )
+        child.join(DEADLINE_S)
+        assert child.exitcode == 0
+        producer.logprobs([1])
+
+
+PROGRAM = """
+    import sys
+    from lmpool.producer import SyncProducer
+
+    class Kept:
+        def __init__(self, url, prefix):
+            self.producer = SyncProducer(redis=url, prefix=prefix)
+            self.producer.logprobs([1])
+
+        def __del__(self):
+            self.producer.close()
+
+    def rows(url, prefix):
+        with SyncProducer(redis=url, prefix=prefix) as producer:
+            while True:
+                yield producer.logprobs([1])
+
+    kept = Kept(*sys.argv[1:])
+    begun = rows(*sys.argv[1:])
+    next(begun)
+    print("done", flush=True)
+"""
+
+
+def test_the_interpreter_ends_whoever_closes_it_last(pool: Pool) -> None:
+    pool.start()
+    arguments = [sys.executable, "-c", textwrap.dedent(PROGRAM), pool.url, pool.prefix]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_one_that_is_dropped_leaves_no_thread_and_no_connection(pool: Pool) -> None:
+    worker = pool.start("--lease-s", 60)
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        producer.logprobs([1])
+    worker.signal(signal.SIGSTOP)  # It opens connections when it likes; the row is in the cache.
+    before = len(pool.redis.client_list())
+    for _ in range(3):
+        SyncProducer(redis=pool.url, prefix=pool.prefix).logprobs([1])
+
+    def is_gone() -> bool:
+        gc.collect()
+        threads = [one for one in threading.enumerate() if one.name == "lmpool-producer"]
+        return not threads and len(pool.redis.client_list()) <= before
+
+    until(is_gone, "threads and connections end")
+
+
+async def test_two_event_loops_at_once_have_a_session_each(pool: Pool) -> None:
+    pool.start("--vocab-size", 64)
+    producer = pool.producer(cache_bytes=0)
+    before = len(pool.redis.client_list())
+
+    async def ask(of: int) -> int:
+        for at in range(60):
+            row = await producer.logprobs([of, at])
+            assert np.array_equal(row, synthetic_row([of, at], vocab_size=64))
+        await producer.close()
+        return len(pool.redis.client_list())
+
+    most = await asyncio.gather(*(asyncio.to_thread(asyncio.run, ask(of)) for of in range(3)))
+    assert max(most) - before < 40

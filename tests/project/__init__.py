@@ -1,0 +1,1 @@
+"""Tests of the project itself: its layers, package, pages, examples and tools."""

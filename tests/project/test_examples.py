@@ -1,0 +1,341 @@
+"""The examples, run as a user runs them, on one worker with a real model."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from examples.distill import TEXTS_AT_ONCE, beginnings
+from safetensors.numpy import load_file
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.producer import SyncProducer
+from tests.support.pool import Pool
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(
+    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb") and path.stem[0] != "_"
+)
+# What each of those that ask a running pool is given.
+ASKING: dict[str, tuple[str, ...]] = {
+    "next_words.py": (),
+    "smc_json.py": (),
+    "awrs_regex.py": (),
+    "byte_beams.py": (),
+    "distill.py": (str(ROOT / "LICENSE"), "out.safetensors"),
+    "perplexity.py": (str(ROOT / "LICENSE"),),
+}
+# These import torch before they connect.
+SLOW = ("awrs_regex.py", "byte_beams.py")
+NOBODY = "redis://127.0.0.1:1"
+UNREACHABLE = f"error: no Redis server answers at {NOBODY}"
+NOT_SERVED = (
+    "error: the model 'smollm3' is not served; served are: smollm2; "
+    "start a worker with `lmpool worker MODEL --name smollm3`"
+)
+TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sleep in its warm bed. " * 3
+
+
+@pytest.fixture(scope="module")
+def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of their own, where the model is the only one."""
+    folder = tmp_path_factory.mktemp("examples")
+    with EmbeddedServer(memory_bytes=1 << 29) as server:
+        pool = Pool(server.url, "lmpool", folder)
+        pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
+        yield server.url
+        pool.end()
+
+
+@pytest.fixture(scope="module")
+def producer(url: str) -> Iterator[SyncProducer]:
+    """What the examples' output is compared with."""
+    with SyncProducer("smollm2", redis=url) as producer:
+        yield producer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_folder: Path) -> Any:
+    """The model's."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_folder)
+
+
+def run(
+    name: str, *arguments: str | int | Path, folder: Path | None = None, environment: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run an example; returns its exit code, its output and what it wrote to stderr."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "160", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def output(name: str, *arguments: str | int | Path, environment: Mapping[str, str] | None = None) -> str:
+    """What an example prints when all goes well."""
+    code, out, err = run(name, *arguments, environment=environment)
+    assert code == 0, err
+    return out
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | int | Path) -> SystemExit:
+    """How an example ends in this process, which has imported torch already; a code that is a text means 1."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return caught.value
+
+
+def cells(out: str) -> list[list[str]]:
+    """The rows of the table in an output."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+
+
+def test_next_words_are_the_likeliest_ones(url: str, producer: SyncProducer, tokenizer: Any) -> None:
+    found = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
+    row = producer.logprobs(tokenizer.encode("The capital of France is"))
+    best = np.argsort(row)[::-1][:3]
+    assert found[:3] == [
+        ["" if rank else "The capital of France is", repr(tokenizer.decode([token])), f"{np.exp(row[token]):.1%}"]
+        for rank, token in enumerate(best.tolist())
+    ]
+    assert found[0][1] == "' Paris'"
+    assert len(found) == 9
+
+
+def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) -> None:
+    out = output("smc_json.py", "--particles", 16, "--tokens", 18, "--redis", url)
+    found = cells(out)
+    for process in ("1", "2"):
+        mine = [row for row in found if row[0] == process]
+        assert sum(int(count) for _, count, _, _ in mine) == 16
+        assert sum(float(weight) for _, _, _, weight in mine) == pytest.approx(1, abs=0.01)
+    for _, _, text, _ in found:
+        city = json.loads(text)
+        assert re.fullmatch("[A-Z][a-z]{2,11}", city["city"])
+        assert 1 <= city["millions"] <= 99
+    asked = re.findall(r"process \d asked for (\d+) rows of (\d+) different prompts", out)
+    assert all(int(rows) > int(prompts) >= 16 for rows, prompts in asked)
+    assert len(asked) == 2
+    shared = re.search(r"computed once: (\d+)", out)
+    assert shared is not None
+    # The first prompt at least, for it is the same one.
+    assert 1 <= int(shared[1]) <= min(int(prompts) for _, prompts in asked)
+
+
+def test_every_awrs_sample_matches_the_expression(url: str) -> None:
+    out = output("awrs_regex.py", "She has", " (one|two|three) (cats|dogs)\\.", "--samples", 5, "--redis", url)
+    found = cells(out)
+    assert len(found) == 5
+    assert all(re.fullmatch(r"' (one|two|three) (cats|dogs)\.'", text) for text, _ in found)
+    weights = np.array([float(weight) for _, weight in found])
+    mean = re.search(r"about (-[0-9.]+)", out)
+    assert mean is not None
+    assert float(mean[1]) == pytest.approx(np.log(np.mean(np.exp(weights))), abs=0.1)
+
+
+def test_byte_beams_go_on_in_the_middle_of_a_word(url: str) -> None:
+    out = output("byte_beams.py", "The capital of Fra", "--bytes", 12, "--redis", url)
+    assert out.splitlines()[-1] == "The capital of France is Paris"
+    assert len(cells(out)) == 12
+
+
+@pytest.mark.parametrize("options", [("--top", "4"), ("--full",)])
+def test_teacher_rows_are_the_rows_after_every_token(
+    options: tuple[str, ...], url: str, producer: SyncProducer, tokenizer: Any, tmp_path: Path
+) -> None:
+    texts = ["The capital of France is Paris.", "To be or not to be", "Hi"]
+    (tmp_path / "texts.txt").write_text("\n\n".join(texts), "utf-8")
+    out = output("distill.py", tmp_path / "texts.txt", tmp_path / "rows.safetensors", *options, "--redis", url)
+    prompts = [tokenizer.encode(text) for text in texts]
+    assert f"{sum(map(len, prompts))} rows of 3 texts" in out
+    file = load_file(tmp_path / "rows.safetensors")
+    assert file["starts"].tolist() == np.cumsum([0, *map(len, prompts)]).tolist()
+    assert file["tokens"].tolist() == [token for prompt in prompts for token in prompt]
+    rows = producer.batch_logprobs([prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)])
+    if "--full" in options:
+        assert sorted(file) == ["logprobs", "starts", "tokens"]
+        np.testing.assert_array_equal(file["logprobs"], rows)
+    else:
+        assert file["ids"].shape == (len(rows), 4)
+        np.testing.assert_array_equal(file["logprobs"], -np.sort(-rows, axis=1)[:, :4])
+        np.testing.assert_array_equal(np.take_along_axis(rows, file["ids"], 1), file["logprobs"])
+
+
+def test_distill_asks_for_every_beginning_once_and_never_before_a_shorter_one() -> None:
+    lengths = np.random.default_rng(1).integers(1, 9, 2 * TEXTS_AT_ONCE + 5)
+    prompts = [[100 * text + place for place in range(length)] for text, length in enumerate(lengths.tolist())]
+    starts = np.cumsum([0, *lengths])
+    seen: dict[int, list[int]] = {}
+    for some, rows in beginnings(prompts, starts):
+        assert len(some) <= TEXTS_AT_ONCE
+        for prompt, row in zip(some, rows.tolist(), strict=True):
+            assert row not in seen
+            assert len(prompt) == 1 or seen[row - 1] == prompt[:-1]
+            seen[row] = prompt
+    expected = [prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)]
+    assert [seen[row] for row in sorted(seen)] == expected
+
+
+def test_distill_leaves_no_half_file(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts, target = tmp_path / "texts.txt", tmp_path / "rows.safetensors"
+    texts.write_text("Hi", "utf-8")
+    error = ended(monkeypatch, "distill.py", texts, target, "--top", 0, "--redis", url)
+    assert str(error.code).startswith("error: k: 0 ")
+    assert "rows" in capsys.readouterr().err  # It had begun.
+    assert not target.exists()
+
+
+def test_distill_replaces_no_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.safetensors").write_bytes(b"mine")
+    code, _, err = run("distill.py", tmp_path / "texts.txt", tmp_path / "rows.safetensors")
+    assert code == 2
+    assert "exists already" in err
+    assert (tmp_path / "rows.safetensors").read_bytes() == b"mine"
+
+
+def test_distill_refuses_a_text_that_the_model_does_not_take(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, target = tmp_path / "texts.txt", tmp_path / "rows.safetensors"
+    texts.write_text("Hi\n" + "word " * 9000, "utf-8")
+    error = ended(monkeypatch, "distill.py", texts, target, "--redis", url)
+    assert re.fullmatch(r"error: texts: one has 9\d+ tokens, and 8192 are the most .*", str(error.code))
+    assert not target.exists()
+
+
+def test_perplexity_is_that_of_transformers_on_the_same_windows(
+    url: str, smollm2_folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lmpool import vector_math
+
+    window, overlap = 24, 10
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    out = output("perplexity.py", tmp_path / "text.txt", "--window", window, "--overlap", overlap, "--redis", url)
+    found = {line[:14].strip(): float(line[14:]) for line in out.splitlines()}
+
+    vector_math.settle()
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    ids = torch.tensor(tokenizer.encode(TEXT))
+    nats, scored = 0.0, 1
+    for first in range(0, len(ids) - overlap, window - overlap):
+        piece = ids[first : first + window]
+        with torch.no_grad():
+            rows = model(piece[None]).logits[0].log_softmax(-1)
+        for position in range(scored - first, len(piece)):
+            nats -= float(rows[position - 1, piece[position]])
+        scored = first + len(piece)
+    assert scored == len(ids)
+    assert found["tokens"] == len(ids) - 1
+    assert found["nats per token"] == pytest.approx(nats / (len(ids) - 1), abs=1e-3)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-3)
+    assert found["bits per byte"] == pytest.approx(nats / math.log(2) / len(TEXT), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in ASKING if name not in SLOW])
+def test_a_wrong_model_name_ends_in_one_line(name: str, url: str, tmp_path: Path) -> None:
+    code, _, err = run(name, *ASKING[name], "--model", "smollm3", "--redis", url, folder=tmp_path)
+    assert (code, err) == (1, f"{NOT_SERVED}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [name for name in ASKING if name not in SLOW])
+def test_a_missing_server_ends_in_one_line(name: str, tmp_path: Path) -> None:
+    code, _, err = run(name, *ASKING[name], "--redis", NOBODY, folder=tmp_path)
+    assert code == 1
+    assert re.fullmatch(rf"{UNREACHABLE}[^\n]*\n", err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_wrong_names_and_missing_servers_end_programs_that_import_torch(
+    name: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, message in ((("--model", "smollm3", "--redis", url), NOT_SERVED), (("--redis", NOBODY), UNREACHABLE)):
+        assert re.fullmatch(rf"{message}[^\n]*", str(ended(monkeypatch, name, *options).code))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("smc_json.py", "control"), ("awrs_regex.py", "control"), ("byte_beams.py", "bytes")]
+)
+def test_a_missing_package_ends_in_one_line(name: str, package: str, url: str, tmp_path: Path) -> None:
+    # Stands before the installed one; the processes that an example starts see it too.
+    (tmp_path / "genlm").mkdir()
+    (tmp_path / "genlm" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code, _, err = run(name, "--redis", url, environment={"PYTHONPATH": path})
+    assert code == 1
+    assert err == f"error: No module named 'genlm.{package}': pip install genlm-{package} 'lmpool[genlm]'\n"
+
+
+def test_the_notebook_draws_the_picture_that_it_shows(
+    url: str, monkeypatch: pytest.MonkeyPatch, producer: SyncProducer
+) -> None:
+    notebook = json.loads((ROOT / "examples/surprise.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    monkeypatch.setenv("LMPOOL_REDIS_URL", url)
+    scope: dict[str, Any] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), scope)
+    scope["producer"].close()
+
+    prompt, text, nats = scope["prompt"], scope["text"], scope["nats"]
+    rows = producer.batch_logprobs([prompt + text[:end] for end in range(len(text))])
+    np.testing.assert_allclose(nats, -rows[np.arange(len(text)), text], atol=1e-3)
+    assert scope["tokenizer"].decode([text[int(np.argmax(nats))]]) == " Tokyo"
+    drawn, stored = scope["picture"].data, "".join(cells[-1]["outputs"][0]["data"]["image/svg+xml"])
+    ElementTree.fromstring(drawn)
+    for part in (r"<text[^>]* rotate\(60\)\">([^<]*)<", r'fill="gray">([^<]*)<', r'fill="(steelblue|firebrick)"'):
+        assert re.findall(part, drawn) == re.findall(part, stored) != []
+
+
+def test_a_model_that_is_there_in_another_dtype_is_not_taken_for_the_one_that_is_asked_for(
+    smollm2_folder: Path,
+) -> None:
+    code, out, err = run("smollm2.py", smollm2_folder, "--dtype", "bfloat16")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{smollm2_folder} has the model in float32 already, and bfloat16 is asked for: name another")
+    code, out, err = run("smollm2.py", smollm2_folder, "--dtype", "float32")
+    assert (code, out) == (0, f"{smollm2_folder}\n")
+    assert "nothing has been written" in err
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_explained_and_listed(path: Path) -> None:
+    source = path.read_text("utf-8")
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(source))
+        assert text is not None
+        # That of a backend is no program.
+        assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
+    else:
+        assert json.loads(source)["cells"][0]["cell_type"] == "markdown"
+    assert f"[{path.name}](examples/{path.name})" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_every_example_that_asks_a_pool_is_tested() -> None:
+    others = {"demo.py", "own_backend.py", "smollm2.py", "surprise.ipynb"}
+    assert {path.name for path in EXAMPLES} == others | set(ASKING)

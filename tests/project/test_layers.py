@@ -1,0 +1,438 @@
+"""What the code may import and contain, read from its syntax trees, and the public names."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lmpool.producer
+from lmpool import errors, scripts
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / "workers", ROOT / "testing"
+BACKENDS = WORKERS / "lmpool/workers/backends"
+# What each backend may import, and nobody else.
+ENGINES = {
+    "hf": {"torch", "transformers", "peft", "safetensors"},
+    "vllm": {"torch", "vllm", "pydantic", "safetensors"},
+    "sglang": {"torch", "sglang", "tqdm"},
+    "row_encoder.py": {"torch"},
+    "device.py": {"torch"},
+    "checkpoint.py": {"huggingface_hub"},
+    "places.py": {"huggingface_hub"},
+    "vocabulary.py": {"transformers"},
+}
+# What each of these files may import, and nobody else.
+FILES_WITH_MORE = {
+    "shared/lmpool/kernels/cpu_loops.py": {"numba"},
+    "shared/lmpool/kernels/torch_device.py": {"torch"},
+    "shared/lmpool/vector_math.py": {"torch"},
+    "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/aliases.py": {"torch"},
+    "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
+}
+# What users test with, which nothing that serves or asks may need.
+FOR_TESTS = ("testing", "pytest_plugin")
+HF = BACKENDS / "hf"
+LUA = SHARED / "lmpool/lua"
+FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS, TESTING) for path in part.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
+
+LOADERS_OF_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "dbm", "code",
+                   "jsonpickle", "yaml", "runpy", "imp"}  # fmt: skip
+HEAVY = {"torch", "transformers", "peft", "safetensors", "tokenizers", "accelerate", "gguf", "vllm", "sglang", "numba"}
+
+
+def within(folder: Path) -> list[Path]:
+    return [path for path in FILES if path.is_relative_to(folder)]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module that a file imports, anywhere in it, with the statement.
+
+    `from a import b` counts as `a` and as `a.b`, for b may be a module.
+    """
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            module = node.module or ""
+            yield module, node
+            for alias in node.names:
+                yield f"{module}.{alias.name}", node
+
+
+def allowed_in(path: Path) -> set[str]:
+    """The engines that a file may import: those of the backend that it belongs to, or what a kernel is made with."""
+    if path.is_relative_to(BACKENDS):
+        return ENGINES.get(path.relative_to(BACKENDS).parts[0], set())
+    return FILES_WITH_MORE.get(name_of(path), set())
+
+
+def third_party(path: Path) -> set[str]:
+    tops = {module.partition(".")[0] for module, _ in imports(path)}
+    return tops - set(sys.stdlib_module_names) - {"lmpool", "__future__"}
+
+
+def strings(path: Path) -> Iterator[tuple[str, int]]:
+    """Every string or bytes literal of a file, parts of f-strings included, docstrings left out."""
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Constant) and id(node) not in docstrings:
+            if isinstance(node.value, str):
+                yield node.value, node.lineno
+            elif isinstance(node.value, bytes):
+                yield node.value.decode("latin-1"), node.lineno
+
+
+def test_the_parts_are_there() -> None:
+    assert all(len(within(part)) > 5 for part in (SHARED, PRODUCER, WORKERS, TESTING))
+    # What is needed by all of them joins them to one package.
+    owners = [part for part in (SHARED, PRODUCER, WORKERS, TESTING) if (part / "lmpool/__init__.py").exists()]
+    assert owners == [SHARED]
+
+
+# Layers
+
+
+@pytest.mark.parametrize(
+    ("part", "forbidden"),
+    [
+        (SHARED, ("producer", "workers", *FOR_TESTS)),
+        (PRODUCER, ("workers", *FOR_TESTS)),
+        (WORKERS, ("producer", *FOR_TESTS)),
+        (TESTING, ("producer",)),
+    ],
+    ids=["shared", "producer", "workers", "testing"],
+)
+def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
+    """The one exception: what users test with runs workers."""
+    prefixes = tuple(f"lmpool.{name}" for name in forbidden)
+    found = [
+        f"{name_of(path)}:{node.lineno}: {module}"
+        for path in within(part)
+        for module, node in imports(path)
+        if f"{module}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
+    ]
+    assert found == []
+
+
+def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {text}"
+        for part, other in (
+            (SHARED, "producer|workers|testing"),
+            (PRODUCER, "workers|testing"),
+            (WORKERS, "producer|testing"),
+        )
+        for path in within(part)
+        for text, line in strings(path)
+        if re.search(rf"\blmpool\.({other})\b", text)
+    ]
+    assert found == []
+
+
+def test_only_backends_import_an_engine() -> None:
+    """The one exception: the command line loads a tokenizer of transformers, inside a function."""
+    found = {
+        (name_of(path), module.partition(".")[0])
+        for path in FILES
+        for module, _ in imports(path)
+        if module.partition(".")[0] in HEAVY - allowed_in(path)
+    }
+    assert found == {("producer/lmpool/producer/tokenizer.py", "transformers")}
+    tokenizer = PRODUCER / "lmpool/producer/tokenizer.py"
+    top_level = [node for node in TREES[tokenizer].body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not [node for module, node in imports(tokenizer) if module.startswith("transformers") and node in top_level]
+
+
+def test_each_part_needs_no_more_than_it_says() -> None:
+    """Only the files of the command line need more than numpy, redis with its hiredis, msgpack and msgspec."""
+    small = {"numpy", "redis", "hiredis", "msgpack", "msgspec"}
+    extra = {
+        "shared/lmpool/cli.py": {"typer"},
+        "shared/lmpool/terminal.py": {"typer", "rich"},
+        "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
+        "producer/lmpool/producer/commands.py": {"typer", "rich"},
+        "producer/lmpool/producer/adapters_command.py": {"typer"},
+        "producer/lmpool/producer/dead_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/queue_command.py": {"typer"},
+        "producer/lmpool/producer/tables.py": {"rich"},
+        "producer/lmpool/producer/top_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/trie_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/tokenizer.py": {"transformers"},
+        "workers/lmpool/workers/commands.py": {"typer"},
+        "workers/lmpool/workers/options.py": {"typer"},
+        # Imported inside a function, where metrics or logs for machines are wanted.
+        "shared/lmpool/metrics.py": {"prometheus_client"},
+        "workers/lmpool/workers/monitor.py": {"prometheus_client"},
+        "workers/lmpool/workers/logs.py": {"pythonjsonlogger"},
+        "workers/lmpool/workers/serving.py": {"uvloop"},
+        "testing/lmpool/pytest_plugin.py": {"pytest"},
+        "testing/lmpool/testing/front.py": {"fakeredis"},
+        "testing/lmpool/testing/resp.py": {"fakeredis"},
+        "testing/lmpool/testing/memory_pool.py": {"lupa"},
+    }
+    found = {
+        name_of(path): more
+        for path in FILES
+        if (more := third_party(path) - small - extra.get(name_of(path), set()) - allowed_in(path))
+    }
+    assert found == {}
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
+    unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
+    for module in ("producer", "synthetic", "embedded", "kernels"):
+        assert loaded_after(f"import lmpool.{module}") & unwanted == set()
+    modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
+    loaded_after(modules)
+
+
+def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
+    for statement in ("import lmpool.workers.worker", "import lmpool.workers.commands"):
+        assert loaded_after(statement) & HEAVY == set()
+
+
+def test_what_users_test_with_costs_nothing_until_it_is_used() -> None:
+    """Every pytest of an environment with lmpool loads the plugin."""
+    more = loaded_after("import lmpool.pytest_plugin") - loaded_after("import pytest")
+    assert more == {"lmpool", "pkgutil"}  # That joins the parts of the package.
+    assert loaded_after("import lmpool.testing") & (HEAVY | {"fakeredis", "lupa", "pytest", "uvloop"}) == set()
+
+
+def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
+    assert {"typer", "rich"} <= loaded_after("import lmpool.producer.commands")
+
+
+# Nothing that runs what it reads
+
+
+def test_nothing_is_unpickled_and_no_text_is_run() -> None:
+    found = []
+    for path in FILES:
+        found += [
+            f"{name_of(path)}:{node.lineno}: import {module}"
+            for module, node in imports(path)
+            if module.partition(".")[0] in LOADERS_OF_CODE
+        ]
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.Name) and node.id in {"eval", "exec", "compile", "__import__", "builtins"}:
+                found.append(f"{name_of(path)}:{node.lineno}: {node.id}")
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                found.append(f"{name_of(path)}:{node.value.lineno}: allow_pickle")
+            elif isinstance(node, ast.keyword) and node.arg == "shell":
+                found.append(f"{name_of(path)}:{node.value.lineno}: shell")
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "os.system"}:
+                found.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_commands_print_by_the_terminal_alone() -> None:
+    """Elsewhere a name that somebody hostile has chosen would be obeyed. The one exception talks to its parent."""
+    printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
+    found = {
+        name_of(path)
+        for path in FILES
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
+    }
+    assert found == {"shared/lmpool/terminal.py", "workers/lmpool/workers/shared_server.py"}
+
+
+def test_at_most_the_named_places_catch_every_exception() -> None:
+    """A bare `except`, `except Exception` or `except BaseException` that does not raise again."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            kinds = "" if node.type is None else ast.unparse(node.type)
+            raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
+                found.append(name_of(path))
+    # The ends of threads, where whoever waits must hear of it, the end of the command line, and where others' packages
+    # are loaded.
+    allowed = {
+        "shared/lmpool/cli.py",
+        "workers/lmpool/workers/commands.py",
+        "workers/lmpool/workers/stepper.py",
+        f"{name_of(BACKENDS)}/sglang/engine.py",
+        "testing/lmpool/testing/thread.py",
+    }
+    assert {name for name in found if not name.startswith(name_of(HF))} <= allowed
+
+
+# Keys and scripts
+
+
+def test_all_redis_keys_are_made_in_one_file() -> None:
+    key = re.compile(r"^lmpool:\S|:(jobs|models|worker|row|dead|waiting|reply|trie)(:|$)")
+    found = {
+        (name_of(path), text) for path in FILES for text, _ in strings(path) if key.search(text) and "://" not in text
+    }
+    assert {name for name, _ in found} == {"shared/lmpool/keys.py"}
+
+
+def test_no_script_makes_a_key_of_its_own() -> None:
+    for path in LUA.glob("*.lua"):
+        code = re.sub(r"--.*", "", path.read_text("utf-8"))
+        # What a queue consists of is named in one place, from the job stream's name.
+        assert path.stem in {"stream", "queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
+        for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
+            # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
+            names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"
+            names += "|backlog|backlog_jobs|turns|rooms|flood|base|key|workers|deadlines|cursor"
+            assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
+
+
+def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
+    assert {path.parent for path in ROOT.glob("*/lmpool/**/*.lua")} == {LUA}
+    loaded = {script.name: script.source for script in vars(scripts).values() if isinstance(script, scripts.Script)}
+    files = {
+        path.stem: re.split(r"^-- include (\w+)$", path.read_text("utf-8"), flags=re.M) for path in LUA.glob("*.lua")
+    }
+    included = {name for parts in files.values() for name in parts[1::2]}
+    assert set(loaded) == set(files) - included
+    assert len(loaded) >= 6
+    for name, source in loaded.items():
+        assert "-- include" not in source
+        # What includes another file twice, by way of a third one, has it once.
+        assert all(source.count(part) == 1 for part in files[name][::2])
+        assert all(source.count(part) == 1 for one in files[name][1::2] for part in files[one][::2])
+    found = [
+        f"{name_of(path)}:{line}"
+        for path in FILES
+        for text, line in strings(path)
+        if re.search(r"redis\.p?call|\bKEYS\[|\bARGV\[", text)
+    ]
+    assert found == []
+
+
+# Public names
+
+
+def test_the_public_names_of_the_client_are_pinned() -> None:
+    names = "PooledTrie Producer ProducerStats SampleOptions SyncProducer SyncTrie TopK TrieOptions"
+    assert sorted(lmpool.producer.__all__) == names.split()
+    public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
+    assert public == set(lmpool.producer.__all__)
+    calls = {name for name in dir(lmpool.producer.Producer) if not name.startswith("_")}
+    rows = {"logprobs", "batch_logprobs", "warm", "clear_cache", "trie"}
+    picks = {"topk", "batch_topk", "sample", "batch_sample", "score", "batch_score"}
+    adapters = {"adapters", "add_adapter", "remove_adapter"}
+    assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon"}
+    # That one connects when it is made, and its calls wait.
+    sync = {name for name in dir(lmpool.producer.SyncProducer) if not name.startswith("_")}
+    assert sync == calls - {"open", "close_soon"}
+
+
+def exceptions_of_the_tree() -> dict[str, type[BaseException]]:
+    return {
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == "lmpool.errors"
+    }
+
+
+def test_the_names_of_the_errors_are_pinned() -> None:
+    assert sorted(exceptions_of_the_tree()) == [
+        "AdapterChanged",
+        "AdapterRefused",
+        "AmbiguousModel",
+        "AuthenticationFailed",
+        "CorruptRow",
+        "DeadlineExceeded",
+        "EmptyPrompt",
+        "InvalidPrompt",
+        "InvalidVocabulary",
+        "InvalidWeights",
+        "LMPoolError",
+        "ModelError",
+        "ModelMismatch",
+        "NoWorker",
+        "NotTokenIds",
+        "ProducerClosed",
+        "PromptTooLong",
+        "ProtocolError",
+        "QueueCleared",
+        "QueueFull",
+        "RequestFailed",
+        "ServerError",
+        "ServerUnreachable",
+        "SettingsError",
+        "SourceMissing",
+        "TokenOutOfRange",
+        "TrieError",
+        "UnknownAdapter",
+        "UnknownModel",
+        "UnknownNode",
+        "UnknownVocabulary",
+        "WorkerError",
+    ]
+
+
+def test_the_tree_that_is_drawn_is_the_tree_of_the_classes() -> None:
+    drawn: dict[str, tuple[str, ...]] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^ {4}((?:│   |    )*)(?:[├└]── )?(\w+)(?: \((\w+)\))?(?:  |$)", line)
+        if match is None:
+            continue
+        indent, name, builtin = match.groups()
+        depth = len(indent) // 4 + (1 if re.search("[├└]", line) else 0)
+        del above[depth:]
+        drawn[name] = (*above[-1:], *([builtin] if builtin else []))
+        above.append(name)
+    real = {name: tuple(base.__name__ for base in kind.__bases__) for name, kind in exceptions_of_the_tree().items()}
+    assert real.pop("LMPoolError") == ("Exception",)
+    assert drawn.pop("LMPoolError") == ()
+    assert drawn == real
+
+
+def test_every_exception_of_the_package_belongs_to_the_tree() -> None:
+    tree = set(exceptions_of_the_tree())
+    plain = {name for name, value in vars(builtins).items() if isinstance(value, type)} - {"object"}
+    strays = []
+    for path in FILES:
+        if path.name == "errors.py":
+            continue
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                is_exception = any(
+                    base in tree or (base in plain and issubclass(getattr(builtins, base), BaseException))
+                    for base in bases
+                )
+                if is_exception and not bases & tree:
+                    strays.append(f"{name_of(path)}: {node.name}")
+    assert strays == []
+
+
+def test_every_exception_says_what_it_is_for() -> None:
+    assert all(inspect.getdoc(kind) for kind in exceptions_of_the_tree().values())

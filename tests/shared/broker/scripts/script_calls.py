@@ -1,0 +1,115 @@
+"""Calling the scripts of a queue as producers and workers do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio as redis_async
+
+from lmpool import scripts
+from lmpool.keys import GROUP, LIFETIME_FIELD, Keys
+from lmpool.messages import Failure
+from tests.support.pool import entry_ids
+
+MODEL = Keys("test").model("m")
+ROWS = Keys("test").row("fp")
+JOBS, DEAD = MODEL.jobs, MODEL.dead
+LEASE_MS = 15_000
+LIFETIME_MS = 100_000
+FAILURE = Failure("WorkerError", "no").pack()
+A, B, C = (MODEL.reply(name) for name in "abc")
+
+
+def digest(number: int) -> bytes:
+    """A digest with bytes that text would not survive."""
+    return bytes([number, 0, 10, 13, 58, 123, 255, 128]) * 2
+
+
+def waiting(number: int) -> bytes:
+    return MODEL.waiting + digest(number)
+
+
+async def submit(
+    redis: redis_async.Redis,
+    *numbers: int,
+    reply: bytes = A,
+    limit: int = 100,
+    check_rows: bool = True,
+    again: bool = False,
+    lifetime: int = LIFETIME_MS,
+) -> str:
+    keys = [JOBS, reply, *map(waiting, numbers)]
+    if check_rows:
+        keys += [ROWS + digest(number) for number in numbers]
+    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
+    outcome: bytes = await scripts.SUBMIT(redis, keys, args)
+    return outcome.decode()
+
+
+async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> int:
+    return int(await scripts.CANCEL(redis, [JOBS, reply, *map(waiting, numbers)], [GROUP]))
+
+
+async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, lease_ms: int = LEASE_MS) -> None:
+    """Give a worker's sign of life: it computes `size` prompts at once."""
+    keys = [MODEL.workers, MODEL.jobs, MODEL.rooms]
+    await scripts.REGISTER(redis, keys, [worker, lease_ms, LIFETIME_MS, GROUP, size])
+
+
+async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
+    """Read new entries as a worker does; returns their ids."""
+    reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
+    return entry_ids(reply)
+
+
+async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
+    """Make entries look as if their worker had taken them a lease ago, for the given time."""
+    await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
+
+
+def finish_args(*endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0) -> list[Any]:
+    """What `finish.lua` is told of entries: (entry, failure, dead); b"" for no failure."""
+    args: list[Any] = [GROUP, "fp", cap, LIFETIME_MS, 100, "w1", mark_ms, len(endings), *(one[0] for one in endings)]
+    for number, (_, failure, dead) in enumerate(endings, 1):
+        args += [number, failure, int(dead)] if failure else []
+    return args
+
+
+async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
+    """End entries: (entry, number, failure, dead)."""
+    args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
+    return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
+
+
+async def claim(
+    redis: redis_async.Redis, *held: bytes, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
+) -> tuple[int, list[tuple[bytes, bytes, int]]]:
+    args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS, *held]
+    alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+    return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
+
+
+async def entries_of(
+    redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
+) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The entries of a stream; without the lifetimes of jobs."""
+    found: Any = await redis.xrange(key)
+    return [
+        (entry, {name: value for name, value in fields.items() if with_lifetimes or name != LIFETIME_FIELD})
+        for entry, fields in found
+    ]
+
+
+async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes]]:
+    return [fields for _, fields in await entries_of(redis, reply)]
+
+
+async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
+    """Entry -> who holds it, and its deliveries."""
+    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
+    return {one["message_id"]: (one["consumer"], one["times_delivered"]) for one in found}
+
+
+async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
+    found: Any = await redis.hgetall(key)
+    return dict(found)

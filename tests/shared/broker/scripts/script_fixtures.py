@@ -1,0 +1,37 @@
+"""Servers for the tests of scripts: fakeredis and a real one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import fakeredis.aioredis
+import pytest
+import redis.asyncio as redis_async
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.keys import GROUP
+from tests.shared.broker.scripts.script_calls import JOBS
+from tests.support.pool import spoken
+
+
+@pytest.fixture(scope="module", name="server")
+def script_server() -> Iterator[str]:
+    """URL of a server of the module's own."""
+    with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
+        yield spoken(running.url)
+
+
+@pytest.fixture(params=["fake", "real"], name="redis")
+async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_async.Redis]:
+    """A client of fakeredis, and one of a real server, with an empty queue."""
+    client: redis_async.Redis
+    if request.param == "fake":
+        client = fakeredis.aioredis.FakeRedis()
+    else:
+        client = redis_async.Redis.from_url(request.getfixturevalue("server"))
+        await client.flushall()
+    await client.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
+    yield client
+    await client.aclose()

@@ -1,0 +1,515 @@
+"""What many workers and many stored things cost the server: a look is always the same, a call is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+import redis.asyncio as redis_async
+
+from lmpool import scripts
+from lmpool.card import ModelCard
+from lmpool.errors import UnknownModel
+from lmpool.hashes import read_hashes
+from lmpool.keys import GROUP, Keys
+from lmpool.producer.lobby import Lobby
+from lmpool.queue import read_alive, read_consumers
+from lmpool.workers.loading import Loading
+from lmpool.workers.presence import Presence
+from lmpool.workers.settings import WorkerSettings
+from tests.shared.broker.scripts.script_calls import (
+    DEAD,
+    FAILURE,
+    JOBS,
+    LEASE_MS,
+    LIFETIME_MS,
+    MODEL,
+    A,
+    B,
+    cancel,
+    claim,
+    digest,
+    entries_of,
+    fall_silent,
+    finish_args,
+    hash_of,
+    register,
+    submit,
+    take,
+    waiting,
+)
+from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.support.pool import until_async
+
+KEYS = Keys("test")
+CARD = ModelCard("m", "synthetic", 512, 1000, "seed-0", "float32")
+
+
+def presence(redis: redis_async.Redis, name: str = "w1", batch: int = 1) -> Presence:
+    return Presence(redis, KEYS, CARD, name, batch)
+
+
+async def rooms(redis: redis_async.Redis) -> int:
+    """The sum of what all workers compute at once, as `submit.lua` reads it."""
+    return int(await redis.hget(MODEL.rooms, "") or 0)
+
+
+async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
+    """Put the deadlines of workers into the past, as if they had been killed a lease ago."""
+    await redis.zadd(MODEL.workers, dict.fromkeys(workers, 1))
+
+
+# Looking at workers
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_producers_look_is_the_same_work_for_the_server_however_many_workers_there_are(
+    redis: redis_async.Redis,
+) -> None:
+    await redis.hset(KEYS.models(), CARD.name, CARD.pack())
+    for other in range(20):
+        await redis.hset(KEYS.models(), f"m{other}", CARD.pack())
+    lobby = Lobby(redis, KEYS)
+
+    async def look() -> None:
+        await lobby.card(CARD.name)
+        await lobby.alive(CARD.name)
+        await submit(redis, 1, 2)
+        await cancel(redis, 1, 2)
+
+    await register(redis)
+    await look()
+    one = await commands_of(redis, look)
+    for number in range(300):
+        await register(redis, f"w{number}")
+    assert (await lobby.alive(CARD.name)).serving == 300
+    assert await commands_of(redis, look) == one
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_others_there_are(
+    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if it were for others to look at the cards of other models.
+    monkeypatch.setattr("random.random", lambda: 2.0)
+    ours = presence(redis)
+    await ours.join({})
+
+    async def live() -> None:
+        await ours.beat({})
+        await ours.sweep()
+
+    await live()
+    one = await commands_of(redis, live)
+    for number in range(300):
+        await register(redis, f"w{number}")
+    assert await commands_of(redis, live) == one
+
+
+async def load(redis: redis_async.Redis, name: str, model: str) -> None:
+    """Have a worker load a model."""
+    await redis.hset(KEYS.worker(name), mapping={"model": model, "state": "loading"})
+    await redis.hset(KEYS.loading(), name, model)
+    await scripts.REGISTER(redis, [KEYS.model(model).loading], [name, LEASE_MS, LIFETIME_MS])
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_workers_load(
+    redis: redis_async.Redis,
+) -> None:
+    lobby = Lobby(redis, KEYS)
+
+    async def look() -> None:
+        assert await lobby.find("m") is None
+        for name, told in [("m", "loading 'm', try again"), ("x", "being loaded: 'm'"), (None, "loading 'm', try")]:
+            with pytest.raises(UnknownModel, match=told):
+                await lobby.card(name)
+
+    for number in range(8):
+        await load(redis, f"w{number}", "m")
+    await look()
+    few = await commands_of(redis, look)
+    for number in range(300):
+        await load(redis, f"w{number}", "m")
+    assert await commands_of(redis, look) == few
+    for number in range(300):
+        await load(redis, f"other{number}", f"m{number}")
+    with pytest.raises(UnknownModel, match="try again") as caught:
+        await lobby.card(None)
+    assert str(caught.value).count("'") <= 2 * 8
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_many_others_load(
+    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = 2.0  # As if it were for others to look for the dead.
+    monkeypatch.setattr("random.random", lambda: turn)
+    loading = Loading(cast(Any, None), WorkerSettings("test"), "w0", "m")
+    loading._redis = redis
+
+    async def beat() -> None:
+        await loading._show()
+        await loading._sweep()
+
+    await beat()
+    one = await commands_of(redis, beat)
+    for number in range(300):
+        await load(redis, f"w{number}", "m")
+    assert await commands_of(redis, beat) == one
+    for number in range(1, 300):
+        await redis.delete(KEYS.worker(f"w{number}"))
+    turn = 0.0
+    swept = await commands_of(redis, beat)
+    assert 0 < swept["cmdstat_exists"] <= 200
+    await beat()
+    await beat()
+    assert await redis.hkeys(KEYS.loading()) == [b"w0"]
+
+
+async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[None]]) -> dict[str, int]:
+    """How often the server ran each command for some work, those in scripts too."""
+
+    async def counts() -> dict[str, int]:
+        found: Any = await redis.info("commandstats")
+        return {name: int(stats["calls"]) for name, stats in found.items() if name != "cmdstat_info"}
+
+    before = await counts()
+    await work()
+    after = await counts()
+    return {name: calls - before.get(name, 0) for name, calls in after.items() if calls != before.get(name, 0)}
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_new_prompts_that_come_behind_others_are_not_looked_at_one_by_one(redis: redis_async.Redis) -> None:
+    await register(redis)
+    await submit(redis, *range(50))
+    assert await submit(redis, 100, reply=B) == "Q"
+    assert await redis.zcard(MODEL.backlog) > 0
+
+    async def come_behind() -> None:
+        assert await submit(redis, *range(101, 121), reply=B) == "Q" * 20
+
+    assert "cmdstat_strlen" not in await commands_of(redis, come_behind)
+    assert await submit(redis, 121, 1, reply=B) == "QJ"
+
+
+async def test_workers_are_alive_until_their_deadlines_have_passed(redis: redis_async.Redis) -> None:
+    for name in ("w1", "w2", "w3"):
+        await register(redis, name)
+    await scripts.REGISTER(redis, [MODEL.loading], ["w9", LEASE_MS, LIFETIME_MS])
+    alive = await read_alive(redis, MODEL, names=True)
+    assert (alive.serving, alive.loading, alive.names) == (3, 1, ("w1", "w2", "w3"))
+    await let_pass(redis, "w2")
+    assert (await read_alive(redis, MODEL, names=True)).names == ("w1", "w3")
+
+
+async def test_a_deadline_that_no_lease_can_have_is_that_of_a_clock_that_was_set_back(redis: redis_async.Redis) -> None:
+    await register(redis)
+    await redis.zadd(MODEL.workers, {"w2": 10**14})
+    assert (await read_alive(redis, MODEL, names=True)).names == ("w1",)
+
+
+@pytest.mark.parametrize("key", [MODEL.workers, MODEL.rooms])
+async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_heartbeat(
+    redis: redis_async.Redis, key: bytes
+) -> None:
+    await redis.set(key, "x")
+    assert (await read_alive(redis, MODEL)).serving == 0
+    await register(redis, size=7)
+    assert (await read_alive(redis, MODEL)).serving == 1
+    assert await rooms(redis) == 7
+
+
+async def test_rooms_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
+    for number in range(10):
+        await register(redis, f"w{number}", 4)
+    await register(redis, "w0", 10)
+    assert await rooms(redis) == 46
+    await presence(redis, "w1", 4).leave(for_good=False)
+    assert await rooms(redis) == 42
+    await let_pass(redis, "w2", "w3")
+    await presence(redis, "w0", 10).sweep()
+    assert await rooms(redis) == 34
+    await redis.delete(MODEL.rooms)  # A server that is short of memory.
+    for number in (0, 4, 5):
+        await register(redis, f"w{number}", 4)
+    assert await rooms(redis) == 12
+    await redis.hset(MODEL.rooms, "", "many")
+    await register(redis, "w5", 5)
+    assert await rooms(redis) == 5
+
+
+async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_when_they_stay_silent(
+    redis: redis_async.Redis,
+) -> None:
+    for name in ("w1", "w2"):
+        await register(redis, name)
+    await redis.delete(MODEL.workers)
+    ours = presence(redis)
+    await ours.join({})
+    await ours.sweep()
+    assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
+    await register(redis, "w3", lease_ms=10 * LEASE_MS)
+    deadline = await redis.zscore(MODEL.workers, "w3")
+    await redis.xgroup_createconsumer(JOBS, GROUP, "w4")
+    await ours.sweep()
+    assert await redis.zscore(MODEL.workers, "w3") == deadline, "it has another lease"
+    await let_pass(redis, "w2", "w3", "w4")
+    await ours.sweep()
+    assert await read_consumers(redis, MODEL) == [b"w1"]
+
+
+async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis: redis_async.Redis) -> None:
+    await register(redis, "w2", 4)
+    await submit(redis, 1)
+    (entry,) = await take(redis, "w2")
+    ours = presence(redis)
+    await ours.join({})
+    await let_pass(redis, "w2")
+    await ours.sweep()
+    assert set(await read_consumers(redis, MODEL)) == {b"w1", b"w2"}
+    assert await rooms(redis) == 1
+    await fall_silent(redis, entry, deliveries=1, consumer="w2")
+    assert [one[0] for one in (await claim(redis, consumer="w1"))[1]] == [entry]
+    await ours.sweep()
+    assert await read_consumers(redis, MODEL) == [b"w1"]
+
+
+async def test_cards_of_models_that_nobody_serves_are_removed_by_workers_of_others(redis: redis_async.Redis) -> None:
+    ours = presence(redis)
+    await ours.join({})
+    await redis.hset(KEYS.models(), "gone", ModelCard("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
+
+    async def is_removed() -> bool:
+        await ours.sweep()
+        return not await redis.hexists(KEYS.models(), "gone")
+
+    await until_async(is_removed, "the card is removed")
+    assert await redis.hexists(KEYS.models(), "m")
+
+
+# Bounded calls: the next ones do the rest
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_one_call_takes_back_a_part_of_what_a_client_that_asked_alone_has_queued(
+    redis: redis_async.Redis,
+) -> None:
+    await register(redis)
+    await submit_many(redis, 1000)
+    assert await redis.xlen(JOBS) == 1000
+    assert await submit(redis, 1, reply=B, limit=10_000) == "Q+"
+    left = await redis.xlen(JOBS)
+    assert 700 < left < 1000
+    calls = 0
+    while await scripts.REFILL(redis, [JOBS], []):
+        assert left - await redis.xlen(JOBS) <= 200
+        left, calls = await redis.xlen(JOBS), calls + 1
+    assert calls > 3
+    assert await redis.xlen(JOBS) == 3
+    assert not await redis.exists(MODEL.flood)
+    order = await take_all(redis)
+    assert order.index(digest(1)) <= 4
+    assert [one for one in order if one != digest(1)] == many(1000), "in the order in which they were asked"
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_are_hardly_looked_at(
+    redis: redis_async.Redis,
+) -> None:
+    await register(redis, "w1", 64)
+    await register(redis, "w2", 64)
+    digests, size = many(384), 50_000
+    for at in range(0, len(digests), 8):
+        part = digests[at : at + 8]
+        keys = [JOBS, A, *(MODEL.waiting + one for one in part)]
+        await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *(b"x" * size + one for one in part)])
+    assert await redis.xlen(JOBS) == 384
+    await presence(redis, "w2", 64).leave(for_good=False)
+
+    async def ask() -> None:
+        assert await submit(redis, 1, reply=B, limit=10_000) == "Q"
+        await cancel(redis, 1, reply=B)
+
+    first = await commands_of(redis, ask)
+    assert first["cmdstat_xrevrange"] <= 12, "a few at a time, until they are half a megabyte"
+    assert "cmdstat_xrevrange" not in await commands_of(redis, ask), "they stay, so nobody looks again"
+
+
+async def test_large_prompts_of_a_client_that_asks_alone_wait_in_the_backlog(redis: redis_async.Redis) -> None:
+    await register(redis)
+    digests = many(20)
+    keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
+    jobs = [b"x" * 9000 + one for one in digests]
+    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "", 0, *jobs]) == b"Q" * 20
+    assert await redis.xlen(JOBS) == 3
+    assert await redis.zcard(MODEL.backlog) == 17
+
+
+async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redis_async.Redis) -> None:
+    await register(redis)
+    digests = many(40)
+    keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
+    jobs = [b"x" * 100_000 + one for one in digests]
+    await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "", 0, *jobs])
+    await register(redis, "w2", 100)
+    assert await scripts.REFILL(redis, [JOBS], []) == 1
+    assert 3 < await redis.xlen(JOBS) <= 3 + 6
+    while await scripts.REFILL(redis, [JOBS], []):
+        pass
+    assert [fields[b"m"][-16:] for _, fields in await entries_of(redis)] == digests
+
+
+async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_backlog(redis: redis_async.Redis) -> None:
+    await redis.zadd(MODEL.turns, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
+    await redis.zadd(MODEL.turns, {A: 6000.0})
+    args = [GROUP, 200, LIFETIME_MS]
+    await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.rooms, MODEL.turns], args)
+    assert 700 < await redis.zcard(MODEL.turns) < 1002
+    for _ in range(6):
+        await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.rooms, MODEL.turns], args)
+    assert await redis.zrange(MODEL.turns, 0, -1) == [b"", A], "the clock, and who is in the backlog"
+
+
+@pytest.mark.parametrize("failure", [b"", FAILURE], ids=["row", "failure"])
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
+    redis: redis_async.Redis, failure: bytes
+) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    clients = [MODEL.reply(f"{i:04x}") for i in range(9990)]
+    await redis.hset(waiting(1), mapping=dict.fromkeys(clients, ""))
+    keys, calls, told = [JOBS, DEAD, waiting(1), waiting(2)], 0, 0
+    endings = [(first, failure, False), (second, failure, False)]
+    while endings:
+        args = finish_args(*endings)
+        clients_told, *numbers = (await scripts.FINISH(redis, keys, args)).split()
+        assert int(clients_told) <= 1000
+        told, calls = told + int(clients_told), calls + 1
+        assert all(number.startswith(b"+") for number in numbers)
+        left = [int(number[1:]) - 1 for number in numbers]
+        endings, keys = [endings[at] for at in left], [JOBS, DEAD, *(keys[2 + at] for at in left)]
+    assert calls > 3
+    assert told >= len(clients) + 1
+    async with redis.pipeline(transaction=False) as pipe:
+        for client in (*clients, A):
+            pipe.xlen(client)
+        assert min(await pipe.execute()) >= 1
+    assert not await redis.xlen(JOBS)
+    assert not await redis.exists(waiting(1), waiting(2))
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_next_goes_on(
+    redis: redis_async.Redis,
+) -> None:
+    await register(redis)
+    async with redis.pipeline(transaction=False) as pipe:
+        for number in range(5000):
+            pipe.xadd(JOBS, {"m": b"job-%d" % number})
+        await pipe.execute()
+    entries = await take(redis, count=5000)
+    await fall_silent(redis, entries[-1], deliveries=1)
+    args = [GROUP, "w2", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
+    found: list[bytes] = []
+    calls = share = 0
+    while not found:
+        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+        found, calls, share = [one[0] for one in taken], calls + 1, max(share, further)
+    assert found == entries[-1:]
+    assert calls >= 5
+    assert share >= calls - 1, "one worker alone looks at everything"
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) -> None:
+    for number in range(10):
+        await register(redis, f"w{number}")
+    async with redis.pipeline(transaction=False) as pipe:
+        for number in range(5000):
+            pipe.xadd(JOBS, {"m": b"job-%d" % number})
+        await pipe.execute()
+    entries = await take(redis, count=5000)
+    await fall_silent(redis, entries[-1], deliveries=1)
+    found: list[bytes] = []
+    further = 0
+    for number in range(5000 // 500 + 1):
+        args = [GROUP, f"w{number % 10}", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
+        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+        found += [one[0] for one in taken]
+    assert found == entries[-1:]
+    assert further <= 1
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_look_for_silent_jobs_goes_on_behind_an_entry_with_the_last_possible_id(
+    redis: redis_async.Redis,
+) -> None:
+    await submit_many(redis, 499)
+    await redis.xadd(JOBS, {"m": b"x"}, id=f"{2**64 - 1}-{2**64 - 1}")
+    entries = await take(redis, count=1000)
+    assert (await claim(redis))[1] == []
+    await fall_silent(redis, entries[0], deliveries=1)
+    assert [one[0] for one in (await claim(redis))[1]] == entries[:1]
+
+
+async def test_what_is_left_of_a_look_for_silent_jobs_is_found_by_the_next(redis: redis_async.Redis) -> None:
+    await submit_many(redis, 90)
+    entries = await take(redis, count=100)
+    await fall_silent(redis, *entries, deliveries=1)
+    found = []
+    for number in range(9):
+        found += [one[0] for one in (await claim(redis, consumer=f"w{number}", want=10))[1]]
+    assert sorted(found) == sorted(entries)
+    assert (await claim(redis, consumer="w9"))[1] == []
+
+
+def many(count: int) -> list[bytes]:
+    return [b"many" + number.to_bytes(12, "big") for number in range(count)]
+
+
+async def submit_many(redis: redis_async.Redis, count: int) -> None:
+    for at in range(0, count, scripts.MOST_AT_ONCE):
+        digests = many(count)[at : at + scripts.MOST_AT_ONCE]
+        keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
+        await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *digests])
+
+
+async def take_all(redis: redis_async.Redis) -> list[bytes]:
+    """Compute all prompts, one after the other; returns their digests in that order."""
+    order = []
+    while entries := await take(redis, count=1):
+        job = (await entries_of(redis))[0][1][b"m"]
+        own = job if job.startswith(b"many") else digest(1)
+        order.append(own)
+        args = finish_args((entries[0], b"", False))
+        await scripts.FINISH(redis, [JOBS, DEAD, MODEL.waiting + own], args)
+    assert await hash_of(redis, MODEL.backlog_jobs) == {}
+    return order
+
+
+@pytest.mark.parametrize("size", [10, 3000])
+async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, size: int) -> None:
+    cards = {b"model %d" % number: b"x" * size for number in range(2500)}
+    for at in range(0, len(cards), 500):
+        await redis.hset(KEYS.models(), mapping=dict(list(cards.items())[at : at + 500]))
+    begin, (first,) = await scripts.FIELDS(redis, [KEYS.models()], [4096, 4000, 0])
+    assert 0 < begin == len(first) / 2 <= 1000
+    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [cards, cards]
+
+
+async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(redis: redis_async.Redis) -> None:
+    async with redis.pipeline(transaction=False) as pipe:
+        for number in range(600):
+            pipe.xadd(JOBS, {"m": b"job-%d" % number})
+        await pipe.execute()
+    entries = await take(redis, "w1", count=1000)
+    await fall_silent(redis, *entries, deliveries=1)
+    await fall_silent(redis, *entries[550:], deliveries=1, consumer="w2")
+    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries[400:]]) == entries[550:]
+    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
+    silent = [one["message_id"] for one in found if one["time_since_delivered"] >= LEASE_MS]
+    assert silent == entries[:400] + entries[550:]

@@ -1,0 +1,128 @@
+"""What is meant to expire does, whatever has happened; queues that somebody serves do not."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+
+import numpy as np
+import pytest
+import redis.asyncio as redis_async
+
+from lmpool import scripts
+from lmpool.keys import GROUP
+from lmpool.synthetic import synthetic_row
+from tests.shared.broker.scripts.script_calls import (
+    FAILURE,
+    JOBS,
+    LEASE_MS,
+    LIFETIME_MS,
+    MODEL,
+    ROWS,
+    A,
+    B,
+    C,
+    cancel,
+    claim,
+    digest,
+    entries_of,
+    finish,
+    register,
+    submit,
+    take,
+    waiting,
+)
+from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.support.pool import Pool, V, until
+
+HOUR_MS = 3_600_000
+
+
+@pytest.fixture
+async def queue(redis: redis_async.Redis) -> redis_async.Redis:
+    """A client of a server with an empty queue, which one worker reads that computes a prompt at a time."""
+    await register(redis)
+    return redis
+
+
+async def ever(redis: redis_async.Redis) -> set[bytes]:
+    """The keys that never expire, but for those of the queue itself."""
+    names = {key async for key in redis.scan_iter(count=1000)} - set(MODEL.queue)
+    return {name for name in names if await redis.pttl(name) == -1}
+
+
+async def test_a_key_that_was_dropped_while_its_prompt_waits_gets_a_lifetime_again(queue: redis_async.Redis) -> None:
+    await submit(queue, *range(1, 4))
+    await submit(queue, 4, reply=B)
+    await submit(queue, 5, reply=C)  # Now nobody asks alone: three are in the stream, the others behind them.
+    assert await queue.hget(waiting(5), "job") == b"later"
+    await queue.delete(*map(waiting, range(1, 6)))
+    for number, entry in enumerate(await take(queue), 1):
+        await finish(queue, (entry, number, b"", False))
+    assert await queue.hget(waiting(5), "job") not in (None, b"later"), "it has moved up"
+    assert await ever(queue) == set()
+
+
+async def test_a_key_that_was_dropped_before_its_prompt_goes_back_gets_a_lifetime_again(
+    queue: redis_async.Redis,
+) -> None:
+    assert await submit(queue, *range(1, 40)) == "Q" * 39  # Who asks alone gets further into the stream.
+    for number in range(1, 40):
+        await queue.delete(waiting(number))
+    await submit(queue, 50, reply=B)
+    assert await queue.hget(waiting(39), "job") == b"later", "it has gone back"
+    assert await ever(queue) == set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_do(
+    queue: redis_async.Redis, seed: int
+) -> None:
+    rnd = random.Random(seed)
+    held: dict[bytes, int] = {}
+    for _ in range(120):
+        reply, numbers = rnd.choice((A, B, C)), rnd.sample(range(1, 40), rnd.choice((1, 2, 20)))
+        match rnd.choice(("submit",) * 3 + ("cancel", "take", "take", "finish", "claim", "release", "drop", "keep")):
+            case "submit":
+                await submit(queue, *numbers, reply=reply, again=rnd.random() < 0.3)
+            case "cancel":
+                await cancel(queue, *numbers, reply=reply)
+            case "take":
+                held |= dict.fromkeys(await take(queue, count=3), 0)
+                await scripts.REFILL(queue, [JOBS], [])
+            case "finish":
+                for entry in rnd.sample(sorted(held), min(len(held), 3)):
+                    job = dict(await entries_of(queue)).get(entry, {b"m": b"job-1"})[b"m"]
+                    number = int(job.removeprefix(b"job-"))
+                    failure = rnd.choice((b"", b"", FAILURE))
+                    if not failure:
+                        await queue.set(ROWS + digest(number), b"row", px=LIFETIME_MS)
+                    await finish(queue, (entry, number, failure, bool(failure)))
+                    del held[entry]
+            case "claim":
+                await claim(queue, consumer="w1")
+            case "release":
+                tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5]
+                await scripts.RELEASE(queue, [JOBS, MODEL.reasons], [GROUP, "w1", LEASE_MS + 1, 500, "-", *tail])
+            case "drop":  # As a server does that is short of memory.
+                await queue.delete(*map(waiting, numbers), MODEL.flood)
+            case "keep":
+                await scripts.KEEP(queue, MODEL.queue, [GROUP, HOUR_MS])
+        assert await ever(queue) == set()
+
+
+async def test_the_queue_of_a_model_that_nobody_serves_expires_and_is_kept_by_who_comes_back(pool: Pool) -> None:
+    model = pool.keys.model("syn")
+    first = await asyncio.to_thread(pool.start)
+    pool.redis.xadd(model.dead, {"e": FAILURE, "m": "x"})
+    async with pool.producer(when_absent="wait") as producer:
+        await producer.logprobs([1])
+        assert [pool.redis.ttl(key) for key in (model.jobs, model.dead)] == [-1, -1]
+        first.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(first.wait) == 0
+        assert all(0 < pool.redis.ttl(key) <= 7 * 24 * 3600 for key in (model.jobs, model.dead))
+        asked = asyncio.create_task(producer.logprobs([2]))
+        await asyncio.to_thread(pool.start, "--lease-s", 1)
+        assert np.array_equal(await asked, synthetic_row([2], vocab_size=V))
+    await asyncio.to_thread(until, lambda: pool.redis.ttl(model.jobs) == pool.redis.ttl(model.dead) == -1, "it is kept")

@@ -1,0 +1,541 @@
+"""The Lua scripts: every test runs on fakeredis and on a real server, so that neither the logic nor the fake errs.
+
+Leases pass without waiting: XCLAIM sets how long an entry has been idle.
+"""
+
+from __future__ import annotations
+
+import pytest
+import redis.asyncio as redis_async
+from redis.exceptions import NoScriptError
+
+from lmpool import scripts
+from lmpool.errors import ServerError
+from lmpool.keys import GROUP, JOB_FIELD, Keys
+from lmpool.line import CommandLine, RowLine
+from lmpool.server import Server
+from tests.shared.broker.scripts.script_calls import (
+    DEAD,
+    FAILURE,
+    JOBS,
+    LIFETIME_MS,
+    MODEL,
+    ROWS,
+    A,
+    B,
+    C,
+    cancel,
+    claim,
+    digest,
+    entries_of,
+    fall_silent,
+    finish,
+    finish_args,
+    hash_of,
+    pending,
+    register,
+    submit,
+    take,
+    told,
+    waiting,
+)
+from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+
+# submit
+
+
+async def test_the_first_client_queues_the_job_and_the_second_joins_it(redis: redis_async.Redis) -> None:
+    assert await submit(redis, 1) == "Q"
+    assert await submit(redis, 1, reply=B) == "J"
+    assert await submit(redis, 1) == "J"
+    ((entry, fields),) = await entries_of(redis)
+    assert fields == {JOB_FIELD: b"job-1"}
+    assert await hash_of(redis, waiting(1)) == {b"job": entry, A: b"", B: b""}
+
+
+async def test_a_batch_gets_one_outcome_per_prompt_in_order(redis: redis_async.Redis) -> None:
+    await submit(redis, 2, reply=B)
+    await redis.set(ROWS + digest(3), b"row")
+    assert await submit(redis, 1, 2, 3, 4) == "QJRQ"
+    assert [fields[JOB_FIELD] for _, fields in await entries_of(redis)] == [b"job-2", b"job-1", b"job-4"]
+
+
+async def test_one_prompt_twice_in_a_call_is_queued_once(redis: redis_async.Redis) -> None:
+    assert await submit(redis, 1, 1) == "QJ"
+    assert len(await entries_of(redis)) == 1
+
+
+async def test_a_full_queue_refuses_new_jobs_but_lets_others_join(redis: redis_async.Redis) -> None:
+    assert await submit(redis, 1, 2, 3, 4, limit=3) == "QQQF"
+    assert await submit(redis, 5, 2, 6, reply=B, limit=3) == "FJF"
+    assert len(await entries_of(redis)) == 3
+    assert not await redis.exists(waiting(4), waiting(5), waiting(6))
+
+
+async def test_a_full_queue_takes_jobs_again_when_one_has_ended(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, limit=1)
+    (entry,) = await take(redis)
+    assert await submit(redis, 2, limit=1) == "F"
+    await finish(redis, (entry, 1, b"", False))
+    assert await submit(redis, 2, limit=1) == "Q"
+
+
+async def test_a_row_that_was_stored_meanwhile_is_reported_and_nothing_registered(redis: redis_async.Redis) -> None:
+    await redis.set(ROWS + digest(1), b"row")
+    assert await submit(redis, 1) == "R"
+    assert await entries_of(redis) == []
+    assert not await redis.exists(waiting(1))
+
+
+async def test_a_stored_row_is_ignored_by_who_found_it_damaged(redis: redis_async.Redis) -> None:
+    await redis.set(ROWS + digest(1), b"damaged")
+    assert await submit(redis, 1, check_rows=False) == "Q"
+
+
+async def test_a_stored_row_is_reported_even_when_the_queue_is_full(redis: redis_async.Redis) -> None:
+    await redis.set(ROWS + digest(1), b"row")
+    assert await submit(redis, 1, 2, limit=0) == "RF"
+
+
+@pytest.mark.parametrize("is_delivered", [False, True])
+async def test_asking_again_leaves_a_job_that_still_exists(redis: redis_async.Redis, is_delivered: bool) -> None:
+    await submit(redis, 1)
+    if is_delivered:
+        await take(redis)
+    assert await submit(redis, 1, again=True) == "J"
+    assert len(await entries_of(redis)) == 1
+
+
+async def test_asking_again_queues_a_job_that_was_lost(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    await submit(redis, 1, reply=B)
+    ((lost, _),) = await entries_of(redis)
+    await redis.xdel(JOBS, lost)
+    assert await submit(redis, 1) == "J"
+    assert await submit(redis, 1, again=True) == "Q"
+    ((entry, fields),) = await entries_of(redis)
+    assert fields == {JOB_FIELD: b"job-1"}
+    assert await hash_of(redis, waiting(1)) == {b"job": entry, A: b"", B: b""}
+
+
+async def test_asking_again_after_the_server_has_lost_everything_queues_the_job(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    await redis.flushdb()
+    assert await submit(redis, 1, again=True) == "Q"
+    assert len(await entries_of(redis)) == 1
+
+
+async def test_a_lost_job_is_refused_when_the_queue_is_full(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    ((lost, _),) = await entries_of(redis)
+    await redis.xdel(JOBS, lost)
+    await submit(redis, 2, limit=1)
+    assert await submit(redis, 1, again=True, limit=1) == "F"
+
+
+async def test_what_waits_expires_and_joining_prolongs_it(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, lifetime=10_000)
+    assert 0 < await redis.pttl(waiting(1)) <= 10_000
+    await submit(redis, 1, reply=B, lifetime=90_000)
+    assert 10_000 < await redis.pttl(waiting(1)) <= 90_000
+    assert await redis.pttl(JOBS) == -1
+
+
+# cancel
+
+
+async def test_the_last_client_to_leave_removes_a_job_that_no_worker_has(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    await submit(redis, 1, reply=B)
+    assert await cancel(redis, 1) == 0
+    assert len(await entries_of(redis)) == 1
+    assert B in await hash_of(redis, waiting(1))
+    assert await cancel(redis, 1, reply=B) == 1
+    assert await entries_of(redis) == []
+    assert not await redis.exists(waiting(1))
+
+
+async def test_a_job_that_a_worker_holds_stays_and_can_be_joined(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    assert await cancel(redis, 1) == 0
+    assert [found for found, _ in await entries_of(redis)] == [entry]
+    assert await submit(redis, 1, reply=B) == "J"
+    assert await hash_of(redis, waiting(1)) == {b"job": entry, B: b""}
+
+
+async def test_only_the_prompts_that_were_left_are_removed(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    await submit(redis, 2, reply=B)
+    assert await cancel(redis, 1, 2) == 1
+    assert [fields[JOB_FIELD] for _, fields in await entries_of(redis)] == [b"job-2", b"job-3"]
+    assert A in await hash_of(redis, waiting(3))
+
+
+async def test_a_client_that_never_asked_removes_nothing(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    assert await cancel(redis, 1, 2, reply=C) == 0
+    assert len(await entries_of(redis)) == 1
+    assert not await redis.exists(waiting(2))
+
+
+async def test_cancelling_twice_is_harmless(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    assert [await cancel(redis, 1), await cancel(redis, 1)] == [1, 0]
+
+
+async def test_a_job_is_removed_though_no_worker_has_ever_come(redis: redis_async.Redis) -> None:
+    await redis.xgroup_destroy(JOBS, GROUP)
+    await submit(redis, 1)
+    assert await cancel(redis, 1) == 1
+    assert await entries_of(redis) == []
+
+
+# finish
+
+
+async def assert_queue_is_empty(redis: redis_async.Redis) -> None:
+    assert await redis.xlen(JOBS) == 0
+    assert await pending(redis) == {}
+
+
+async def test_each_client_gets_one_message_with_all_its_digests(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    await submit(redis, 2, 3, 4, reply=B)
+    entries = await take(redis)
+    endings = [(entry, number, b"", False) for entry, number in zip(entries, (1, 2, 3, 4), strict=True)]
+    assert await finish(redis, *endings) == 2
+    assert await told(redis, A) == [{b"d": digest(1) + digest(2) + digest(3), b"f": b"fp"}]
+    assert await told(redis, B) == [{b"d": digest(2) + digest(3) + digest(4), b"f": b"fp"}]
+    await assert_queue_is_empty(redis)
+    assert not await redis.exists(*(waiting(number) for number in (1, 2, 3, 4)))
+
+
+async def test_a_reply_stream_expires(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await finish(redis, (entry, 1, b"", False))
+    assert 0 < await redis.pttl(A) <= LIFETIME_MS
+
+
+async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
+    # "~" trims whole nodes only, 100 entries each.
+    for _ in range(260):
+        await submit(redis, 1)
+        (entry,) = await take(redis)
+        args = finish_args((entry, b"", False), cap=10)
+        assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
+    assert await redis.xlen(A) <= 110
+
+
+async def test_a_failure_reaches_every_client_by_itself(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    await submit(redis, 1, reply=B)
+    first, second = await take(redis)
+    assert await finish(redis, (first, 1, FAILURE, False), (second, 2, b"", False)) == 2
+    assert sorted(await told(redis, A), key=len) == sorted(
+        [{b"d": digest(1), b"e": FAILURE}, {b"d": digest(2), b"f": b"fp"}], key=len
+    )
+    assert {frozenset(fields) for fields in await told(redis, A)} == {frozenset({b"d", b"e"}), frozenset({b"d", b"f"})}
+    assert await told(redis, B) == [{b"d": digest(1), b"e": FAILURE}]
+    await assert_queue_is_empty(redis)
+    assert not await redis.exists(DEAD)
+
+
+async def test_a_dead_letter_keeps_the_job_and_the_reason(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    assert await finish(redis, (entry, 1, FAILURE, True)) == 1
+    assert await told(redis, DEAD) == [{b"e": FAILURE, JOB_FIELD: b"job-1"}]
+    assert await told(redis, A) == [{b"d": digest(1), b"e": FAILURE}]
+    await assert_queue_is_empty(redis)
+
+
+async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> bytes:
+    """As `finish`, and have it looked whether the rows are there."""
+    keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
+    keys += [ROWS + digest(number) for _, number, _, _ in endings]
+    args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
+    outcome: bytes = await scripts.FINISH(redis, keys, args)
+    return outcome
+
+
+async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    entries = await take(redis)
+    await redis.set(ROWS + digest(1), b"row")
+    await redis.set(ROWS + digest(3), b"row")
+    endings = [(entry, number, b"", False) for entry, number in zip(entries, (1, 2, 3), strict=True)]
+    assert await finish_checked(redis, *endings) == b"1 2"
+    assert await told(redis, A) == [{b"d": digest(1) + digest(3), b"f": b"fp"}]
+    assert await redis.xlen(JOBS) == 1
+    assert await redis.exists(waiting(2))
+    await redis.set(ROWS + digest(2), b"row")
+    assert await finish_checked(redis, endings[1]) == b"1"
+    assert (await told(redis, A))[-1] == {b"d": digest(2), b"f": b"fp"}
+    await assert_queue_is_empty(redis)
+
+
+async def test_a_job_that_failed_keeps_its_own_reason(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await redis.set(ROWS + digest(2), b"row")
+    assert await finish_checked(redis, (first, 1, FAILURE, True), (second, 2, FAILURE, False)) == b"1"
+    assert await told(redis, A) == [{b"d": digest(1), b"e": FAILURE}, {b"d": digest(2), b"e": FAILURE}]
+    assert await told(redis, DEAD) == [{b"e": FAILURE, JOB_FIELD: b"job-1"}]
+    await assert_queue_is_empty(redis)
+
+
+async def test_an_entry_that_is_gone_is_no_dead_letter_but_its_clients_are_told(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await redis.xdel(JOBS, entry)
+    assert await finish(redis, (entry, 1, FAILURE, True)) == 1
+    assert not await redis.exists(DEAD)
+    assert await told(redis, A) == [{b"d": digest(1), b"e": FAILURE}]
+    assert await pending(redis) == {}
+
+
+async def test_finishing_twice_tells_nobody_twice(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    assert await finish(redis, (entry, 1, b"", False)) == 1
+    assert await finish(redis, (entry, 1, b"", False)) == 0
+    assert len(await told(redis, A)) == 1
+
+
+async def test_two_entries_of_one_prompt_end_together(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    await redis.delete(waiting(1))
+    await submit(redis, 1, reply=B)
+    first, second = await take(redis)
+    assert await finish(redis, (first, 1, b"", False), (second, 1, b"", False)) == 1
+    assert await told(redis, B) == [{b"d": digest(1), b"f": b"fp"}]
+    await assert_queue_is_empty(redis)
+
+
+async def test_a_job_that_nobody_waits_for_ends_too(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await cancel(redis, 1)
+    assert await finish(redis, (entry, 1, b"", False)) == 0
+    await assert_queue_is_empty(redis)
+    assert not await redis.exists(waiting(1), A)
+
+
+async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await finish(redis, (first, 1, b"", False))
+    assert [entry for entry, _ in await entries_of(redis)] == [second]
+    assert set(await pending(redis)) == {second}
+    assert A in await hash_of(redis, waiting(2))
+
+
+async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:
+    numbers = list(range(scripts.MOST_AT_ONCE))
+    digests = [number.to_bytes(16, "big") for number in numbers]
+    await register(redis, size=len(numbers))
+    keys = [JOBS, A, *(MODEL.waiting + one for one in digests), *(ROWS + one for one in digests)]
+    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
+        numbers
+    )
+    entries = await take(redis, count=1000)
+    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
+    args = finish_args(*((entry, b"", False) for entry in entries))
+    assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"
+    assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp"}]
+    await assert_queue_is_empty(redis)
+
+
+# claim
+
+
+async def test_jobs_are_claimed_only_after_their_lease(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    assert await claim(redis) == (0, [])
+    await fall_silent(redis, second, deliveries=1)
+    assert await claim(redis) == (0, [(second, b"job-2", 1)])
+    assert await pending(redis) == {first: (b"w1", 1), second: (b"w2", 2)}
+
+
+async def test_a_claimed_job_has_a_lease_of_its_own(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await fall_silent(redis, entry, deliveries=1)
+    assert len((await claim(redis))[1]) == 1
+    assert await claim(redis, consumer="w3") == (0, [])
+
+
+async def test_jobs_that_no_worker_has_taken_are_not_claimed(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    assert await claim(redis) == (0, [])
+
+
+async def test_no_more_is_claimed_than_wanted(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(5))
+    entries = await take(redis)
+    await fall_silent(redis, *entries, deliveries=1)
+    assert [entry for entry, _, _ in (await claim(redis, want=2))[1]] == entries[:2]
+    assert [entry for entry, _, _ in (await claim(redis, want=10))[1]] == entries[2:]
+
+
+async def test_a_worker_does_not_claim_what_it_is_at_work_on_itself(redis: redis_async.Redis) -> None:
+    """A reply may be lost with which it was given jobs, so not all that are its own by the queue are."""
+    await submit(redis, 1, 2, 3)
+    first, second, third = await take(redis, "w2")
+    await fall_silent(redis, first, second, deliveries=2, consumer="w2")
+    await fall_silent(redis, third, deliveries=1)
+    assert await claim(redis, first, second, third, idle=False) == (0, [(third, b"job-3", 1)])
+    assert await claim(redis, first, third, idle=False) == (1, [])
+    assert await pending(redis) == {first: (b"w2", 2), second: (b"w2", 2), third: (b"w2", 2)}
+    assert await claim(redis, first, third) == (1, [(second, b"job-2", 2)])
+    assert await claim(redis, first, consumer="w3") == (1, [(first, b"job-1", 2)])
+
+
+async def test_each_claim_counts_as_a_delivery(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    seen = []
+    for _ in range(4):
+        before = (await pending(redis))[entry][1]
+        await fall_silent(redis, entry, deliveries=before)
+        alone, taken = await claim(redis, most=3)
+        seen.append((alone, [deliveries for _, _, deliveries in taken]))
+    # Delivered once; claimed; claimed alone for the third and last delivery; spent, and spent it stays.
+    assert seen == [(0, [1]), (1, [2]), (0, [3]), (0, [4])]
+
+
+async def test_for_its_last_delivery_a_job_is_taken_alone(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    first, second, third = await take(redis)
+    await fall_silent(redis, first, deliveries=2)
+    await fall_silent(redis, second, third, deliveries=1)
+    assert await claim(redis) == (1, [(first, b"job-1", 2)])
+    assert await claim(redis) == (0, [(second, b"job-2", 1), (third, b"job-3", 1)])
+
+
+async def test_a_worker_that_holds_jobs_is_told_to_come_back_for_a_suspect(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await fall_silent(redis, entry, deliveries=2)
+    assert await claim(redis, idle=False) == (1, [])
+    assert await pending(redis) == {entry: (b"w1", 2)}
+    assert await claim(redis, idle=True) == (1, [(entry, b"job-1", 2)])
+
+
+async def test_a_suspect_behind_others_waits_for_its_own_turn(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    first, second, third = await take(redis)
+    await fall_silent(redis, first, third, deliveries=1)
+    await fall_silent(redis, second, deliveries=2)
+    assert await claim(redis) == (0, [(first, b"job-1", 1), (third, b"job-3", 1)])
+    assert await claim(redis) == (1, [(second, b"job-2", 2)])
+
+
+async def test_a_spent_job_is_handed_over_with_its_deliveries_among_others(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await fall_silent(redis, first, deliveries=3)
+    await fall_silent(redis, second, deliveries=1)
+    assert await claim(redis, idle=False) == (0, [(first, b"job-1", 3), (second, b"job-2", 1)])
+
+
+async def test_with_a_single_delivery_allowed_a_claimed_job_is_spent(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    await fall_silent(redis, entry, deliveries=1)
+    assert await claim(redis, most=1) == (0, [(entry, b"job-1", 1)])
+
+
+async def test_entries_that_were_deleted_are_acknowledged_and_not_handed_over(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await fall_silent(redis, first, second, deliveries=1)
+    await redis.xdel(JOBS, first)
+    assert await claim(redis) == (0, [(second, b"job-2", 1)])
+    assert set(await pending(redis)) == {second}
+
+
+# renew
+
+
+async def test_renewing_keeps_a_lease_and_counts_no_delivery(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    await fall_silent(redis, first, second, deliveries=1)
+    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", first]) == []
+    assert await claim(redis) == (0, [(second, b"job-2", 1)])
+    assert await pending(redis) == {first: (b"w1", 1), second: (b"w2", 2)}
+
+
+async def test_only_ones_own_jobs_are_renewed(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    mine, others, finished = await take(redis)
+    await fall_silent(redis, others, deliveries=1, consumer="w2")
+    await finish(redis, (finished, 3, b"", False))
+    lost = await scripts.RENEW(redis, [JOBS], [GROUP, "w1", mine, others, finished, b"99-1"])
+    assert lost == [others, finished, b"99-1"]
+    assert await pending(redis) == {mine: (b"w1", 1), others: (b"w2", 1)}
+    assert await claim(redis, consumer="w3") == (0, [(others, b"job-2", 1)])
+
+
+# swap
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected", "new", "outcome", "after"),
+    [
+        (None, b"", b"x", 1, b"x"),
+        (None, b"y", b"x", 0, None),
+        (b"a", b"a", b"b", 1, b"b"),
+        (b"a", b"", b"b", 0, b"a"),
+        (b"a", b"z", b"b", 0, b"a"),
+        (b"a", b"a", b"", 1, None),
+        (b"a", b"b", b"", 0, b"a"),
+        (None, b"", b"", 1, None),
+        (b"\xff\x00\r\n", b"\xff\x00\r\n", b"\x00", 1, b"\x00"),
+    ],
+)
+async def test_swap_changes_a_field_only_from_the_value_that_was_seen(
+    redis: redis_async.Redis, stored: bytes | None, expected: bytes, new: bytes, outcome: int, after: bytes | None
+) -> None:
+    key = Keys("test").models()
+    await redis.hset(key, "other", b"kept")
+    if stored is not None:
+        await redis.hset(key, "m", stored)
+    assert await scripts.SWAP(redis, [key], ["m", expected, new]) == outcome
+    assert await redis.hget(key, "m") == after
+    assert await redis.hget(key, "other") == b"kept"
+
+
+# Script
+
+
+async def test_a_script_is_sent_whole_only_when_the_server_does_not_know_it(redis: redis_async.Redis) -> None:
+    await redis.script_flush()
+    with pytest.raises(NoScriptError):
+        await redis.evalsha(scripts.SWAP.sha, 1, b"h", b"f", b"", b"x")
+    assert await scripts.SWAP(redis, [b"h"], [b"f", b"", b"x"]) == 1
+    assert await redis.evalsha(scripts.SWAP.sha, 1, b"h", b"f", b"x", b"y") == 1
+    assert await redis.hget("h", "f") == b"y"
+
+
+@pytest.mark.parametrize("kind", ["commands", "rows"])
+async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: str, kind: str) -> None:
+    control = redis_async.Redis.from_url(server)
+    await control.flushall()
+    await control.script_flush()
+    line = CommandLine(Server(server)) if kind == "commands" else RowLine(Server(server), 4096)
+    keys = [JOBS, A, waiting(1), waiting(2)]
+    try:
+        for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
+            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
+        assert await control.script_exists(scripts.SUBMIT.sha) == [True]
+        assert await scripts.CANCEL.on(line.call, [JOBS, A, waiting(1)], [GROUP]) == 1
+        with pytest.raises(ServerError, match="WRONGTYPE"):
+            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
+    finally:
+        line.close()
+        await control.aclose()

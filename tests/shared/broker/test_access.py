@@ -1,0 +1,510 @@
+"""The users of docker/redis: the whole pool runs under them, and none of them can do more than its part."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.exceptions import NoPermissionError, ResponseError
+
+from lmpool.errors import AuthenticationFailed, QueueCleared
+from lmpool.keys import GROUP, Keys
+from lmpool.producer import Producer
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.tries.backend import TrieBackend, TrieSettings
+from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of
+from tests.support.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until, until_async
+from tests.support.trie_answers import answers_of, assert_right, draw_weights, row_weights, words
+
+V = 512
+KEYS = Keys()
+LEASE = ("--lease-s", "1")
+SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
+
+# What nobody may do who serves or asks.
+FORBIDDEN = (
+    "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "CONFIG SET maxmemory 1", "SCRIPT FLUSH", "SCRIPT LOAD x",
+    "DEBUG JMAP", "ACL LIST", "ACL SETUSER x", "SHUTDOWN", "MONITOR", "CLIENT LIST", "CLIENT KILL TYPE normal",
+    "REPLICAOF NO ONE", "MODULE LIST", "FUNCTION FLUSH", "SUBSCRIBE x", "PUBLISH x y", "SAVE", "BGREWRITEAOF",
+    "RENAME lmpool:models x", "DUMP lmpool:models", "COPY lmpool:models x", "SORT lmpool:models", "INFO",
+    "SET other x", "GET other", "EVAL redis.call('FLUSHALL') 0", "EVAL redis.call('SET','other','x') 0",
+)  # fmt: skip
+
+# What is for those alone who may change adapters.
+CHANGING_ADAPTERS = (
+    "HSET lmpool:{m}:adapters a b", "HDEL lmpool:{m}:adapters a", "PEXPIRE lmpool:{m}:adapters 1",
+    "HSET lmpool:{m}:offers a b", "HDEL lmpool:{m}:offers a", "DEL lmpool:{m}:offers", "SET lmpool:{m}:replaced:a x",
+    "EVAL redis.call('HSET',KEYS[1],'a','b') 1 lmpool:{m}:offers", "HGETALL lmpool:{m}:trying:n",
+    "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
+)  # fmt: skip
+
+# What belongs to somebody else: by role.
+NOT_THEIRS = {
+    "producer": (
+        "INFO memory", "SCAN 0", "SET lmpool:row:f:d x",
+        "SET lmpool:row:f:d x NX", "DEL lmpool:row:f:d", "APPEND lmpool:row:f:d x",
+        "SETRANGE lmpool:row:f:d 0 x", "EVAL redis.call('SET','lmpool:row:f:d','x') 0", "GETDEL lmpool:row:f:d",
+        "EVAL redis.call('DEL',KEYS[1]) 1 lmpool:row:f:d", "PEXPIRE lmpool:row:f:d 1", "MGET lmpool:weights:x",
+        "GETRANGE lmpool:weights:x 0 1", "SET lmpool:weights:x x GET", "SETRANGE lmpool:weights:x 0 x",
+        "EVAL redis.call('GET',KEYS[1]) 1 lmpool:weights:x",
+        "HSET lmpool:models m x", "HDEL lmpool:models m", "UNLINK lmpool:models",
+        "HSET lmpool:worker:w state ready", "UNLINK lmpool:worker:w", "DEL lmpool:{m}:jobs", "UNLINK lmpool:{m}:jobs",
+        "SET lmpool:{m}:jobs x", "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >",
+        "XREAD STREAMS lmpool:{m}:jobs 0",
+        "XGROUP CREATE lmpool:{m}:jobs g 0", "XADD lmpool:{m}:reply:c * d x", "XRANGE lmpool:{m}:dead - +",
+        "XADD lmpool:{m}:dead * e x", "XDEL lmpool:{m}:dead 1-1", "DEL lmpool:{m}:adapters",
+        "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
+    ),
+    "adapters": (
+        "INFO stats", "SCAN 0", "SET lmpool:row:f:d x",
+        "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
+        "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
+        "HSET lmpool:{m}:trying:n w 0", "DEL lmpool:{m}:trying:n",
+    ),
+    "worker": (
+        "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
+        "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
+        "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "SET lmpool:{m}:replaced:a x",
+    ),
+    "trie-worker": (
+        "SCAN 0", "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "SET lmpool:weights:x x", "SET lmpool:trie:x x",
+        "XADD lmpool:{m}:jobs * m x", "XRANGE lmpool:{m}:jobs - +", "XADD lmpool:{m}:reply:c * d x",
+        "XREAD STREAMS lmpool:{trie}:reply:c 0", "HSET lmpool:{m}:adapters a b", "UNLINK lmpool:{m}:jobs",
+    ),
+    "operator": (
+        "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs", "INFO all",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XRANGE lmpool:{m}:reply:c - +",
+        "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
+        "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS,
+    ),
+}  # fmt: skip
+
+
+def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
+    """Add a user with the rights of a role for the model "mine" alone, made as the page says; returns its name."""
+    (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
+    name = f"guest-{role}"
+    for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
+        way = way.replace(old, new)
+    way = way.replace("user guest", f"user {name}")
+    # From the file with the passwords of others: none of them may be taken over.
+    way = way.replace("PASSWORD-OF-guest", f"PASSWORD-OF-{name}")
+    done = subprocess.run(["sh", "-c", way], cwd=server.folder, capture_output=True, text=True, check=True)
+    line = done.stdout.split()
+    assert line[:4] == ["user", name, "on", f"#SHA256-OF-THE-PASSWORD-OF-{name}"]
+    rules = [rule for rule in line[2:] if not rule.startswith("#")]
+    with server.client("admin") as admin:
+        admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
+    return name
+
+
+@pytest.fixture(scope="module", params=["tls", "embedded"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
+    """Debian's server with TLS; and the embedded program with the same users."""
+    folder = tmp_path_factory.mktemp("s")
+    with SecureServer(folder, tls=request.param == "tls").running() as running:
+        yield running
+
+
+@pytest.fixture
+def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
+    """Starts workers, and ends them; the server is empty then."""
+    started = Workers(server, tmp_path)
+    yield started
+    started.end()
+    with server.client("admin") as admin:
+        admin.flushall()
+
+
+class Workers:
+    """Worker processes that have their address from the environment, where no list of processes shows it."""
+
+    def __init__(self, server: SecureServer, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self.all: list[WorkerProcess] = []
+
+    def start(self, role: str, *arguments: str) -> WorkerProcess:
+        """Start one; does not wait for it."""
+        log = self._folder / f"worker-{len(self.all)}"
+        environment = {"LMPOOL_REDIS_URL": self._server.url(role)}
+        self.all.append(WorkerProcess([*lmpool_command(), *arguments], log, environment))
+        return self.all[-1]
+
+    def end(self) -> None:
+        """Kill those that still run."""
+        for worker in self.all:
+            worker.end()
+
+
+def command(server: SecureServer, role: str, *arguments: str) -> str:
+    """Run a command line; returns what it prints."""
+    done = run_lmpool(*arguments, LMPOOL_REDIS_URL=server.url(role))
+    assert done.returncode == 0, done.stderr
+    assert "s3cr3t" not in done.stdout + done.stderr
+    return done.stdout
+
+
+async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
+    """All that a client can ask for, with every value checked."""
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
+    async with Producer("syn", redis=server.url("producer"), cache_bytes=0) as producer:
+        assert "s3cr3t" not in repr(producer)
+        for _ in range(2):  # Computed, then from the cache.
+            assert np.array_equal(await producer.batch_logprobs(prompts), rows)
+        many = [[7, i] for i in range(100)]
+        assert np.array_equal((await producer.batch_logprobs(many))[99], synthetic_row(many[99], vocab_size=V))
+        with server.client("admin") as admin:
+            # A row that others have damaged, and something that is no row at all.
+            digests = sorted(admin.scan_iter(f"lmpool:row:{producer.model.fingerprint}:*"))
+            for key in digests:
+                admin.set(key, b"junk", px=60_000)
+        assert np.array_equal(await producer.logprobs(prompts[0]), rows[0])
+        assert np.array_equal(await producer.logprobs(prompts[1], fresh=True), rows[1])
+        assert np.array_equal(await producer.logprobs(prompts[2], targets=[3, 3, V - 1]), rows[2][[3, 3, V - 1]])
+        best = await producer.topk(prompts[0], 5)
+        assert best.ids[0] == np.argmax(rows[0])
+        assert 0 <= await producer.sample(prompts[0]) < V
+        assert await producer.sample(prompts[0], seed=1) == await producer.sample(prompts[0], seed=1)
+        await producer.warm([9, 9])
+        scores = await producer.score(prompts[0], [4])
+        assert np.array_equal(scores, rows[0][[4]])
+        (tmp_path / "weights").write_text("1")
+        async with Producer("syn", redis=server.url("adapters")) as changing:
+            revision = await changing.add_adapter("poet", tmp_path)
+            row = synthetic_row([1], vocab_size=V, adapter_revision=revision)
+            for asking in (producer, changing):
+                assert np.array_equal(await asking.logprobs([1], adapter="poet"), row)
+            with server.client("admin") as admin:
+                admin.delete(KEYS.model("syn").adapters)
+            assert await changing.adapters() == {"poet": revision}, "the worker has written it down again"
+            await changing.remove_adapter("poet")
+        abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        for trie in (await producer.trie(), await producer.trie(words(1, V))):
+            weights = draw_weights(1, V, "sum")
+            assert_right(await trie.weight_sum(weights), answers_of(trie.structure).of("sum", weights))
+            exact = answers_of(trie.structure).of("sum", row_weights([3, 1], V, "sum"))
+            assert_right(await trie.weight_sum(prompt=[3, 1]), exact)
+
+
+async def test_the_whole_pool_runs_under_users_with_few_rights(
+    server: SecureServer, workers: Workers, tmp_path: Path
+) -> None:
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+    started = [workers.start("worker", "worker", "syn", *SYNTHETIC)]
+    started.append(workers.start("worker", "worker", "fused", *SYNTHETIC, "--with-trie"))
+    started.append(workers.start("trie-worker", "trie-worker", *LEASE))
+    for worker in started:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    await ask_everything(server, tmp_path)
+    async with Producer("fused", redis=server.url("producer")) as producer:
+        trie = await producer.trie()
+        exact = answers_of(trie.structure).of("max", row_weights([5], V, "max"))
+        assert_right(await trie.weight_max(prompt=[5]), exact)
+
+    def are_shown() -> bool:
+        status = json.loads(command(server, "operator", "status", "--json"))
+        return {model["name"]: len(model["workers"]) for model in status} == {"syn": 1, "fused": 1, "trie": 1}
+
+    await asyncio.to_thread(until, are_shown, "each model has one live worker")
+    assert "dropped" in command(server, "operator", "flush", "--model", "syn")
+    assert json.loads(command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--json"))["top"]
+    assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
+    # A worker that is killed: others claim its jobs, and sweep what it has left.
+    stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
+    await asyncio.to_thread(stuck.until_says, "serving ")
+    async with Producer("stuck", redis=server.url("producer")) as producer:
+        asked = asyncio.create_task(producer.batch_logprobs([[i] for i in range(12)]))
+        with server.client("admin") as admin:
+
+            async def is_held() -> bool:
+                found: Any = admin.xpending(KEYS.model("stuck").jobs, GROUP)
+                return bool(found["pending"])
+
+            await until_async(is_held, "the worker holds prompts")
+            started.append(workers.start("worker", "worker", "stuck", *SYNTHETIC))
+            await asyncio.to_thread(started[-1].until_says, "serving ")
+            stuck.end()
+            assert (await asked).shape == (12, V)
+
+            async def is_swept() -> bool:
+                return len(admin.xinfo_consumers(KEYS.model("stuck").jobs, GROUP)) == 1
+
+            await until_async(is_swept, "the killed one is swept")
+    for worker in started:
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait) == 0
+        assert "nothing was left unfinished" in worker.text
+        assert "s3cr3t" not in worker.text
+    assert not (refused := server.refusals()), "\n".join(refused)
+
+
+async def test_only_those_may_change_adapters_who_have_that_right(
+    server: SecureServer, workers: Workers, tmp_path: Path
+) -> None:
+    worker = workers.start("worker", "worker", "syn", *SYNTHETIC)
+    await asyncio.to_thread(worker.until_says, "serving ")
+    (tmp_path / "weights").write_text("1")
+    added = command(server, "adapters", "adapters", "add", "poet", str(tmp_path), "--model", "syn")
+    assert "poet" in added
+    for role in ("producer", "operator"):
+        async with Producer("syn", redis=server.url(role)) as producer:
+            before = await producer.adapters()
+            for change in (producer.add_adapter("poet", tmp_path), producer.add_adapter("judge", tmp_path),
+                           producer.remove_adapter("poet")):  # fmt: skip
+                with pytest.raises(AuthenticationFailed, match="a right of its own: name the server as the user `adap"):
+                    await change
+            assert list(before) == ["poet"]
+            assert await producer.adapters() == before
+    remove = ("adapters", "remove", "poet", "--model", "syn")
+    done = run_lmpool(*remove, LMPOOL_REDIS_URL=server.url("producer"))
+    assert done.returncode != 0
+    assert "name the server as the user `adapters`" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
+    server: SecureServer, workers: Workers
+) -> None:
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+        worker = workers.start("worker", "worker", "alone", *SYNTHETIC[:-2], "--lease-s", "60", "--max-batch", "2")
+        await asyncio.to_thread(worker.until_says, "serving ")
+        worker.signal(signal.SIGSTOP)
+        options = {"redis": server.url("producer"), "timeout": 60.0}
+        async with Producer("alone", **options) as greedy, Producer("alone", **options) as modest:  # type: ignore[arg-type]
+            many = asyncio.create_task(greedy.batch_logprobs([[i, 1] for i in range(400)]))
+            jobs = KEYS.model("alone").jobs
+
+            async def is_queued() -> bool:
+                return bool(admin.xlen(jobs) == 400)
+
+            await until_async(is_queued, "all are in the stream")
+            one = asyncio.create_task(modest.logprobs([1, 2]))
+
+            async def has_given_way() -> bool:
+                return bool(admin.xlen(jobs) < 20)
+
+            await until_async(has_given_way, "what is beyond the usual has gone back")
+            admin.set(KEYS.model("alone").flood, b"-" + KEYS.model("alone").reply("x"), px=60_000)
+            worker.signal(signal.SIGCONT)
+            assert np.array_equal(await one, synthetic_row([1, 2], vocab_size=V))
+            assert (await many).shape == (400, V)
+    assert not (refused := server.refusals()), "\n".join(refused)
+
+
+async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: SecureServer, workers: Workers) -> None:
+    busy = workers.start("worker", "worker", "busy", *SYNTHETIC[:-2], "--max-batch", "2", "--step-ms", "600000")
+    await asyncio.to_thread(busy.until_says, "serving ")
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+        keys = KEYS.model("busy")
+        async with Producer("busy", redis=server.url("producer")) as producer:
+            asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(300)]
+
+            async def is_held() -> bool:
+                groups: Any = admin.xinfo_groups(keys.jobs)
+                return bool(groups[0]["pending"] and admin.xlen(keys.jobs) + admin.zcard(keys.backlog) == 300)
+
+            await until_async(is_held, "all are queued")
+            clear = ("queue", "clear", "busy", "--yes", "--json")
+            for role in ("producer", "adapters"):
+                done = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url(role))
+                assert done.returncode == 2
+                assert "emptying a queue is a right of operators" in done.stderr
+                assert await is_held(), "nothing was removed"
+            wrong = run_lmpool(*clear, LMPOOL_REDIS_URL=server.url("operator", password="wrong")).stderr
+            assert "refuses this user or password" in wrong
+            assert "right of operators" not in wrong, "another command would be refused as well"
+            assert server.refusals()
+            admin.acl_log_reset()
+            assert "300 prompts" in command(server, "operator", "queue", "show", "busy")
+            told = json.loads(command(server, "operator", *clear))
+            assert told["removed"] == 300 - told["held"]
+
+            async def has_told() -> bool:
+                return bool(sum(one.done() for one in asked) == told["removed"])
+
+            await until_async(has_told, "who waited has been told")
+            ended = [one.exception() for one in asked if one.done()]
+            assert all(isinstance(error, QueueCleared) for error in ended)
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert not (refused_now := server.refusals()), "\n".join(refused_now)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_nobody_can_do_more_than_its_part(server: SecureServer, role: str) -> None:
+    with server.client(role) as client:
+        for line in (*FORBIDDEN, *NOT_THEIRS[role]):
+            with pytest.raises(ResponseError) as caught:
+                client.execute_command(*line.split(" "))
+            assert _is_refusal(caught.value), f"{line}: {caught.value}"
+        if role == "adapters":
+            assert client.wait(0, 1) == 0
+
+
+def _is_refusal(error: ResponseError) -> bool:
+    # A script tells of what it was refused in its own words, and DEBUG is off for everybody.
+    told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")
+    return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
+
+
+async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:
+    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).card.fingerprint
+    guest, guest_worker = add_guest(server, "producer", ours), add_guest(server, "worker", ours)
+    workers.start("worker", "worker", "theirs", *SYNTHETIC)
+    restricted = workers.start(guest_worker, "worker", "mine", *SYNTHETIC, "--seed", "1")
+    for worker in workers.all:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    async with Producer("theirs", redis=server.url("producer")) as theirs:
+        await theirs.logprobs([1])
+        reply = theirs._rows.session._channel.reply  # type: ignore[union-attr]
+    jobs = KEYS.model("theirs").jobs
+    with server.client("admin") as admin:
+        admin.xadd(reply, {"d": b"x"})
+        (row,) = admin.scan_iter("lmpool:row:*")
+    async with Producer(redis=server.url(guest)) as producer:  # The only one that it may ask: it need not be named.
+        assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
+    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
+        await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
+    for name in (guest, guest_worker):
+        with server.client(name) as client:
+            for words in (
+                ("XREAD", "STREAMS", reply, "0"),
+                ("MGET", row),
+                ("XLEN", jobs),
+                ("XADD", jobs, "*", "m", "x"),
+            ):
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*words)
+            # Nor by a script, behind a key that it may use.
+            for key in (row, reply):
+                with pytest.raises(ResponseError) as caught:
+                    client.eval("return redis.call('GETRANGE', ARGV[1], 0, 9)", 1, KEYS.model("mine").jobs, key)
+                assert _is_refusal(caught.value), caught.value
+
+    def has_looked() -> bool:
+        return any(one.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for one in server.refusals())
+
+    # It leaves to the other model's workers what is theirs, and goes on.
+    await asyncio.to_thread(until, has_looked, "the restricted worker looks after cards that nobody serves")
+    restricted.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(restricted.wait) == 0
+    assert "will try again" not in restricted.text
+
+
+# What can be done to a key, whatever stands there.
+TO_A_KEY = (
+    "GET", "MGET", "GETRANGE 0 1", "STRLEN", "EXISTS", "PTTL", "HGETALL", "HGET f", "HKEYS", "HLEN", "HSTRLEN f",
+    "XLEN", "XRANGE - +", "XPENDING workers", "XINFO CONSUMERS workers", "ZCARD", "ZRANGE 0 -1", "SET x", "HSET f x",
+    "HDEL f", "DEL", "UNLINK", "PEXPIRE 1", "XADD * m x", "XDEL 1-1", "ZADD 1 x", "TYPE", "DUMP",
+)  # fmt: skip
+
+
+def add_tenants(server: SecureServer) -> list[str]:
+    """Add the users of two tenants, made as the page says; returns their names."""
+    (way,) = re.findall(
+        r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
+    )
+    # From a file with the passwords of others: none of them may be taken over.
+    (place := server.folder / "tenants").mkdir()
+    users = re.sub("SHA256-OF-THE-PASSWORD-OF-[a-z-]+", 64 * "0", (SHIPPED / "users.acl").read_text())
+    (place / "users.acl").write_text(users)
+    subprocess.run(["sh", "-c", way], cwd=place, check=True)
+    first, *lines = (place / "tenants.acl").read_text().splitlines()
+    assert first.startswith("user default off ")
+    names = []
+    with server.client("admin") as admin:
+        for line in lines:
+            _, name, *rules = line.split()
+            assert f"#SHA256-OF-THE-PASSWORD-OF-{name}" in rules
+            names.append(name)
+            rules = [rule for rule in rules if not rule.startswith("#")]
+            admin.execute_command("ACL", "SETUSER", name, *rules, f">{password_of(name)}")
+    return names
+
+
+async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: SecureServer, workers: Workers) -> None:
+    tenants = add_tenants(server)
+    assert sorted(tenants) == sorted(f"{tenant}-{role}" for tenant in ("red", "blue") for role in ROLES)
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+    for tenant in ("red", "blue"):
+        workers.start(f"{tenant}-worker", "worker", "syn", *SYNTHETIC, "--prefix", tenant)
+    for worker in workers.all:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    async with (
+        Producer("syn", redis=server.url("red-producer"), prefix="red", cache_bytes=0) as red,
+        Producer("syn", redis=server.url("blue-producer"), prefix="blue", cache_bytes=0) as blue,
+    ):
+        for number, producer in enumerate((red, blue, red, blue)):
+            assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
+        with server.client("red-producer") as client:
+            # The rest of its own pool is not safe from a tenant; it is mended, and nobody else notices.
+            client.execute_command("XADD", "red:{syn}:jobs", f"{2**64 - 1}-{2**64 - 1}", "m", "x")
+        for number, producer in enumerate((blue, red), 7):
+            assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
+        assert "the job stream of 'syn' was replaced" in workers.all[0].text
+        assert "was replaced" not in workers.all[1].text
+    assert "syn" in command(server, "blue-operator", "status", "--prefix", "blue")
+    # What redis-py says of itself, for the client of this test.
+    assert not (refused := [one for one in server.refusals() if "client|setinfo" not in one]), "\n".join(refused)
+    with server.client("admin") as admin:
+        admin.set("blue:weights:w", "x")
+
+        def of_all_kinds() -> list[bytes]:
+            found = sorted(admin.scan_iter("blue:*"))
+            kinds = ("models", "worker", "row", "weights", "{syn}:jobs", "{syn}:adapters")
+            return found if all(any(key.startswith(f"blue:{kind}".encode()) for key in found) for kind in kinds) else []
+
+        # A heartbeat that is late leaves no key of its worker for a while.
+        theirs = await asyncio.to_thread(until, of_all_kinds, "there is a key of each kind")
+    for role in ROLES:
+        with server.client(f"red-{role}") as client:
+            for line in ("SCAN 0", "KEYS *", "RANDOMKEY", "DBSIZE", "ACL LIST", "CLIENT LIST"):
+                with pytest.raises(NoPermissionError):
+                    client.execute_command(*line.split())
+            for key in theirs:
+                for name, *arguments in map(str.split, TO_A_KEY):
+                    with pytest.raises(NoPermissionError):
+                        client.execute_command(*_about(key, name, *arguments))
+                with pytest.raises(NoPermissionError):
+                    client.eval("return 1", 1, key)
+                for name in ("HLEN", "STRLEN", "XLEN", "UNLINK"):
+                    with pytest.raises(ResponseError) as caught:
+                        client.eval("return redis.call(ARGV[1], ARGV[2])", 1, "red:{syn}:jobs", name, key)
+                    assert _is_refusal(caught.value), caught.value
+
+
+def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
+    """A command about a key, which has a subcommand before it where there is one."""
+    return (name, arguments[0], key, *arguments[1:]) if name == "XINFO" else (name, key, *arguments)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
+    server = SecureServer(tmp_path, tls=tls)
+    (tmp_path / "users.acl").write_text((SHIPPED / "users.acl").read_text())
+    done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert done.returncode != 0
+    assert server.log.count("password hash must be exactly 64 characters") == len(ROLES)
+
+
+def test_trie_workers_may_store_answers_and_no_rows() -> None:
+    # The fingerprint of trie workers is the same everywhere until the meaning of their answers changes.
+    card = TrieBackend(TrieSettings()).card
+    (line,) = [one for one in (SHIPPED / "users.acl").read_text().splitlines() if one.startswith("user trie-worker ")]
+    assert f"~lmpool:row:{card.fingerprint}:*)" in line

@@ -1,0 +1,175 @@
+"""Asks on the wire, and the registry of vocabularies."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
+
+from lmpool.asks import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.errors import ProtocolError, UnknownVocabulary
+from lmpool.prompts import ask_digest, digest_of, encode_prompt
+from lmpool.registry import look_up, register
+from lmpool.server import Server
+from lmpool.vocab import Vocabulary
+from tests.support.pool import Pool
+
+ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        ASK,
+        TrieAsk("logsumexp", "0" * 32, "inner"),
+        TrieAsk("max", "0" * 32, "under", b"\0\0\0\0"),
+        replace(ASK, nodes=b"", select="values"),
+        TopAsk(1),
+        TopAsk(2**31),
+        SampleAsk(0.0, 1.0, 0),
+        SampleAsk(0.7, 0.9, 2**64 - 1),
+        ScoreAsk(1),
+        FreshAsk(b"n" * 16),
+    ],
+)
+def test_an_ask_survives_the_wire(ask: Ask) -> None:
+    assert unpack_ask(ask.pack()) == ask
+
+
+def test_the_wire_is_pinned_to_the_byte() -> None:
+    # The name of an answer is made from these bytes.
+    assert TopAsk(300).pack().hex() == "92a3746f70cd012c"
+    assert SampleAsk(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
+    assert ScoreAsk(3).pack().hex() == "92a573636f726503"
+    assert FreshAsk(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
+    assert ASK.pack() == msgpack.packb(["sum", "0" * 32, "nodes", ASK.nodes, "f" * 32, b"s" * 16])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"op": "mean"}, "'mean' of 'nodes': expected sum, max, logsumexp of inner, values, nodes, under"),
+        ({"select": "all"}, "'sum' of 'all'"),
+        ({"vocabulary": "0" * 31}, "digest of the wrong length"),
+        ({"rows": "0"}, "digest of the wrong length"),
+        ({"source": b"s" * 15}, "digest of the wrong length"),
+        ({"nodes": b"\0" * 5}, "5 bytes of node ids"),
+        ({"select": "under"}, "'under' has 8 bytes of node ids"),
+        ({"select": "under", "nodes": b""}, "'under' has 0 bytes of node ids"),
+        ({"nodes": "text"}, "not an ask"),
+        ({"nodes": b"\0" * (9 * 2**20)}, r"ask of \d+ bytes is over the limit of 8388608"),
+    ],
+)
+def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
+    packed = msgpack.packb(tuple({**asdict(ASK), **changes}.values()))
+    with pytest.raises(ProtocolError, match=message):
+        unpack_ask(packed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["top", 0],
+        ["top", -1],
+        ["top", 1.5],
+        ["top"],
+        ["top", True],
+        ["top", 1, 1],
+        ["score", 0],
+        ["score", b"1"],
+        ["fresh", b"n" * 15],
+        ["fresh", "n" * 16],
+        ["fresh", "bm5ubm5ubm5ubm5ubm5ubg=="],
+        ["sum", "0" * 32, "inner"],
+        ["sum", "0" * 32, "inner", b"", "", b"", b""],
+        ["sum", "0" * 32, "values", "AAAAAA==", "", b""],
+        ["sample", -0.1, 1.0, 1],
+        ["sample", float("nan"), 1.0, 1],
+        ["sample", float("inf"), 1.0, 1],
+        ["sample", 1.0, 0.0, 1],
+        ["sample", 1.0, 1.5, 1],
+        ["sample", 1.0, float("nan"), 1],
+        ["sample", 1.0, 1.0, -1],
+        ["sample", 1, 1.0, 1],
+        ["sample", 1.0, 1, 1],
+        ["sample", 1.0, 1.0, True],
+        ["sample", 1.0, 1.0],
+        ["sample", 1e7, 1.0, 1],
+        ["unknown", 1],
+    ],
+)
+def test_a_malformed_pick_is_refused(fields: list[object]) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_ask(msgpack.packb(fields))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_worse_than_a_protocol_error(data: bytes) -> None:
+    try:
+        unpack_ask(data)
+    except ProtocolError:
+        pass
+
+
+@given(st.data())
+def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> None:
+    packed = bytearray(ASK.pack())
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        unpack_ask(bytes(packed))
+    except ProtocolError:
+        pass
+
+
+def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
+    prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
+    asks = [ASK, replace(ASK, op="max"), replace(ASK, nodes=b"\x01\0\0\0"), replace(ASK, source=b"t" * 16)]
+    asked = [prompt.asking(ask.pack(), 2) for ask in asks]
+    assert len({prompt.digest, *(one.digest for one in asked)}) == 5
+    assert asked[0].ids == prompt.ids
+    assert asked[0].digest == ask_digest(digest_of(prompt.ids), ASK.pack())
+    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).asking(ASK.pack(), 2)
+    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").asking(ASK.pack(), 2)
+    assert len({asked[0].digest, other.digest, adapted.digest}) == 3
+
+
+async def test_a_vocabulary_is_sent_only_when_the_pool_has_none_or_another(pool: Pool) -> None:
+    redis, vocabulary = Server(pool.url).client(), Vocabulary([b"a", b"ab", b""])
+    key = pool.keys.vocabulary(vocabulary.digest)
+    try:
+        with pytest.raises(UnknownVocabulary, match=vocabulary.digest):
+            await look_up(redis, pool.keys, vocabulary.digest)
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        assert 23 * 3600 < await redis.ttl(key) <= 24 * 3600
+        await redis.expire(key, 5)
+        calls = await _sets(pool)
+        await register(redis, pool.keys, vocabulary)
+        assert await _sets(pool) == calls
+        assert await redis.ttl(key) > 5
+        await redis.set(key, b"something else")
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        await redis.delete(key)
+        await redis.rpush(key, b"no string")
+        await register(redis, pool.keys, vocabulary)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+        await redis.set(key, Vocabulary([b"c"]).pack())
+        with pytest.raises(UnknownVocabulary, match=f"{vocabulary.digest} is another: {Vocabulary([b'c']).digest}"):
+            await look_up(redis, pool.keys, vocabulary.digest)
+        # Of the same size: only who was told that it is unknown knows that it is wrong.
+        wrong = bytearray(vocabulary.pack())
+        wrong[-1] ^= 1
+        await redis.set(key, bytes(wrong))
+        await register(redis, pool.keys, vocabulary, anew=True)
+        assert await look_up(redis, pool.keys, vocabulary.digest) == vocabulary
+    finally:
+        await redis.aclose()
+
+
+async def _sets(pool: Pool) -> int:
+    stats = pool.redis.info("commandstats")
+    return int(stats.get("cmdstat_set", {"calls": 0})["calls"])

@@ -1,0 +1,184 @@
+"""A server without memory evicts rows as they are stored: what can be served is, and nobody is held up by the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import LMPoolError, ServerError
+from lmpool.producer import Producer
+from lmpool.prompts import encode_prompt
+from lmpool.rowcache import RedisRows, Then
+from lmpool.rows import Block, VectorBlock
+from lmpool.scripts import Call
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.synthetic import SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, V, until_async
+
+
+class Evicting:
+    """Removes rows right behind their SETs, as a server without memory does.
+
+    Attributes:
+        is_gone: told the block and a digest in it: whether that row goes.
+        stored: how often each digest has been stored.
+        before: awaited before rows go.
+    """
+
+    def __init__(self) -> None:
+        self.is_gone: Callable[[Block, bytes], bool] = lambda *_: False
+        self.stored: Counter[bytes] = Counter()
+        self.before: Callable[[], Awaitable[None]] | None = None
+
+    async def put(
+        self,
+        rows: RedisRows,
+        block: Block,
+        overwrite: Collection[bytes] = (),
+        then: Then | None = None,
+        some: Sequence[int] | None = None,
+    ) -> dict[bytes, str]:
+        """In place of `RedisRows.put`."""
+        self.stored.update(block.digests)
+        gone = [digest for digest in block.digests if self.is_gone(block, digest)]
+        if gone and self.before is not None:
+            await self.before()
+
+        async def evict(call: Call, refused: Collection[bytes]) -> None:
+            if gone:
+                await call(b"DEL", *(rows._prefix + digest for digest in gone))
+            assert then is not None
+            await then(call, refused)
+
+        return await _put(rows, block, overwrite, evict, some)
+
+
+_put = RedisRows.put
+
+
+@pytest.fixture
+def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
+    """What the server evicts."""
+    evicting = Evicting()
+    monkeypatch.setattr(RedisRows, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
+    return evicting
+
+
+@pytest.fixture
+async def worker(own_pool: Pool) -> AsyncIterator[Worker]:
+    """A worker in this process, in steps of 8 prompts."""
+    backend = SyntheticSettings("syn", vocab_size=V, max_batch=8, step_ms=20)
+    worker = Worker(Server(own_pool.url), backend, WorkerSettings(own_pool.prefix))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    yield worker
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
+
+
+@pytest.fixture
+def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> Pool:
+    """A pool on one server, where workers see the rows that they have stored."""
+    return Pool(own_server.url, "evicting", tmp_path)
+
+
+def digest_of(*prompt: int) -> bytes:
+    return encode_prompt(list(prompt), vocab_size=V, max_tokens=10).digest
+
+
+async def ask(producer: Producer, *tokens: int) -> None:
+    """Ask for rows and check them."""
+    for token, row in zip(tokens, await asyncio.gather(*(producer.logprobs([one]) for one in tokens)), strict=True):
+        assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+
+
+async def is_done(pool: Pool) -> bool:
+    """Whether nothing is queued or held."""
+    return pool.jobs() == 0 and pool.held() == 0
+
+
+@pytest.mark.usefixtures("worker")
+async def test_only_rows_that_are_missing_are_stored_again(own_pool: Pool, evicting: Evicting) -> None:
+    unlucky = {digest_of(2), digest_of(5)}
+    evicting.is_gone = lambda _, digest: digest in unlucky and evicting.stored[digest] <= 2
+    async with own_pool.producer() as producer:
+        await ask(producer, *range(8))
+    assert evicting.stored == {digest_of(one): 3 if digest_of(one) in unlucky else 1 for one in range(8)}
+
+
+def is_the_row_of_3(block: Block, digest: bytes) -> bool:
+    return digest == digest_of(3)
+
+
+def is_an_answer(block: Block, digest: bytes) -> bool:
+    return isinstance(block, VectorBlock)
+
+
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize(("is_gone", "kind"), [(is_the_row_of_3, "logprobs"), (is_an_answer, "topk")])
+async def test_a_row_that_never_stays_fails_with_what_to_do(
+    own_pool: Pool, evicting: Evicting, is_gone: Callable[[Block, bytes], bool], kind: str
+) -> None:
+    evicting.is_gone = is_gone
+    async with own_pool.producer() as producer:
+        unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 2)
+        failing = asyncio.ensure_future(unlucky)
+        await ask(producer, 0, 1, 2, 4)
+        with pytest.raises(ServerError, match=r"evicted .* at least .* MB more \(maxmemory\), or .* --max-batch"):
+            await failing
+        await until_async(lambda: is_done(own_pool), "nothing is queued or held")
+        evicting.is_gone = lambda *_: False
+        await ask(producer, 3)
+
+
+@pytest.mark.usefixtures("worker")
+async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool: Pool, evicting: Evicting) -> None:
+    evicting.is_gone = is_the_row_of_3
+    waiting = own_pool.keys.model("syn").waiting + digest_of(3)
+    async with own_pool.producer() as producer:
+        asked = asyncio.ensure_future(producer.logprobs([3]))
+
+        async def leave() -> None:
+            asked.cancel()
+
+            async def has_left() -> bool:
+                return own_pool.redis.hlen(waiting) == 1
+
+            await until_async(has_left, "the client has left its prompt")
+
+        evicting.before = leave
+        await until_async(lambda: _is_stored(evicting, digest_of(3)), "the row is stored")
+        await until_async(lambda: is_done(own_pool), "nothing is queued or held")
+        assert evicting.stored[digest_of(3)] == 1
+        assert not own_pool.names("*waiting*")
+
+
+async def _is_stored(evicting: Evicting, digest: bytes) -> bool:
+    return evicting.stored[digest] > 0
+
+
+async def test_a_batch_larger_than_the_server_s_memory_holds_nobody_up(short_dir: Path, tmp_path: Path) -> None:
+    size, batch = 1 << 18, 16
+    with EmbeddedServer(memory_bytes=12 << 20, folder=short_dir / "s") as server:
+        pool = Pool(server.url, "small", tmp_path)
+        try:
+            await asyncio.to_thread(pool.start, "--vocab-size", size, "--max-batch", batch, "--lease-s", 1)
+            async with pool.producer(cache_bytes=0) as producer:
+                asked = [producer.logprobs([2, token], timeout=2) for token in range(4 * batch)]
+                found = await asyncio.gather(*asked, return_exceptions=True)
+                assert all(isinstance(one, (np.ndarray, LMPoolError)) for one in found)
+                row = await producer.logprobs([3])
+                assert np.array_equal(row, synthetic_row([3], vocab_size=size))
+                await until_async(lambda: is_done(pool), "nothing is queued or held")
+        finally:
+            pool.end()

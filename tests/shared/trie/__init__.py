@@ -1,0 +1,1 @@
+"""Tests of tries, their weights and their kernels."""

@@ -1,0 +1,1 @@
+"""Tests of vocabularies and of the byte strings of tokens."""

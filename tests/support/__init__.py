@@ -1,0 +1,1 @@
+"""What the tests of several rooms share; no room's own helpers."""

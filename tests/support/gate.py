@@ -1,0 +1,152 @@
+"""A gate that no step of a backend passes while it is shut: what a test has to see lasts until it was seen.
+
+In this process `GatedBackend` and `gated_worker`; in others the command
+
+    python -m tests.support.gate FILE worker MODEL --backend synthetic …
+
+which is `lmpool` with a gate before each step of the synthetic backend: `pool.start(..., command=gate.command)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from lmpool.cli import main
+from lmpool.rows import RowBlock
+from lmpool.server import Server
+from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
+
+
+class Gate:
+    """Starts shut.
+
+    Args:
+        file: is there while the gate is open.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def open(self) -> None:
+        """Let steps pass."""
+        self._file.touch()
+
+    def shut(self) -> None:
+        """Hold the steps that begin from now on."""
+        self._file.unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Wait until it is open."""
+        while not self._file.exists():
+            time.sleep(0.005)
+
+    def command(self) -> list[str]:
+        """What stands for `lmpool` where steps are to pass this gate."""
+        return [sys.executable, "-m", "tests.support.gate", str(self._file)]
+
+
+class OneByOne(Gate):
+    """A gate in this process that lets one step pass at a time."""
+
+    def __init__(self) -> None:
+        self._let = threading.Semaphore(0)
+
+    def let_one(self) -> None:
+        """Let one step pass."""
+        self._let.release()
+
+    def open(self) -> None:
+        """Let all steps pass."""
+        self._let.release(10_000)
+
+    def wait(self) -> None:
+        """Wait for one's turn."""
+        self._let.acquire()
+
+
+class GatedBackend(SyntheticBackend):
+    """A backend whose steps pass a gate.
+
+    Args:
+        gate: before it a step waits, with nothing computed yet.
+        batch: prompts in one step.
+        settings: further ones of the synthetic backend.
+
+    Attributes:
+        gate: as above.
+        is_stepping: a step has come to the gate.
+        computed: the ids of all prompts that rows were computed for, in this order.
+    """
+
+    def __init__(self, gate: Gate, batch: int = 8, **settings: Any) -> None:
+        super().__init__(SyntheticSettings("syn", max_batch=batch, **{"vocab_size": V, **settings}))
+        self.gate = gate
+        self.is_stepping = threading.Event()
+        self.computed: list[bytes] = []
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        self.is_stepping.set()
+        self.gate.wait()
+        return super().step()
+
+    def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
+        self.computed += [job.ids for job in jobs.values()]
+        return super()._draw(jobs)
+
+
+async def until_full(pool: Pool, batch: int) -> None:
+    """Wait until a worker whose gate is shut holds all that it may: its step at the gate, and the next one.
+
+    It takes nothing more then until a step has passed. It may have been given more, in a reply that was lost.
+
+    Args:
+        pool: in which no other works.
+        batch: prompts in one step.
+    """
+
+    async def is_full() -> bool:
+        return pool.held() >= 2 * batch
+
+    await until_async(is_full, "the worker holds all that it may")
+
+
+@asynccontextmanager
+async def gated_worker(pool: Pool, backend: GatedBackend, lease_s: float = 2.0) -> AsyncIterator[None]:
+    """A worker in this process, whose backend's gate is open in the end."""
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=lease_s))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    try:
+        await asyncio.wait_for(ready.wait(), DEADLINE_S)
+        yield
+    finally:
+        backend.gate.open()
+        worker.stop()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+def _gate_all_steps(gate: Gate) -> None:
+    step = SyntheticBackend.step
+
+    def gated(backend: SyntheticBackend) -> Finished:
+        gate.wait()
+        return step(backend)
+
+    SyntheticBackend.step = gated  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    _gate_all_steps(Gate(Path(sys.argv.pop(1))))
+    main()

@@ -1,0 +1,44 @@
+"""A worker process whose model loads, and whose steps end, while a file is there.
+
+Its event loop stands still from SIGUSR1 to SIGUSR2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+
+from lmpool.server import Server
+from lmpool.workers.backend import Backend
+from lmpool.workers.backends.synthetic import SyntheticSettings
+from lmpool.workers.serving import serve
+from lmpool.workers.settings import WorkerSettings
+from tests.support.gate import Gate, GatedBackend
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedSettings(SyntheticSettings):
+    """As those of the synthetic backend, with a gate."""
+
+    gate: str = ""
+
+    def open(self) -> Backend:
+        """Wait for the gate."""
+        gate = Gate(Path(self.gate))
+        gate.wait()
+        return GatedBackend(gate)
+
+
+def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "15") -> None:
+    """Serve until SIGTERM."""
+    # Before there are other threads: the one of the event loop is to get it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    signal.signal(signal.SIGUSR1, lambda *_: signal.sigwait([signal.SIGUSR2]))
+    backend = GatedSettings("syn", vocab_size=512, gate=gate)
+    serve(Server(url), backend, WorkerSettings(prefix=prefix, lease_s=float(lease_s), metrics_port=int(port)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

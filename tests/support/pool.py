@@ -1,0 +1,291 @@
+"""What the tests of processes need: a pool of real ones, and waiting for conditions instead of for time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import redis
+from redis.asyncio import Redis
+from redis.cluster import RedisCluster
+
+from lmpool.keys import GROUP, Keys
+from lmpool.producer import Producer
+from lmpool.producer.lobby import Lobby
+from lmpool.server import Server
+from lmpool.workers.backend import Backend
+from tests.support.fork_server import ForkedCommand, can_fork
+
+DEADLINE_S = 120.0
+"""Of all that is waited for. It costs nothing when all goes well; a busy machine may take 10 s to start a worker."""
+V = 512
+
+PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
+"""Version of RESP that the pools of a test run speak: 2 or 3. The server is chosen by `embedded.BINARY_VARIABLE`."""
+
+
+def lmpool_command() -> list[str]:
+    """The `lmpool` command of the environment that runs the tests."""
+    return [str(Path(sys.executable).with_name("lmpool"))]
+
+
+def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run an `lmpool` command to its end, forked where that is as good."""
+    command, whole = [*lmpool_command(), *arguments], {**os.environ, **environment}
+    if not can_fork(whole):
+        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=whole)
+    with TemporaryDirectory(prefix="lmp") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = ForkedCommand(command, whole, out, err)
+        try:
+            code = process.wait(DEADLINE_S)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, code, out.read_text("utf-8"), err.read_text("utf-8"))
+
+
+def spoken(url: str) -> str:
+    """A server's URL, with the protocol that this test run is to speak."""
+    version = os.environ.get(PROTOCOL_VARIABLE)
+    if not version:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}protocol={version}"
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until `condition()` is true and return it."""
+    end = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
+async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait until `await condition()` is true and return it."""
+    end = time.monotonic() + deadline_s
+    while not (found := await condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.01)
+    return found
+
+
+def deadline_ms(seconds: float = 60.0) -> int:
+    """A worker's deadline so many seconds from now, as its model's sorted set of workers has it."""
+    return int((time.time() + seconds) * 1000)
+
+
+def entry_ids(reply: Any) -> list[bytes]:
+    """The ids of the entries that redis-py has read of one stream, by either protocol."""
+    if isinstance(reply, dict):
+        (parts,) = reply.values()
+        return [entry for part in parts for entry, _ in part]
+    return [entry for entry, _ in reply[0][1]] if reply else []
+
+
+def open_sockets() -> int:
+    """Sockets that this process has open; what others have to a server comes and goes when they like."""
+    return sum(is_socket(one) for one in Path("/dev/fd").iterdir())
+
+
+def is_socket(descriptor: Path) -> bool:
+    """Whether a descriptor of this process is one; that of the listing itself is closed by then."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
+    return False
+
+
+class Prepared:
+    """Settings that open a backend which is there already."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.served_as = backend.card.name
+
+    def open(self) -> Backend:
+        """The backend."""
+        return self._backend
+
+
+class WorkerProcess:
+    """One `lmpool worker` process with its log.
+
+    Args:
+        command: the command line. Where it is `lmpool_command()` with arguments, the process is forked.
+        log: where its output goes.
+        environment: what is added to that of this process.
+        installed: have the installed command started in any case, for a test of how it starts or ends.
+    """
+
+    def __init__(
+        self, command: list[str], log: Path, environment: Mapping[str, str] | None = None, *, installed: bool = False
+    ) -> None:
+        self.log = log
+        log.write_bytes(b"")
+        whole = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", **(environment or {})}
+        self.process: subprocess.Popen[bytes] | ForkedCommand
+        if not installed and command[:1] == lmpool_command() and can_fork(whole):
+            self.process = ForkedCommand(command, whole, log)
+        else:
+            with log.open("wb") as out:
+                self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=whole)
+
+    @property
+    def text(self) -> str:
+        """What the worker has printed."""
+        return self.log.read_text("utf-8", "replace")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+    def until_says(self, text: str) -> None:
+        """Wait until the worker has printed a text."""
+
+        def said() -> bool:
+            if self.process.poll() is not None and text not in self.text:
+                raise AssertionError(f"the worker ended with {self.process.returncode}:\n{self.text}")
+            return text in self.text
+
+        until(said, f"the worker prints {text!r}; it printed:\n{self.text}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for the end; returns the exit code."""
+        return self.process.wait(deadline_s)
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Pool:
+    """Worker processes and producers under one key prefix of one server, so that tests do not meet."""
+
+    def __init__(self, url: str, prefix: str, folder: Path) -> None:
+        self.url = spoken(url)
+        self.prefix = prefix
+        self.folder = folder
+        self.keys = Keys(prefix)
+        self.workers: list[WorkerProcess] = []
+        self.redis = _client(self.url)
+
+    def start(
+        self,
+        *options: str | int | float,
+        model: str = "syn",
+        wait: bool = True,
+        command: Callable[[], list[str]] = lmpool_command,
+        environment: Mapping[str, str] | None = None,
+        installed: bool = False,
+    ) -> WorkerProcess:
+        """Start a worker process; without options a synthetic one. `command` is what stands for `lmpool`."""
+        chosen = [str(option) for option in options]
+        if "--backend" not in chosen:
+            chosen += ["--backend", "synthetic"]
+            if "--vocab-size" not in chosen:
+                chosen += ["--vocab-size", str(V)]
+        arguments = ["worker", model, "--redis", self.url, "--prefix", self.prefix, *chosen]
+        return self._launch([*command(), *arguments], environment, wait=wait, installed=installed)
+
+    def start_trie_worker(
+        self, *options: str | int | float, wait: bool = True, installed: bool = False
+    ) -> WorkerProcess:
+        """Start a trie worker process."""
+        arguments = ["trie-worker", "--redis", self.url, "--prefix", self.prefix, *map(str, options)]
+        return self._launch([*lmpool_command(), *arguments], None, wait=wait, installed=installed)
+
+    def _launch(
+        self, command: list[str], environment: Mapping[str, str] | None, *, wait: bool, installed: bool = False
+    ) -> WorkerProcess:
+        log = self.folder / f"worker-{len(self.workers)}.log"
+        worker = WorkerProcess(command, log, environment, installed=installed)
+        self.workers.append(worker)
+        if wait:
+            worker.until_says("serving ")
+        return worker
+
+    def producer(self, model: str | None = None, **settings: Any) -> Producer:
+        """A producer of this pool, whose requests have plenty of time unless the settings say otherwise."""
+        return Producer(model, redis=self.url, prefix=self.prefix, **{"timeout": DEADLINE_S, **settings})
+
+    def jobs(self, model: str = "syn") -> int:
+        """Prompts in the queue: in the job stream, and in the backlog behind it."""
+        keys = self.keys.model(model)
+        return int(self.redis.xlen(keys.jobs)) + int(self.redis.zcard(keys.backlog))
+
+    def held(self, model: str = "syn") -> int:
+        """Entries that workers hold; 0 before there is a queue."""
+        if not self.redis.exists(self.keys.model(model).jobs):
+            return 0
+        groups: Any = self.redis.xinfo_groups(self.keys.model(model).jobs)
+        return int(groups[0]["pending"]) if groups else 0
+
+    def names(self, pattern: str) -> list[str]:
+        """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""
+        found = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
+        return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
+
+    def _is_mark(self, key: bytes) -> bool:
+        if b":waiting:" not in key or self.redis.type(key) not in (b"hash", b"none"):
+            return False
+        # One that is gone by now was a mark too: what is waited for expires much later.
+        return self.redis.hget(key, "job") in (b"done", None) and "+cluster" in self.url
+
+    async def rows_computed(self, model: str = "syn") -> int:
+        """Rows that the live workers have computed, as of their last heartbeats."""
+        client: Redis = Server(self.url).client()
+        try:
+            workers = await Lobby(client, self.keys).workers(model)
+            return sum(int(worker.fields["rows"]) for worker in workers)
+        finally:
+            await client.aclose()
+
+    def end(self) -> None:
+        """End all workers and close the connection."""
+        for worker in self.workers:
+            worker.end()
+        self.redis.close()
+
+
+def _client(url: str) -> redis.Redis:
+    """A client of a server, or of a cluster; the latter has the same methods."""
+    if "+cluster" not in url:
+        return redis.Redis.from_url(url)
+    return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
+
+
+async def is_held(pool: Pool) -> bool:
+    """Whether a worker holds prompts."""
+    return pool.held() > 0
+
+
+async def until_done(pool: Pool, model: str = "syn") -> None:
+    """Wait until nothing is left of a model's requests: a row can be read a moment before its job has ended."""
+
+    async def is_done() -> bool:
+        return not pool.jobs(model) and not pool.held(model)
+
+    await until_async(is_done, f"no job of {model!r} is left")
+
+
+def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
+    """The jobs that workers hold."""
+    found: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)
+    return list(found)

@@ -1,0 +1,57 @@
+"""Servers whose clock is set: days pass at once, and what expires then does not do so before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from lmpool.embedded import EmbeddedServer
+from tests.support.pool import Pool, until
+
+SetClock = Callable[[str], None]
+
+
+@pytest.fixture
+def clock(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
+    """Sets the clock of the servers that the test starts: "+1d", "-5s". Their monotonic clock stays as it is."""
+    library, offset = files("libfaketime") / "vendor/libfaketime/src/libfaketime.so.1", short_dir / "clock"
+    offset.write_text("+0")
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("FAKETIME_TIMESTAMP_FILE", str(offset))
+    monkeypatch.setenv("FAKETIME_NO_CACHE", "1")
+    monkeypatch.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
+
+    def set_clock(by: str) -> None:
+        written = short_dir / "written"
+        written.write_text(by)
+        written.rename(offset)
+
+    return set_clock
+
+
+@pytest.fixture
+def clocked(
+    clock: SetClock, short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Pool, SetClock]]:
+    """A pool on a server whose clock can be set."""
+    with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
+        monkeypatch.delenv("LD_PRELOAD")  # The clock of everybody else stays.
+        pool = Pool(server.url, "clock", tmp_path)
+
+        def set_and_seen(by: str) -> None:
+            before = ahead(pool)
+            clock(by)
+            until(lambda: abs(ahead(pool) - before) > 1, "the server sees its new clock")
+
+        yield pool, set_and_seen
+        pool.end()
+
+
+def ahead(pool: Pool) -> float:
+    """Seconds by which the server's clock is ahead of ours."""
+    seconds, micros = pool.redis.time()
+    return float(seconds + micros / 1e6 - time.time())

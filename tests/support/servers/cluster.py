@@ -1,0 +1,147 @@
+"""A Redis Cluster of three masters on this machine, without replicas."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from lmpool.embedded import server_binary
+from tests.support.pool import DEADLINE_S, until
+
+_MASTERS = 3
+_SLOTS = 16_384
+_BUS = 10_000
+
+
+class LocalCluster:
+    """Starts and stops the masters; it looks like an `EmbeddedServer` to tests.
+
+    Args:
+        folder: where the masters keep their files.
+        memory_bytes: limit of what each holds.
+
+    Attributes:
+        ports: of the masters.
+    """
+
+    def __init__(self, folder: Path, memory_bytes: int = 1 << 28) -> None:
+        self._folder = folder
+        self._memory = memory_bytes
+        self.ports: list[int] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> str:
+        """Where it listens: one node is enough."""
+        return f"redis+cluster://127.0.0.1:{self.ports[0]}"
+
+    @property
+    def log_path(self) -> Path:
+        """What the first master prints."""
+        return self._folder / "0" / "log"
+
+    def start(self) -> None:
+        """Start three masters and have them share the slots; after `stop` the same ones, with what they kept."""
+        is_new = not self.ports
+        self.ports = self.ports or _free_ports()
+        self._processes = [self._start(number) for number in range(_MASTERS)]
+        for port in self.ports:
+            until(partial(_answers, port), f"the master on port {port} answers")
+        if is_new:
+            self._share_slots()
+        for port in self.ports:
+            until(partial(_is_whole, port), "the cluster is whole")
+
+    def stop(self) -> None:
+        """End all masters."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.wait(DEADLINE_S)
+
+    def restart(self, number: int) -> None:
+        """Kill a master and start it again, without what it held."""
+        self._processes[number].kill()
+        self._processes[number].wait(DEADLINE_S)
+        self._processes[number] = self._start(number)
+        until(partial(_answers, self.ports[number]), "the master answers again")
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """Send a master a signal."""
+        self._processes[number].send_signal(what)
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        folder = self._folder / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "bind": "127.0.0.1",
+            "port": self.ports[number],
+            "dir": folder,
+            "cluster-enabled": "yes",
+            "cluster-config-file": "nodes.conf",
+            "cluster-node-timeout": 2000,
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": self._memory,
+            "maxmemory-policy": "volatile-lru",
+            "logfile": folder / "log",
+        }
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        return subprocess.Popen([server_binary(), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def _share_slots(self) -> None:
+        for number, port in enumerate(self.ports):
+            with redis.Redis(port=port) as node:
+                first, after = (_SLOTS * (number + i) // _MASTERS for i in (0, 1))
+                node.execute_command("CLUSTER", "ADDSLOTS", *range(first, after))
+                node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        with redis.Redis(port=self.ports[0]) as node:
+            for port in self.ports[1:]:
+                node.execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _free_ports() -> list[int]:
+    """Ports that are free, and those of their cluster buses too."""
+    found: list[int] = []
+    while len(found) < _MASTERS:
+        with socket.socket() as one, socket.socket() as bus:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            # Those that the system hands out begin above 32,768; a bus port must exist.
+            port = port if port + _BUS < 65_536 else port - 2 * _BUS
+            with suppress(OSError), socket.socket() as low:
+                if port != one.getsockname()[1]:
+                    low.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + _BUS))
+                if port not in found:
+                    found.append(port)
+    return found
+
+
+def _answers(port: int) -> bool:
+    with suppress(redis.RedisError), redis.Redis(port=port) as node:
+        return bool(node.ping())
+    return False
+
+
+def _is_whole(port: int) -> bool:
+    """Whether a master knows all others and all slots."""
+    with suppress(redis.RedisError), redis.Redis(port=port) as node:
+        info: Any = node.execute_command("CLUSTER", "INFO")
+        told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
+        return told.get("cluster_state") == "ok" and int(told.get("cluster_known_nodes", 0)) == _MASTERS
+    return False

@@ -1,0 +1,84 @@
+"""What a pool must answer about tries, token by token from the definition; vocabularies and weights to ask about."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.card import ModelCard
+from lmpool.kernels import Op
+from lmpool.synthetic import synthetic_row
+from lmpool.trie import Trie
+from tests.support.pool import Pool
+from tests.support.tries import reference
+
+Values = NDArray[np.float32]
+
+
+class Answers:
+    """The values of all nodes of one vocabulary, by brute force."""
+
+    def __init__(self, tokens: tuple[bytes, ...]) -> None:
+        found = reference(list(tokens))
+        self.tokens = tokens
+        self.node = {prefix: node for node, prefix in enumerate(found.prefixes)}
+        self.children = found.children
+        self._below = np.array(list(chain.from_iterable(map(sorted, found.below))))
+        self._starts = [0, *accumulate(map(len, found.below))][:-1]
+
+    def of(self, op: Op, weights: Values) -> Values:
+        """float32 (N,), in the order of the nodes: preorder, children by byte."""
+        below = weights.astype(np.float64)[self._below]
+        if op == "logsumexp":
+            return np.asarray(np.log(np.add.reduceat(np.exp(below), self._starts)), np.float32)
+        function = np.add if op == "sum" else np.maximum
+        return np.asarray(function.reduceat(below, self._starts), np.float32)
+
+
+@cache
+def answers(tokens: tuple[bytes, ...]) -> Answers:
+    """The answers for a vocabulary."""
+    return Answers(tokens)
+
+
+def answers_of(trie: Trie) -> Answers:
+    """The answers for the vocabulary of a trie."""
+    return answers(tuple(trie.vocabulary.tokens))
+
+
+@cache
+def words(seed: int, count: int) -> tuple[bytes, ...]:
+    """A vocabulary: an empty token, duplicates, shared prefixes."""
+    generator = np.random.default_rng(seed)
+    return (b"", *(bytes(generator.integers(97, 101, size).tolist()) for size in generator.integers(1, 8, count - 1)))
+
+
+def draw_weights(seed: int, count: int, op: Op = "sum") -> Values:
+    """Probabilities, for `logsumexp` their logarithms."""
+    logits = 3 * np.random.default_rng(seed).standard_normal(count)
+    logs = logits - np.logaddexp.reduce(logits)
+    return np.asarray(logs if op == "logsumexp" else np.exp(logs), np.float32)
+
+
+def row_weights(prompt: list[int], vocab_size: int, op: Op) -> Values:
+    """What a prompt of a synthetic model stands for."""
+    row = synthetic_row(prompt, vocab_size=vocab_size)
+    return row if op == "logsumexp" else np.exp(row)
+
+
+def assert_right(got: Values, expected: Any) -> None:
+    """Float32, and within 1e-6 of what the definition says."""
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-12)
+
+
+def leftovers(pool: Pool) -> list[str]:
+    """What a pool holds for requests by weights: it must be nothing soon after these have ended."""
+    card: Any = pool.redis.hget(pool.keys.models(), "trie")
+    made = pool.names(f"row:{ModelCard.unpack(card).fingerprint}:*")
+    jobs = [f"{pool.jobs('trie')} jobs"] if pool.jobs("trie") else []
+    return [*pool.names("weights:*"), *made, *pool.names("{trie}:waiting:*"), *jobs]

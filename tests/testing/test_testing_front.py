@@ -1,0 +1,191 @@
+"""The in-memory pool's server: every claim is tested on a real one too, so that neither we nor fakeredis err."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from lmpool.keys import GROUP
+from lmpool.link import CommandLink
+from lmpool.rowlink import RowWrite
+from lmpool.runtime_folder import socket_url
+from lmpool.server import Server
+from lmpool.testing.front import Front
+from tests.support.pool import until_async
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(params=["in-memory", "real"])
+async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
+    """A server, with nothing in its tenth database."""
+    if request.param == "real":
+        found = Server(request.getfixturevalue("server_url") + "?db=9")
+        client = found.client()
+        await client.flushdb()
+        yield found
+        await client.flushdb()
+        await client.aclose()
+        return
+    path = short_dir / "redis.sock"
+    async with Front(path):
+        yield Server(socket_url(path) + "?db=9")
+
+
+@pytest.fixture
+async def link(server: Server) -> AsyncIterator[CommandLink]:
+    found = await server.command_link()
+    yield found
+    found.close()
+
+
+async def read_group(link: CommandLink, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
+    command = ("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", "jobs", ">")
+    return await asyncio.wait_for(link.call(command), DEADLINE_S)
+
+
+async def until_reading(link: CommandLink, *consumers: str) -> None:
+    """Wait until these have begun to read in the group, and have found nothing."""
+
+    async def is_so() -> bool:
+        found = await link.call(("XINFO", "CONSUMERS", "jobs", GROUP))
+        return {one[1].decode() for one in found} == set(consumers)
+
+    await until_async(is_so, f"{consumers} read")
+
+
+def entries(reply: Any) -> list[bytes]:
+    return [fields[1] for _, fields in reply[0][1]]
+
+
+async def test_replies_have_the_types_of_a_server(link: CommandLink) -> None:
+    """A link for rows takes a status for a status and a string for a value."""
+    for command, reply in (
+        (("SET", "k", "v"), b"OK"),
+        (("GET", "k"), b"v"),
+        (("GET", "none"), None),
+        (("EVAL", "return 'QJ'", 0), b"QJ"),
+        (("EVAL", "return {1, 'a', {}, false}", 0), [1, b"a", [], None]),
+        (("MGET", "k", "none"), [b"v", None]),
+        (("EXISTS", "k"), 1),
+        (("XPENDING", "none", "g", "-", "+", 1), "NOGROUP"),
+        (("EVALSHA", "0" * 40, 0), "NOSCRIPT"),
+        (("LPUSH", "k", "v"), "WRONGTYPE"),
+        (("NOSUCH",), "ERR unknown command"),
+    ):
+        if isinstance(reply, str):
+            with pytest.raises(ResponseError, match=f"^{reply}"):
+                await link.call(command)
+        else:
+            assert await link.call(command) == reply
+
+
+async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) -> None:
+    link = await server.row_link(1 << 20)
+    stored, told = link.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), link.call((b"GET", b"k"))
+    assert await stored == [None]
+    assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
+    link.close()
+
+
+async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -> None:
+    link = await server.row_link(1 << 20)
+    numbers = np.random.default_rng(0).integers(0, 256, (40, 200_000), np.uint8)
+    keys = [b"row:\r\n\x00" + bytes([i]) for i in range(40)]
+    writes = [
+        RowWrite(key, b"h" * 16, row.data, i % 2 == 0) for i, (key, row) in enumerate(zip(keys, numbers, strict=True))
+    ]
+    await asyncio.gather(*(link.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
+    again = await link.set(
+        [writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9
+    )
+    assert again == [None, None]  # What is there stays unless it is to be overwritten.
+    found = await link.mget([*keys, b"none"])
+    assert found[0] is None or bytes(found[0])[16:] == numbers[1].tobytes()
+    for row, got in zip(numbers[1:], found[1:-1], strict=True):
+        assert bytes(got)[16:] == row.tobytes()
+    assert found[-1] is None
+    link.close()
+
+
+async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
+    server: Server, link: CommandLink
+) -> None:
+    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+    readers = [await server.command_link() for _ in range(3)]
+    reads = []
+    for number, reader in enumerate(readers):
+        reads.append(asyncio.ensure_future(read_group(reader, f"c{number}")))
+        await until_reading(link, *(f"c{other}" for other in range(number + 1)))
+    for number, read in enumerate(reads):
+        await link.call(("XADD", "jobs", "*", "m", number))
+        assert entries(await read) == [str(number).encode()]
+        assert not any(other.done() for other in reads[number + 1 :])
+    for reader in readers:
+        reader.close()
+
+
+async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: CommandLink) -> None:
+    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+    gone = await server.command_link()
+    number = await gone.call(("CLIENT", "ID"))
+    gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "COUNT", 1, "BLOCK", 0, "STREAMS", "jobs", ">"))
+    await until_reading(link, "gone")
+    gone.close()
+
+    async def is_alone() -> bool:
+        return b"id=" not in await link.call(("CLIENT", "LIST", "ID", number))
+
+    await until_async(is_alone, "the server knows that the client has gone")
+    await link.call(("XADD", "jobs", "*", "m", "x"))
+    assert entries(await read_group(link, "here")) == [b"x"]
+
+
+async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behind_it_follows(
+    link: CommandLink,
+) -> None:
+    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+    replies = [
+        link.call(("XREAD", "BLOCK", 50, "STREAMS", "jobs", "0")),
+        link.call(("PING",)),
+        link.call(("ECHO", "x")),
+    ]
+    assert await asyncio.wait_for(asyncio.gather(*replies), DEADLINE_S) == [None, b"PONG", b"x"]
+
+
+async def test_a_group_that_is_gone_is_told_as_such(link: CommandLink) -> None:
+    for _ in range(2):
+        with pytest.raises(ResponseError, match="^NOGROUP"):
+            await read_group(link, "c")
+        await link.call(("XADD", "jobs", "*", "m", "x"))
+
+
+async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, link: CommandLink) -> None:
+    other = await server.command_link()
+    number = await other.call(("CLIENT", "ID"))
+    waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
+    assert await link.call(("CLIENT", "KILL", "ID", number)) == 1
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_clients_may_speak_either_protocol(server: Server) -> None:
+    kwargs = server.client().connection_pool.connection_kwargs
+    for protocol in (2, 3):
+        client: Redis = Redis(unix_socket_path=kwargs["path"], db=9, protocol=protocol)
+        await client.hset("h", mapping={"a": "1"})
+        assert await client.hgetall("h") == {b"a": b"1"}
+        assert await client.get("none") is None
+        pipe = client.pipeline()
+        pipe.incr(f"n{protocol}")
+        pipe.zadd("z", {"m": 1.5})
+        pipe.zscore("z", "m")
+        assert (await pipe.execute())[::2] == [1, 1.5]
+        await client.aclose()

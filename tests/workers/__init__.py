@@ -1,0 +1,1 @@
+"""Tests of workers and of what they tell about themselves."""

@@ -1,0 +1,395 @@
+"""LoRA adapters of the hf backend: the rows are peft's own, those of other prompts stay the model's to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lmpool.adapters import qualify
+from lmpool.errors import AdapterRefused, SettingsError
+from lmpool.prompts import digest_of
+from lmpool.rows import decode_row
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.backends.hf.backend import HfBackend
+from lmpool.workers.backends.hf.batching import BatchRules, Candidate, choose
+from lmpool.workers.backends.hf.settings import HfSettings
+from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
+from tests.support.pool import Pool
+
+Row = NDArray[np.float32]
+Asked = tuple[list[int], str]
+
+_numbers = count()
+
+
+def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> Path:
+    """An adapter for a tiny model, as peft makes and writes it."""
+    # Imported here: in each process that collects tests it takes seconds.
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.pop("target_modules", ["q_proj", "v_proj", "up_proj"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted: Any = get_peft_model(
+            make_model(kind), LoraConfig(**{"r": 4, "target_modules": targets, "lora_dropout": 0.5} | config)
+        )
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> Row:
+    """What peft's own model answers."""
+    from peft import PeftModel
+
+    model: Any = make_model(kind)
+    if folder is not None:
+        model = PeftModel.from_pretrained(model, str(folder))
+    with torch.inference_mode():
+        logits = model.eval()(input_ids=torch.tensor([list(ids)])).logits[0, -1]
+    row: Row = torch.log_softmax(logits.float(), -1).numpy()
+    return row
+
+
+def ask(backend: HfBackend, asked: Sequence[Asked]) -> list[Row]:
+    """The rows of prompts that wait together: (ids, "name@revision" or "")."""
+    jobs = []
+    for ids, adapter in asked:
+        data = np.asarray(ids, "<u4").tobytes()
+        jobs.append(BackendJob(digest_of(data, str(next(_numbers))), data, adapter))
+    backend.submit(jobs)
+    found: dict[bytes, Row] = {}
+    while len(found) < len(jobs):
+        finished = backend.step()
+        assert not finished.failures
+        for block in finished.blocks:
+            for index, digest in enumerate(block.digests):
+                encoded = np.frombuffer(bytearray(block.encode(index)), np.uint8)
+                found[digest] = decode_row(encoded, VOCAB_SIZE)
+    return [found[job.digest] for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters; the other one replaces a whole module too."""
+    folder = tmp_path_factory.mktemp("loras")
+    return {
+        "poet": write_lora(folder / "poet", 1),
+        "judge.v2": write_lora(folder / "judge", 2, modules_to_save=["lm_head"]),
+    }
+
+
+@pytest.fixture
+def backend(model: Path) -> Iterator[HfBackend]:
+    opened = HfBackend(HfSettings(str(model), name="tiny"))
+    yield opened
+    opened.close()
+
+
+def load(backend: HfBackend, loras: dict[str, Path]) -> dict[str, str]:
+    """Load adapters; returns what jobs call them."""
+    return {name: qualify(name, backend.load_adapter(name, str(folder))) for name, folder in loras.items()}
+
+
+PROMPTS = [[1, 2, 3], [4, 5], list(range(40)), list(range(41)), [1, 2, 3, 9], [8]]
+
+
+def test_rows_of_adapters_are_those_of_peft(backend: HfBackend, loras: dict[str, Path]) -> None:
+    named = load(backend, loras)
+    folders = {"": None, **{named[name]: folder for name, folder in loras.items()}}
+    asked = [(ids, adapter) for ids in PROMPTS for adapter in folders]
+    random.Random(0).shuffle(asked)
+    for _ in range(3):  # From the second time on, from prefixes that are held.
+        for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
+            np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
+    assert backend.stats().reused > 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
+def test_other_architectures_have_adapters_too(tmp_path: Path, kind: str) -> None:
+    targets = {"gpt2": ["c_attn"], "gemma3": ["q_proj", "o_proj"]}[kind]
+    lora = write_lora(tmp_path / "lora", 3, kind, target_modules=targets)
+    backend = HfBackend(HfSettings(str(write_model(tmp_path / "model", kind)), name="tiny"))
+    (adapter,) = load(backend, {"a": lora}).values()
+    for ids, row in zip(PROMPTS, ask(backend, [(ids, adapter) for ids in PROMPTS]), strict=True):
+        np.testing.assert_allclose(row, reference(lora, ids, kind), atol=1e-5, rtol=0)
+
+
+def test_prompts_without_an_adapter_keep_their_rows_to_the_last_bit(
+    model: Path, backend: HfBackend, loras: dict[str, Path]
+) -> None:
+    plain = HfBackend(HfSettings(str(model), name="tiny"))
+    adapters = list(load(backend, loras).values())
+    for left in (2, 1, 0):
+        for adapter in backend.adapters:
+            ask(backend, [(ids, adapter) for ids in PROMPTS])
+        for ids in PROMPTS:
+            assert np.array_equal(ask(backend, [(ids, "")]), ask(plain, [(ids, "")])), (ids, left)
+        if left:
+            backend.drop_adapter(adapters.pop())
+    assert backend.stats().reused > 0
+    assert backend.card.fingerprint == plain.card.fingerprint
+    plain.close()
+
+
+def test_what_is_held_of_a_prefix_is_never_used_for_another_adapter(backend: HfBackend, loras: dict[str, Path]) -> None:
+    named = load(backend, loras)
+    ids = list(range(50))
+    for adapter in ("", named["poet"], named["judge.v2"]):
+        before = backend.stats()
+        ask(backend, [(ids, adapter)])
+        assert backend.stats().reused == before.reused, "the first time there is nothing to reuse"
+        ask(backend, [([*ids, 1], adapter)])
+        assert backend.stats().reused - before.reused == 50
+    # Dropped and loaded again it has the same name, and must not find what it had.
+    revision = named["poet"].rpartition("@")[2]
+    backend.drop_adapter(named["poet"])
+    assert backend.load_adapter("poet", str(loras["poet"])) == revision
+    before = backend.stats()
+    ask(backend, [(ids, named["poet"])])
+    assert backend.stats().reused == before.reused
+
+
+def test_prompts_of_different_adapters_do_not_run_together() -> None:
+    rules = BatchRules(tokens=1000, logits=1000, kv_tokens=1000, pads=True, horizon=1000, chunk=1000, shares=False)
+    waiting = [
+        Candidate(bytes([n]), [n, 1], [], adapter=adapter) for n, adapter in enumerate(["", "a", "b", "a", "", "b"])
+    ]
+    taken = []
+    while waiting:
+        batch = choose(waiting, 8, rules)
+        waiting = [one for one in waiting if one not in batch]
+        taken.append([one.adapter for one in batch])
+    assert taken == [["", ""], ["a", "a"], ["b", "b"]]
+
+
+def test_another_weight_is_another_revision_and_the_same_weights_are_the_same(
+    backend: HfBackend, tmp_path: Path, loras: dict[str, Path]
+) -> None:
+    revision = backend.load_adapter("a", str(loras["poet"]))
+    assert backend.load_adapter("b", str(loras["poet"])) == revision
+    other = write_lora(tmp_path / "other", 1)
+    assert backend.load_adapter("c", str(other)) == revision
+    tensors = load_file(other / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] += 1
+    save_file(tensors, other / "adapter_model.safetensors")
+    assert backend.load_adapter("d", str(other)) != revision
+
+
+# Refusals
+
+
+def other_shape(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: torch.zeros(4, 4) for name in tensors}, folder / "adapter_model.safetensors")
+
+
+def some_missing(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), folder / "adapter_model.safetensors")
+
+
+def another_instead(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {name.replace("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj"): one for name, one in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors")
+
+
+def some_too_many(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    more = {f"base_model.model.model.layers.7.mlp.up_proj.lora_{f}.weight": torch.zeros(4, 4) for f in "AB"}
+    save_file(tensors | more, folder / "adapter_model.safetensors")
+
+
+def nonsense(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
+
+
+def no_numbers(folder: Path) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    filled = {name: torch.full_like(one, float("nan")) for name, one in tensors.items()}
+    save_file(filled, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (other_shape, "does not fit"),
+        (some_missing, r"does not fit itself: .* asks for \d+ numbers \(parameters\), and .* some weights are missing"),
+        (another_instead, "does not fit .*: 4 of its weights have no place or are missing"),
+        (some_too_many, r"does not fit .* no place for .*layers\.7"),
+        (nonsense, "does not fit"),
+        (no_numbers, "the model's logits are no numbers"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"holds no adapter_model\.safetensors"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_and_leaves_nothing_behind(
+    model: Path, backend: HfBackend, tmp_path: Path, loras: dict[str, Path], spoil: Any, message: str
+) -> None:
+    spoiled = write_lora(tmp_path / "lora", 5)
+    spoil(spoiled)
+    plain = HfBackend(HfSettings(str(model), name="tiny"))
+    for first in (True, False):
+        with pytest.raises(SettingsError, match=message):
+            backend.load_adapter("bad", str(spoiled))
+        assert not any(adapter.startswith("bad") for adapter in backend.adapters)
+        if first:
+            (poet,) = load(backend, {"poet": loras["poet"]}).values()
+        ids = [7, 3, len(backend.adapters)]
+        np.testing.assert_allclose(ask(backend, [(ids, poet)])[0], reference(loras["poet"], ids), atol=1e-5, rtol=0)
+        assert np.array_equal(ask(backend, [([9, int(first)], "")]), ask(plain, [([9, int(first)], "")]))
+    plain.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bias": "all"}, "changes biases of the model itself"),
+        ({"init_lora_weights": "pissa"}, "belongs to a model whose weights it has changed"),
+        ({"target_modules": ["q_proj"], "alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}, "aLoRA"),
+    ],
+)
+def test_adapters_that_are_more_than_a_lora_are_refused(
+    backend: HfBackend, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        backend.load_adapter("a", str(write_lora(tmp_path / "lora", 6, **config)))
+    assert backend.adapters == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 1_000_000}, "the rank 1000000 .* from 1 to 1024"),
+        ({"r": 512}, "has rank 4, and adapter_config.json says 512"),
+        ({"target_modules": r"((\w|\w|\.)+)*!"}, "target_modules is .*, a pattern: .* list them"),
+        ({"modules_to_save": [r"((\w|\w|\.)+)*!"]}, "modules_to_save names .* patterns are not taken"),
+    ],
+)
+def test_what_would_cost_memory_or_freeze_the_worker_is_refused_before_peft_reads_it(
+    backend: HfBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
+) -> None:
+    spoiled = write_lora(tmp_path / "lora", 6)
+    file = spoiled / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    monkeypatch.setattr("peft.PeftConfig.from_pretrained", lambda *_: pytest.fail("peft reads it"))
+    with pytest.raises(SettingsError, match=message):
+        backend.load_adapter("bad", str(spoiled))
+
+
+class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
+    """Counts the bytes of tensors made while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: list[torch.UntypedStorage] = []  # Held, so that no two have one address.
+
+    @property
+    def count(self) -> int:
+        return sum({storage.data_ptr(): storage.nbytes() for storage in self._storages}.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else [result]
+        tensors = [one for one in made if isinstance(one, torch.Tensor) and one.device.type != "meta"]
+        self._storages += [one.untyped_storage() for one in tensors]
+        return result
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": 1, "rank_pattern": {"k_proj": 1024, "v_proj": 1024}, "target_modules": ["q_proj", "k_proj", "v_proj"]},
+        {"r": 1, "target_modules": "all-linear"},
+        {"r": 1, "target_modules": ["q_proj"], "modules_to_save": ["mlp", "lm_head"]},
+        {"r": 1, "target_modules": ["q_proj"], "modules_to_save": ["layers.1"]},
+        {"r": 1, "target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": list(range(50))}},
+        {"r": 1, "target_modules": ["q_proj"], "use_dora": True},
+    ],
+)  # fmt: skip
+def test_no_more_is_reserved_for_an_adapter_than_its_file_holds(
+    backend: HfBackend, loras: dict[str, Path], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    folder = tmp_path / "greedy"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(1, 1)}, folder / "adapter_model.safetensors")
+    for first in (True, False):
+        with (
+            Reserved() as reserved,
+            pytest.raises(SettingsError, match=r"does not fit itself: .* asks for \d+ numbers .*, and .* holds 1: "),
+        ):
+            backend.load_adapter("greedy", str(folder))
+        # Tensors that are neither parameters nor buffers, such as the frequencies of positions, are copied.
+        assert reserved.count < 1024
+        if first:
+            load(backend, loras)
+
+
+def test_shapes_that_a_file_has_no_bytes_for_do_not_count(backend: HfBackend, tmp_path: Path) -> None:
+    boasting = write_lora(tmp_path / "lora", 5, r=64)
+    file = boasting / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with Reserved() as reserved, pytest.raises(SettingsError, match="does not fit"):
+        backend.load_adapter("boasting", str(boasting))
+    assert reserved.count < 1024
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}, "use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
+    ],
+)
+def test_adapters_of_all_shapes_are_served(backend: HfBackend, tmp_path: Path, config: dict[str, Any]) -> None:
+    lora = write_lora(tmp_path / "lora", 3, **config)
+    (adapter,) = load(backend, {"a": lora}).values()
+    np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), atol=1e-5, rtol=0)
+
+
+# Serving
+
+
+async def test_a_pool_serves_replaces_and_refuses_adapters(
+    pool: Pool, model: Path, loras: dict[str, Path], tmp_path: Path
+) -> None:
+    pool.start("--backend", "hf", "--name", "tiny", "--adapters", f"poet={loras['poet']}", model=str(model))
+    strange = write_lora(tmp_path / "strange", 4, "gpt2", target_modules=["c_attn"])
+    async with pool.producer() as producer:
+        (old,) = (await producer.adapters()).values()
+        np.testing.assert_allclose(
+            await producer.logprobs([1, 2], adapter="poet"), reference(loras["poet"], [1, 2]), atol=1e-5, rtol=0
+        )
+        with pytest.raises(AdapterRefused, match="does not fit"):
+            await producer.add_adapter("poet", strange)
+        assert await producer.adapters() == {"poet": old}
+        new = await producer.add_adapter("poet", loras["judge.v2"])
+        assert new != old
+        for ids in ([1, 2], [1, 2, 3]):
+            row = await producer.logprobs(ids, adapter="poet")
+            np.testing.assert_allclose(row, reference(loras["judge.v2"], ids), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(await producer.logprobs([1, 2]), reference(None, [1, 2]), atol=1e-5, rtol=0)

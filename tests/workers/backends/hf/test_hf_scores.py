@@ -1,0 +1,90 @@
+"""The hf backend's scores of prompts' own tokens, and its fresh rows, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lmpool.workers.backends import row_encoder
+from lmpool.workers.backends.hf import backend as hf_backend
+from lmpool.workers.backends.hf.forward import Forward
+from tests.support.models.tiny_models import CONFIGS
+from tests.workers.backends.hf.hf_tiny import Logprobs, Tiny, decode, drain, job, random_prompts, serve
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("logits", [7, 1 << 20])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind: str, logits: int) -> None:
+    backend = tiny.backend(kind)
+    backend._rules = backend._rules._replace(logits=logits)
+    prompts, starts = random_prompts(3, (40, 50)), (2, 30, 1)
+    jobs = [job(ids)._replace(score_from=start) for ids, start in zip(prompts, starts, strict=True)]
+    backend.submit(jobs)
+    steps = drain(backend)
+    assert len(steps) > 7 if logits == 7 else len(steps) <= 4
+    found: dict[bytes, Logprobs] = {}
+    for answers in (step.answers for step in steps if step.answers):
+        found.update(zip(answers.digests, answers.vectors, strict=True))
+    for one, ids, start in zip(jobs, prompts, starts, strict=True):
+        expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
+        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+
+
+def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = tiny.backend()
+    forward = Forward.last_logits
+    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
+    one = job((1, 2, 3))._replace(score_from=1)
+    backend.submit([one])
+    (finished,) = drain(backend)
+    assert finished.failures == {one.digest: "the model returned logits that are no distribution: NaN or infinite"}
+
+
+def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def scores_of(logits: Tensor, tokens: Sequence[int]) -> Logprobs:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found_by_model(logits, tokens)
+
+    found_by_model = row_encoder.scores_of
+    monkeypatch.setattr(hf_backend, "scores_of", scores_of)
+    backend = tiny.backend()
+    prompts = random_prompts(3, (10, 10))
+    jobs = [job(ids)._replace(score_from=4) for ids in prompts]
+    backend.submit(jobs)
+    found: dict[bytes, Logprobs] = {}
+    for finished in drain(backend):
+        assert not finished.failures
+        if finished.answers is not None:
+            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    for one, ids in zip(jobs, prompts, strict=True):
+        expected = [tiny.reference("llama").row(ids[:at])[ids[at]] for at in range(4, 10)]
+        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+
+
+def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
+    backend = tiny.backend()
+    (prompt,) = random_prompts(1, (20, 20))
+    serve(backend, [prompt])
+    assert backend._pool is not None
+    held = len(backend._pool.slots)
+    with torch.inference_mode():
+        backend._pool._storage.fill_(7.0)  # Whatever used it would be wrong.
+    fresh = job(prompt)._replace(digest=b"f" * 16, fresh=True)
+    backend.submit([fresh, job(prompt[:7])._replace(digest=b"g" * 16, fresh=True)])
+    rows = {digest: row for one in drain(backend) for digest, row in decode(one.blocks).items()}
+    tiny.reference("llama").check({prompt: rows[fresh.digest], prompt[:7]: rows[b"g" * 16]})
+    assert len(backend._pool.slots) == held

@@ -1,0 +1,313 @@
+"""Long prompts on the hf backend: computed a chunk at a time, with short ones between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lmpool.server import Server
+from lmpool.workers.backend import Finished
+from lmpool.workers.backends.hf.backend import HfBackend
+from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.support.models.tiny_models import CONFIGS
+from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
+from tests.workers.backends.hf.hf_tiny import Tiny, decode, drain, job, random_prompts, serve
+
+EVERY_KIND = pytest.mark.parametrize("kind", list(CONFIGS))
+# What keeps a state, or has other embeddings beyond a length, cannot go on from a part.
+WHOLE = ("mamba", "rwkv", "longrope")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def answered(backend: HfBackend, *, steps: int = 1) -> list[bytes]:
+    """What so many steps answer."""
+    finished = [backend.step() for _ in range(steps)]
+    return [digest for one in finished for digest in one.digests]
+
+
+@EVERY_KIND
+def test_a_long_prompt_computed_in_chunks_has_the_row_of_transformers(tiny: Tiny, kind: str) -> None:
+    backend = tiny.backend(kind, chunked_prefill_size=8)
+    prompts = random_prompts(3, (40, 60), seed=5)
+    backend.submit([job(prompt) for prompt in prompts])
+    finished = drain(backend)
+    assert (len(finished) > sum(len(prompt) // 8 for prompt in prompts)) == (kind not in WHOLE)
+    rows = decode(block for one in finished for block in one.blocks)
+    tiny.reference(kind).check({prompt: rows[job(prompt).digest] for prompt in prompts})
+
+
+def test_chunks_keep_to_the_tokens_of_a_forward(tiny: Tiny) -> None:
+    assert tiny.backend(max_batch_tokens=16)._rules.chunk == 16
+
+
+@pytest.mark.parametrize(("bytes_", "says"), [(1 << 14, True), (1 << 24, False)])
+def test_a_log_line_tells_how_long_prompts_are_computed_in_chunks(
+    tiny: Tiny, caplog: pytest.LogCaptureFixture, bytes_: int, says: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend = tiny.backend(kv_cache_bytes=bytes_)
+    assert backend._pool is not None
+    told = f"in chunks up to {backend._pool.capacity} tokens: --kv-cache-bytes has room for no more"
+    assert (told in caplog.text) == says
+
+
+@EVERY_KIND
+def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny, kind: str) -> None:
+    backend = tiny.backend(kind, chunked_prefill_size=8)
+    long, short, late = *random_prompts(1, (60, 60)), (1, 2, 3), (4, 5, 6)
+    backend.submit([job(long), job(short)])
+    assert answered(backend) == [job(short).digest]
+    if kind not in WHOLE:
+        assert answered(backend) == []
+    backend.submit([job(late)])
+    order = [digest for finished in drain(backend) for digest in finished.digests]
+    # What is computed whole has its turn after one step of others.
+    assert order == [job(one).digest for one in ((long, late) if kind in WHOLE else (late, long))]
+
+
+@pytest.mark.parametrize(("length", "score_from"), [(60, 0), (64, 0), (61, 1), (65, 1)])
+def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length: int, score_from: int) -> None:
+    backend = tiny.backend("llama", chunked_prefill_size=8, max_batch=1)
+    (long,) = random_prompts(1, (length, length))
+    short = iter(random_prompts(20, (1, 1), seed=3))
+    backend.submit([job(long)._replace(score_from=score_from)])
+    waits = 0
+    while not answered(backend):
+        waits += 1
+        backend.submit([asked := job(next(short))])
+        assert answered(backend) == [asked.digest]
+    assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last token that is scored.
+
+
+@pytest.mark.parametrize("kind", ["llama", "rwkv"])
+@pytest.mark.parametrize("chunk", [4, 8])
+def test_a_long_prompt_is_answered_however_many_short_ones_come(tiny: Tiny, kind: str, chunk: int) -> None:
+    backend = tiny.backend(kind, chunked_prefill_size=chunk, max_batch=4)
+    (long,) = random_prompts(1, (60, 60))
+    short = iter(random_prompts(400, (2, 3), seed=3))
+    backend.submit([job(long)])
+    rows: dict[bytes, Any] = {}
+    for _ in range(2 * (60 // chunk + 1)):
+        backend.submit([job(next(short)) for _ in range(backend.capacity())])
+        rows |= decode(backend.step().blocks)
+    tiny.reference(kind).check({long: rows[job(long).digest]})
+
+
+@pytest.mark.parametrize("slots", [9, 50, 70, 200])
+def test_a_long_prompt_gets_on_in_a_pool_that_others_fill(tiny: Tiny, slots: int) -> None:
+    backend = tiny.backend(chunked_prefill_size=8, max_batch=4, max_batch_tokens=32)
+    assert backend._pool is not None
+    backend._pool = KVPool(backend._pool.layout, slots, torch.device("cpu"))
+    longs = random_prompts(3, (60, 60), seed=1)
+    others = iter(random_prompts(400, (2, 12), seed=2))
+    backend.submit([job(long) for long in longs])
+    rows: dict[bytes, Any] = {}
+    # Each has eight chunks, and every second step is one of them.
+    for _ in range(2 * 3 * 8):
+        backend.submit([job(next(others)) for _ in range(backend.capacity())])
+        rows |= decode(backend.step().blocks)
+    tiny.reference("llama").check({long: rows[job(long).digest] for long in longs})
+
+
+def test_chunks_that_are_computed_stay_however_much_others_need(tiny: Tiny) -> None:
+    backend = tiny.backend(chunked_prefill_size=8, max_batch=8)
+    assert backend._pool is not None
+    pool = backend._pool = KVPool(backend._pool.layout, 51, torch.device("cpu"))
+    (long,) = random_prompts(1, (60, 60))
+    others = iter(random_prompts(400, (2, 3), seed=2))
+    backend.submit([job(long)])
+    held: list[int] = []
+    while not held or (held[-1] < 51 and len(held) < 30):
+        backend.submit([job(next(others)) for _ in range(backend.capacity())])
+        assert job(long).digest not in backend.step().digests
+        held.append(len(pool.slots.match(long)))
+    assert held == sorted(held)
+    assert held[-1] == 51
+
+
+def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    run = Forward._run
+
+    def noted(self: Forward, prompts: Any, lengths: list[int], new: int, *rest: Any) -> Tensor:
+        sizes.append(len(prompts) * new)
+        return run(self, prompts, lengths, new, *rest)
+
+    backend = tiny.backend(chunked_prefill_size=8)
+    monkeypatch.setattr(Forward, "_run", noted)
+    serve(backend, random_prompts(4, (60, 60)))
+    assert max(sizes) <= 8 * 4  # The last parts of prompts of one length may run together.
+    assert sizes.count(8) >= 4 * 6
+
+
+def test_a_dropped_long_prompt_is_let_go_between_chunks(tiny: Tiny) -> None:
+    backend = tiny.backend(chunked_prefill_size=8)
+    long, other = random_prompts(2, (60, 60))
+    backend.submit([job(long), job(other)])
+    assert answered(backend, steps=3) == []
+    steps = backend.stats().steps
+    backend.abort([job(long).digest])
+    drain(backend)
+    assert backend.stats().steps - steps <= 60 // 8 + 1
+    assert backend.capacity() == 2 * backend.batch
+    # What was computed of it is a prefix like any other.
+    reused = backend.stats().reused
+    serve(backend, [long[:24]])
+    assert backend.stats().reused - reused == 23
+
+
+def test_chunks_of_one_prompt_are_not_counted_as_reused(tiny: Tiny) -> None:
+    backend = tiny.backend(chunked_prefill_size=8)
+    serve(backend, random_prompts(2, (60, 60)))
+    stats = backend.stats()
+    assert (stats.rows, stats.tokens, stats.reused) == (2, 120, 0)
+
+
+def test_a_long_fresh_prompt_uses_and_leaves_nothing_that_others_find(tiny: Tiny) -> None:
+    backend = tiny.backend(chunked_prefill_size=8)
+    (long,) = random_prompts(1, (60, 60))
+    serve(backend, [long])
+    assert backend._pool is not None
+    with torch.inference_mode():
+        backend._pool._storage[1:].fill_(7.0)  # Whatever used it would be wrong.
+    fresh = job(long)._replace(digest=b"f" * 16, fresh=True)
+    backend.submit([fresh, job((1, 2, 3))])
+    assert answered(backend, steps=2) == [job((1, 2, 3)).digest]
+    rows = decode(block for finished in drain(backend) for block in finished.blocks)
+    tiny.reference("llama").check({long: rows[fresh.digest]})
+    assert len(backend._pool.slots.match(long)) == 60
+
+
+def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
+    backend = tiny.backend(chunked_prefill_size=8)
+    text, far = random_prompts(2, (60, 60), seed=7)
+    jobs = [job(text)._replace(score_from=1), job(far)._replace(score_from=50)]
+    backend.submit(jobs)
+    order: list[bytes] = []
+    found: dict[bytes, Any] = {}
+    for step in range(40):
+        if step == 5:
+            backend.submit([job((1, 2, 3))])
+        finished = backend.step()
+        order += finished.digests
+        if finished.answers is not None:
+            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        if len(order) == 3:
+            break
+    assert order[0] == job((1, 2, 3)).digest
+    row = tiny.reference("llama").row
+    for one, ids in zip(jobs, (text, far), strict=True):
+        expected = [row(ids[:at])[ids[at]] for at in range(one.score_from, 60)]
+        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+
+
+# In a worker
+
+
+class SteppedBackend(HfBackend):
+    """An hf backend that takes so many steps as it is let.
+
+    Attributes:
+        answered: digests in the order in which they were answered.
+    """
+
+    def __init__(self, settings: HfSettings) -> None:
+        super().__init__(settings)
+        self._steps = threading.Semaphore(0)
+        self.answered: list[bytes] = []
+
+    def let(self, steps: int) -> None:
+        """Let it take so many more steps."""
+        self._steps.release(steps)
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        self._steps.acquire()
+        finished = super().step()
+        self.answered += finished.digests
+        return finished
+
+
+@asynccontextmanager
+async def serving(pool: Pool, backend: SteppedBackend) -> AsyncIterator[Worker]:
+    """A worker in this process, whose backend may step at will in the end."""
+    worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=2.0))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    try:
+        await asyncio.wait_for(ready.wait(), DEADLINE_S)
+        yield worker
+    finally:
+        backend.let(10_000)
+        worker.stop()
+        await asyncio.wait_for(running, DEADLINE_S)
+
+
+async def until_true(holds: Callable[[], bool], what: str) -> None:
+    """Wait for what the worker's other thread brings about."""
+
+    async def look() -> bool:
+        return holds()
+
+    await until_async(look, what)
+
+
+@pytest.fixture
+def backend(tiny: Tiny) -> SteppedBackend:
+    return SteppedBackend(HfSettings(str(tiny.folder("llama")), "tiny", device="cpu", chunked_prefill_size=8))
+
+
+async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one_is_computed(
+    pool: Pool, tiny: Tiny, backend: SteppedBackend
+) -> None:
+    (long,), short = random_prompts(1, (60, 60)), (1, 2, 3)
+    async with serving(pool, backend) as worker, pool.producer("tiny") as one, pool.producer("tiny") as another:
+        first = asyncio.create_task(one.logprobs(long))
+        backend.let(3)
+        await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
+        second = asyncio.create_task(another.logprobs(short))
+        await until_true(lambda: len(worker._stepper.owed) == 2, "the backend is given the short prompt")
+        # One step may have begun before; the next one is the short prompt's.
+        backend.let(2)
+        rows: dict[tuple[int, ...], Any] = {short: await second}
+        assert backend.answered == [job(short).digest]
+        assert not first.done()
+        backend.let(100)
+        rows[long] = await first
+    tiny.reference("llama").check(rows)
+
+
+async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunks(
+    pool: Pool, tiny: Tiny, backend: SteppedBackend
+) -> None:
+    (long,) = random_prompts(1, (60, 60))
+    async with serving(pool, backend) as worker, pool.producer("tiny") as one, pool.producer("tiny") as another:
+        first = asyncio.create_task(one.logprobs(long))
+        backend.let(3)
+        await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
+        first.cancel()
+        await until_true(lambda: not worker._stepper.owed, "the worker sees that nobody waits")
+        second = asyncio.create_task(another.logprobs((1, 2, 3)))
+        await until_true(lambda: len(worker._stepper.owed) == 1, "the backend is given another prompt")
+        backend.let(100)
+        tiny.reference("llama").check({(1, 2, 3): await second})
+        assert backend.answered == [job((1, 2, 3)).digest]
+        # Beside its three chunks: the one that had begun, and the step of the other prompt.
+        assert backend.stats().steps <= 5

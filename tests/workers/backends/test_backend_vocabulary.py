@@ -1,0 +1,140 @@
+"""The vocabulary that a worker publishes: that of its model's tokenizer, or none and one line that says why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples.smollm2 import gguf_path
+from transformers import AutoTokenizer
+
+from lmpool.card import ModelCard
+from lmpool.vocab import Vocabulary
+from lmpool.workers.backends import vocabulary
+from lmpool.workers.backends.sglang.launch import _place
+from lmpool.workers.backends.vocabulary import read_vocabulary
+from tests.contract.model import PIECES, write_tokenizer
+from tests.support.models.tiny_models import CONFIGS, write_model
+
+CARD = ModelCard(name="tiny", backend="hf", vocab_size=97, max_prompt_tokens=64, revision="1", dtype="float32")
+
+BROKEN = {
+    "no JSON": "{]",
+    "empty": "",
+    "no tokenizer": "[]",
+    "no model": json.dumps({"added_tokens": []}),
+    "a model of no known kind": json.dumps({"added_tokens": [], "model": {"type": "Oracle"}}),
+    "a merge of what is no token": json.dumps(
+        {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["b c"]}}
+    ),
+    "tokens that stand for no bytes": json.dumps(
+        {
+            "added_tokens": [],
+            "model": {"type": "BPE", "vocab": {"a": 0, "\u4e2d": 1}, "merges": []},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        }
+    ),
+}
+
+
+def read(folder: Path, **changed: Any) -> Vocabulary | None:
+    return read_vocabulary(replace(CARD, source=str(folder), **changed), None, trust_remote_code=False)
+
+
+def warning(caplog: pytest.LogCaptureFixture) -> str:
+    """The one line of ours."""
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("the vocabulary of tiny is not published: ")
+    assert line.endswith("passes its byte strings to producer.trie")
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_the_tokens_of_smollm2_are_what_its_tokenizer_decodes(smollm2_folder: Path, form: str) -> None:
+    folder, file = (smollm2_folder, "") if form == "folder" else (gguf_path().parent, gguf_path().name)
+    found = read(folder, vocab_size=49_152, gguf_file=file)
+    assert found is not None
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_folder)
+    texts = tokenizer.batch_decode([[token] for token in range(49_152)], clean_up_tokenization_spaces=False)
+    assert [token.decode(errors="replace") for token in found.tokens] == texts
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_a_folder_without_a_tokenizer_has_no_vocabulary(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For some of these kinds transformers makes up a tokenizer of a few special tokens."""
+    write_model(tmp_path, kind)
+    caplog.clear()
+    assert read(tmp_path) is None
+    assert warning(caplog)
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_tokenizer_costs_the_vocabulary_only(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, "llama")
+    write_tokenizer(tmp_path)
+    assert read(tmp_path) == Vocabulary([*PIECES.values(), *[b""] * (97 - len(PIECES))])
+    (tmp_path / "tokenizer.json").write_text(text)
+    caplog.clear()
+    assert read(tmp_path) is None
+    assert warning(caplog)
+
+
+def test_a_source_that_is_gone_costs_the_vocabulary_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert read(tmp_path / "gone") is None
+    assert warning(caplog)
+
+
+def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def load(source: str, **options: Any) -> Any:
+        asked.append((source, options))
+        raise OSError("not here")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    trouble = ["", "no way there"]
+    monkeypatch.setattr(vocabulary, "hub_trouble", lambda: trouble.pop(0))
+    read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
+    read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
+    read_vocabulary(replace(CARD, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
+    hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
+    # What a folder lacks is not looked for elsewhere, nor anything on a hub that does not answer.
+    cached = {**hub, "local_files_only": True}
+    local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
+    assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]
+
+
+def test_a_mistake_of_the_program_is_not_taken_for_a_bad_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mistake(Exception):
+        pass
+
+    def load(source: str, **options: Any) -> Any:
+        raise Mistake
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    with pytest.raises(Mistake):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ({"device": "cpu", "base_gpu_id": 0}, "cpu"),
+        ({"device": "cuda", "base_gpu_id": 0}, "cuda:0"),
+        ({"device": "cuda", "base_gpu_id": 3}, "cuda:3"),
+        ({"device": "cuda:3", "base_gpu_id": 3}, "cuda:3"),
+    ],
+    ids=str,
+)
+def test_the_device_of_sglang_has_its_number(options: dict[str, Any], device: str) -> None:
+    assert _place(options) == device

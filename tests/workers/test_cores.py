@@ -1,0 +1,99 @@
+"""How many cores there are for a process, and what OpenMP is told about them before torch loads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from lmpool import cores
+from lmpool.cores import count_cores, count_threads, cpu_limit
+from tests.support.models.tiny_models import write_model
+from tests.support.pool import Pool, lmpool_command
+
+MAX = "max 100000\n"
+HOST = "0::/user.slice/a.scope\n"
+OLD_HOST = "9:name=systemd:/x\n5:cpu,cpuacct:/docker/c0ffee\n3:cpuset:/\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": MAX}, None),
+        ("0::/\n", {}, None),
+        (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": MAX}, 4.0),
+        (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": "50000 100000\n"}, 0.5),
+        # A container whose groups are the host's, of which it sees its own as the root.
+        ("0::/kubepods/pod1\n", {"cpu.max": "200000 100000\n"}, 2.0),
+        (OLD_HOST, {"cpu/docker/c0ffee/cpu.cfs_quota_us": "300000\n",
+                    "cpu/docker/c0ffee/cpu.cfs_period_us": "100000\n"}, 3.0),
+        (OLD_HOST, {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+        (OLD_HOST, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ("", {}, None),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_container_is_found(
+    tmp_path: Path, groups: str, files: dict[str, str], limit: float | None
+) -> None:
+    contents = {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}
+    for name, text in contents.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu_limit(tmp_path) == limit
+
+
+def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
+    assert cpu_limit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("3", 3), ("3,1", 3), ("99", 8), ("0", 8), ("", 8), ("many", 8), ("-1", 8)]
+)
+def test_fewer_threads_compute_where_openmp_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, given: str, expected: int
+) -> None:
+    monkeypatch.setattr(cores, "count_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert count_threads() == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 8), (64.0, 8), (2.0, 2), (1.5, 2), (0.1, 1)])
+def test_as_many_cores_count_as_affinity_and_limit_allow(
+    monkeypatch: pytest.MonkeyPatch, limit: float | None, expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert count_cores() == count_threads() == expected
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    cores.set_openmp_defaults()
+    assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("ACTIVE", "5")
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name)
+    cores.set_openmp_defaults()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    # Where torch finds as many by itself, the name stays free for whoever gives it a meaning of its own.
+    assert os.environ.get("OMP_NUM_THREADS") == (None if expected == 8 else str(expected))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_openmp_is_told_before_torch_loads_it_and_the_log_tells_the_threads(pool: Pool, tmp_path: Path) -> None:
+    """The library says itself, when it is loaded, what it was told."""
+    worker = pool.start(
+        "--backend", "hf", "--log-format", "json", "--kv-cache-bytes", 0,
+        model=str(write_model(tmp_path / "tiny", "llama")),
+        command=lambda: [
+            "env", "-u", "OMP_WAIT_POLICY", "OMP_NUM_THREADS=1", "OMP_DISPLAY_ENV=VERBOSE", *lmpool_command()
+        ],
+    )  # fmt: skip
+    # How often a thread looks before it sleeps: 300,000 times where nobody has said that it is to wait passively.
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", worker.text)) == {"0"}
+    lines = [json.loads(line) for line in worker.text.splitlines() if line.startswith("{")]
+    (found,) = [line for line in lines if line["message"].startswith("computing on cpu; ")]
+    assert found["message"].endswith("CPU threads: 1")
+    assert found["threads"] == 1

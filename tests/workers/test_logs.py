@@ -1,0 +1,142 @@
+"""A worker's log: JSON that machines read line by line, and warnings that do not flood."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.server import Server
+from lmpool.workers.loading import Loading
+from lmpool.workers.logs import Repeats
+from lmpool.workers.settings import WorkerSettings
+from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
+
+
+def entries(worker: WorkerProcess) -> list[dict[str, Any]]:
+    """The log, each line of which must be an object."""
+    return [json.loads(line) for line in worker.text.splitlines()]
+
+
+def test_every_line_of_a_json_log_is_an_object_that_says_who_and_when(pool: Pool) -> None:
+    began = datetime.now(UTC)
+    worker = pool.start("--log-format", "json")
+    worker.process.terminate()
+    assert worker.wait() == 0
+    found = entries(worker)
+    (serving,) = [one for one in found if one["message"].startswith("serving ")]
+    assert serving["message"].endswith(str(serving["worker"]))
+    for one in found:
+        assert one["level"] == "INFO"
+        assert one["logger"] == "lmpool.worker"
+        assert one["model"] == "syn"
+        assert one["worker"] == serving["worker"]
+        assert began <= datetime.fromisoformat(one["time"]) <= datetime.now(UTC)
+        assert datetime.fromisoformat(one["time"]).utcoffset() is not None
+    assert found[-1]["message"] == "stopped; nothing was left unfinished"
+
+
+def test_what_ends_a_worker_is_in_its_json_log_and_nowhere_else(pool: Pool) -> None:
+    pool.start()
+    other = pool.start("--seed", 1, "--log-format", "json", wait=False)
+    assert other.wait() == 2
+    *_, last = entries(other)
+    assert last["level"] == "CRITICAL"
+    assert "served by" in last["message"]
+    assert "ModelMismatch" in last["exception"]
+    assert last["exception"].startswith("Traceback")
+
+
+def test_a_password_is_in_no_line_of_a_json_log(tmp_path: Path) -> None:
+    url = "redis://worker:hunter2@127.0.0.1:1/0"
+    worker = WorkerProcess(
+        [*lmpool_command(), "worker", "syn", "--backend", "synthetic", "--redis", url, "--log-format", "json"],
+        tmp_path / "log",
+    )
+    assert worker.wait() == 2
+    (one,) = entries(worker)
+    assert "no Redis server answers at redis://127.0.0.1:1" in one["message"]
+    assert "exception" not in one, "the message says it all"
+    assert "hunter2" not in worker.text
+
+
+def test_an_unknown_format_is_one_clear_error(pool: Pool) -> None:
+    worker = pool.start("--log-format", "xml", wait=False)
+    assert worker.wait() == 2
+    assert worker.text == "lmpool: --log-format: 'xml' is not one of text, json\n"
+
+
+async def test_a_worker_says_that_it_loads_and_now_and_then_that_it_loads_still(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lmpool.worker")
+
+    async def says_so() -> bool:
+        return any(record.getMessage().startswith("still loading 'syn' after ") for record in caplog.records)
+
+    async with Loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
+        assert caplog.messages[0] == "loading 'syn'"
+        await until_async(says_so, "the worker says that it loads still")
+
+
+# Repeated warnings
+
+
+class Shown(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def log() -> tuple[logging.Logger, Shown]:
+    logger, shown = logging.Logger("of a test"), Shown()
+    logger.addHandler(shown)
+    return logger, shown
+
+
+def test_a_warning_is_shown_at_once_and_its_repeats_are_counted(log: tuple[logging.Logger, Shown]) -> None:
+    logger, shown = log
+    repeats = Repeats(pause_s=1e9)
+    logger.addFilter(repeats)
+    for i in range(5):
+        logger.warning("will try again: %s", OSError(i))
+        logger.info("not a warning")
+    assert shown.lines == ["will try again: 0", *["not a warning"] * 5]
+    repeats._pause_s = 0.0  # The pause is over.
+    logger.warning("will try again: %s", OSError(6))
+    logger.warning("will try again: %s", OSError(7))
+    assert shown.lines[-2:] == ["will try again: 6 (4 more like this were not shown)", "will try again: 7"]
+
+
+def test_warnings_about_different_things_do_not_hide_each_other(log: tuple[logging.Logger, Shown]) -> None:
+    logger, shown = log
+    logger.addFilter(Repeats(pause_s=1e9))
+    for name in ("poet", "judge", "poet"):
+        logger.warning("cannot load the adapter %r: %s", name, OSError("gone"))
+    logger.error("the backend broke")
+    logger.error("the backend broke")
+    assert shown.lines == [
+        "cannot load the adapter 'poet': gone",
+        "cannot load the adapter 'judge': gone",
+        "the backend broke",
+        "the backend broke",
+    ]
+
+
+def test_kinds_of_warnings_do_not_pile_up(log: tuple[logging.Logger, Shown]) -> None:
+    logger, shown = log
+    repeats = Repeats(pause_s=1e9)
+    logger.addFilter(repeats)
+    for i in range(5000):
+        logger.warning("about %s", str(i))
+    assert len(shown.lines) == 5000
+    assert sys.getsizeof(repeats._shown_at) < 200_000

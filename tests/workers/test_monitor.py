@@ -1,0 +1,254 @@
+"""What a worker tells over HTTP: metrics that are true, and health that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import struct
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import SettingsError
+from lmpool.keys import JOB_FIELD
+from lmpool.messages import Job
+from lmpool.producer import SyncProducer
+from lmpool.queue import QueueState
+from lmpool.rows import Encoding, encoded_size
+from lmpool.workers.backend import BackendStats
+from lmpool.workers.figures import Figures
+from lmpool.workers.health import Health
+from lmpool.workers.metrics import Look, WorkerCollector
+from lmpool.workers.settings import WorkerSettings
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, until, until_async
+from tests.support.scrape import free_port, get, scrape
+
+
+def is_like(port: int, path: str, status: int, text: str) -> bool:
+    page = get(port, path)
+    return page is not None and page.status == status and text in page.text
+
+
+# Metrics
+
+
+async def test_a_scrape_tells_what_the_worker_has_done(pool: Pool) -> None:
+    port = free_port()
+    await asyncio.to_thread(pool.start, "--metrics-port", port, "--lease-s", 0.5, "--fail-token", 300)
+    async with pool.producer(cache_bytes=0) as producer:
+        await asyncio.gather(*(producer.logprobs([100, i]) for i in range(50)))
+        await producer.topk([100, 1], 3)
+        with pytest.raises(Exception, match="fail"):
+            await producer.logprobs([300])
+    keys = pool.keys.model("syn")
+    pool.redis.xadd(keys.jobs, {JOB_FIELD: b"\xc1"})
+    pool.redis.xadd(keys.jobs, {JOB_FIELD: Job((1).to_bytes(4, "little"), "", "of other weights").pack()})
+    ended = {"row": 50, "answer": 1, "sent_again": 0, "failed": 2, "dead": 1}
+
+    async def has_ended() -> bool:
+        seen = await asyncio.to_thread(scrape, port)
+        counted = {name: seen.value("lmpool_worker_jobs_total", model="syn", outcome=name) for name in ended}
+        return counted == ended and seen.find("lmpool_queue_dead_letters", model="syn") == 1
+
+    await until_async(has_ended, "the metrics count every job")
+    seen = await asyncio.to_thread(scrape, port)
+
+    def value(name: str) -> float:
+        return seen.value(f"lmpool_{name}", model="syn")
+
+    assert value("worker_rows_total") == 50
+    assert value("worker_batch_prompts_sum") == 51
+    assert value("worker_batch_prompts_count") == value("worker_step_seconds_count")
+    assert value("worker_job_seconds_count") == 51
+    assert 0 < value("worker_job_seconds_sum") < 51 * 30
+    assert value("worker_publish_seconds_count") >= 2
+    rows = 50 * encoded_size(V, Encoding.F32)
+    assert rows < value("worker_published_bytes_total") < rows + 1000
+    assert value("worker_fetched_bytes_total") == encoded_size(V, Encoding.F32)
+    assert value("worker_tokens_total") >= 100
+    assert (value("queue_jobs"), value("worker_held_prompts"), value("worker_ready")) == (0, 0, 1)
+    assert value("worker_heartbeat_age_seconds") < 30
+
+
+async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path: Path) -> None:
+    port, gate = free_port(), Gate(tmp_path / "gate")
+    victim = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 600_000)
+    async with pool.producer() as producer:
+        asked = [asyncio.create_task(producer.logprobs([i])) for i in range(10)]
+        await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 10), "the worker holds the prompts")
+        options = ("--lease-s", 1, "--max-batch", 5, "--metrics-port", port)
+        await asyncio.to_thread(lambda: pool.start(*options, command=gate.command))
+        victim.end()
+
+        def is_seen() -> bool:
+            seen = scrape(port)
+            names = ("lmpool_queue_jobs", "lmpool_queue_oldest_job_seconds")
+            depth, age = (seen.find(name, model="syn") or 0 for name in names)
+            return depth >= 5 and age > 0.5
+
+        await until_async(lambda: asyncio.to_thread(is_seen), "depth and age are seen")
+        gate.open()
+        await asyncio.gather(*asked)
+    assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
+
+
+def families(queue: QueueState | None = None) -> list[Any]:
+    """What the collector of a worker gives that has done nothing yet."""
+    figures = Figures()
+    figures.queue = queue
+    return list(WorkerCollector(lambda: Look("m", "w", False, 0, 0.0, BackendStats(), figures)).collect())
+
+
+def test_every_metric_has_a_help_and_a_name_of_its_own() -> None:
+    names = [family.name for family in families()]
+    assert len(set(names)) == len(names)
+    for family in families():
+        assert family.name.startswith(("lmpool_worker_", "lmpool_queue_"))
+        assert family.documentation.endswith(".")
+
+
+def test_a_queue_that_nobody_has_looked_at_has_no_numbers() -> None:
+    unseen, seen = families(), families(QueueState(0, 0.0, 0, 0.0))
+    assert [family.name for family in unseen] == [family.name for family in seen]
+    without = {family.name for family in unseen if not family.samples}
+    assert without == {family.name for family in seen if family.name.startswith("lmpool_queue_")}
+    assert all(family.samples for family in seen)
+
+
+# Health
+
+
+def test_readiness_follows_loading_serving_and_draining(pool: Pool, tmp_path: Path) -> None:
+    port, gate = free_port(), Gate(tmp_path / "gate")
+
+    def command() -> list[str]:
+        words = (pool.url, pool.prefix, str(port), str(tmp_path / "gate"))
+        return [sys.executable, "-m", "tests.support.gated_worker", *words]
+
+    worker = pool._launch(command(), None, wait=False)
+    until(lambda: is_like(port, "/readyz", 503, "the model is loading"), "it says that it loads")
+    assert is_like(port, "/healthz", 200, "ok")
+    assert scrape(port).value("lmpool_worker_ready", model="syn") == 0
+    gate.open()
+    until(lambda: is_like(port, "/readyz", 200, "ok"), "it says that it is ready")
+    gate.shut()
+    assert is_like(port, "/", 404, "/metrics")
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
+        asking = threading.Thread(target=producer.logprobs, args=([1],))
+        asking.start()
+        until(lambda: pool.held() == 1, "the worker holds a prompt")
+        worker.signal(signal.SIGTERM)
+        until(lambda: is_like(port, "/readyz", 503, "draining"), "it says that it drains")
+        assert is_like(port, "/healthz", 200, "ok")
+        gate.open()
+        asking.join()
+    assert worker.wait() == 0
+    assert get(port, "/healthz") is None
+
+
+def test_a_loop_that_stands_still_is_not_healthy(pool: Pool, tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(port), str(tmp_path), "1"]
+    worker = pool._launch(command, None, wait=True)
+    until(lambda: is_like(port, "/healthz", 200, "ok"), "it is healthy")
+    worker.signal(signal.SIGUSR1)
+    until(lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "it says that it stands still")
+    until(lambda: is_like(port, "/readyz", 503, "the event loop has not run for"), "it says so there too")
+    worker.signal(signal.SIGUSR2)
+    until(lambda: is_like(port, "/readyz", 200, "ok"), "it runs again")
+
+
+def test_a_worker_without_its_server_lives_and_is_not_ready(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool, port = Pool(own_server.url, "away", tmp_path), free_port()
+    try:
+        worker = pool.start("--metrics-port", port, "--lease-s", 1)
+        until(lambda: is_like(port, "/readyz", 200, "ok"), "it is ready")
+        own_server.stop()
+        until(lambda: is_like(port, "/readyz", 503, "the last heartbeat failed: no Redis server"), "it is not ready")
+        until(lambda: is_like(port, "/healthz", 200, "ok"), "it lives")
+
+        def tried() -> float:
+            return scrape(port).value("lmpool_worker_server_errors_total", model="syn")
+
+        # Each part of the worker tries on and on; the log says so a few times only.
+        until(lambda: tried() > 15, "the worker has tried to use the server many times")
+        assert 1 <= worker.text.count("no Redis server answers") <= 8
+        own_server.start()
+        until(lambda: is_like(port, "/readyz", 200, "ok"), "it is ready again")
+        assert worker.is_running
+    finally:
+        pool.end()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_backend_that_broke_or_a_step_without_end_is_not_healthy() -> None:
+    clock = Clock()
+    health = Health(0.5, 300, clock)
+    health.state = "ready"
+    assert health.why_not_ready() == ""
+    health.watch(lambda: 100.0)
+    health.start()
+    clock.now += 1000
+    health.end()
+    health.start()
+    health.end()
+    assert "step has run for 1000 s" in health.why_dead()
+    health.watch(lambda: None)
+    assert health.why_dead() == ""
+    assert "has not answered a heartbeat for 1000.0 s" in health.why_not_ready()
+    health.answered()
+    assert health.why_not_ready() == ""
+    health.broken = "CUDA error"
+    assert health.why_dead() == "the backend broke: CUDA error"
+
+
+# Settings
+
+
+def test_a_port_in_use_is_one_clear_error(pool: Pool) -> None:
+    port = free_port()
+    pool.start("--metrics-port", port)
+    second = pool.start("--metrics-port", port, wait=False)
+    assert second.wait() == 2
+    (line,) = [line for line in second.text.splitlines() if line.startswith("lmpool: ")]
+    assert f"--metrics-port: port {port} of 127.0.0.1 cannot be used" in line
+    assert "a port of its own" in line
+    assert "Traceback" not in second.text
+    far = pool.start("--metrics-port", port, "--metrics-host", "192.0.2.1", wait=False)
+    assert far.wait() == 2
+    assert "lmpool: --metrics-host: 192.0.2.1 is no address of this machine: " in far.text
+
+
+def test_who_gives_up_a_request_leaves_nothing_in_the_log(pool: Pool) -> None:
+    port = free_port()
+    worker = pool.start("--metrics-port", port, "--log-format", "json")
+    for path in ("/metrics", "/healthz") * 5:
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
+            # Closed with a reset, as a probe whose time is up does.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=DEADLINE_S).status == 200
+    worker.end()
+    assert all(json.loads(line) for line in worker.text.splitlines())
+
+
+def test_malformed_monitor_settings_are_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="metrics_port"):
+        WorkerSettings(metrics_port=70_000)
+    with pytest.raises(SettingsError, match="log_format"):
+        WorkerSettings(log_format="xml")

@@ -1,0 +1,326 @@
+"""What a backend may not answer: its worker ends before anything of it is published, and others serve its clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.prompts import digest_of
+from lmpool.rows import Encoding, RowBlock
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.stepper import Stepper
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
+
+V = 64
+FAIL = 50
+STRANGER = bytes(range(16))
+
+Spoil = Callable[[Finished], Finished]
+
+
+class Faulty(SyntheticBackend):
+    """A backend whose results are spoilt, after some good steps.
+
+    Args:
+        spoil: what becomes of a step's result.
+        good: steps before that.
+    """
+
+    def __init__(self, spoil: Spoil, good: int = 0) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, fail_token=FAIL))
+        self._spoil = spoil
+        self._good = good
+
+    def step(self) -> Finished:
+        finished = super().step()
+        self._good -= 1
+        return finished if self._good >= 0 else self._spoil(finished)
+
+
+def rows(digests: Iterable[bytes], vocab_size: int = V) -> RowBlock:
+    """Rows as good as any."""
+    digests = list(digests)
+    return RowBlock(digests, np.full((len(digests), vocab_size), -np.log(vocab_size), "<f4"), None, Encoding.F32)
+
+
+def digests_of(finished: Finished) -> list[bytes]:
+    return [digest for block in finished.blocks for digest in block.digests]
+
+
+def with_a_strangers_row(finished: Finished) -> Finished:
+    return finished._replace(blocks=[*finished.blocks, rows([STRANGER])])
+
+
+def with_a_strangers_failure(finished: Finished) -> Finished:
+    return finished._replace(failures={STRANGER: "no"})
+
+
+def with_rows_of_strangers_only(finished: Finished) -> Finished:
+    return Finished([rows([STRANGER, bytes(16)])], {})
+
+
+def with_each_block_twice(finished: Finished) -> Finished:
+    return finished._replace(blocks=finished.blocks * 2)
+
+
+def with_a_row_twice_in_a_block(finished: Finished) -> Finished:
+    return Finished([rows([*digests_of(finished), digests_of(finished)[0]])], {})
+
+
+def with_row_and_failure(finished: Finished) -> Finished:
+    return finished._replace(failures={digests_of(finished)[-1]: "out of memory"})
+
+
+def with_rows_of_another_length(finished: Finished) -> Finished:
+    return Finished([rows(digests_of(finished), V + 1)], {})
+
+
+def with_one_block_of_another_length(finished: Finished) -> Finished:
+    first, *others = digests_of(finished)
+    return Finished([rows(others), rows([first], V - 1)], {})
+
+
+TWICE = "has answered {} prompts twice in one step, such as [0-9a-f]{{32}}$"
+FAULTS: dict[str, tuple[Spoil, str]] = {
+    "a stranger's row": (with_a_strangers_row, f"has answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "a stranger's failure": (with_a_strangers_failure, f"answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "strangers": (with_rows_of_strangers_only, f"has answered 2 prompts .* not asked, such as {STRANGER.hex()}$"),
+    "a block twice": (with_each_block_twice, TWICE.format(3)),
+    "a row twice in a block": (with_a_row_twice_in_a_block, TWICE.format(1)),
+    "row and failure": (with_row_and_failure, TWICE.format(1)),
+    "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its card says V = {V}$"),
+    "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its card says V = {V}$"),
+}
+
+
+class Told:
+    """What a stepper told its owner."""
+
+    def __init__(self) -> None:
+        self.finished: list[Finished] = []
+        self.broken: list[BaseException] = []
+
+    def digests(self) -> list[bytes]:
+        """The prompts whose rows or failures were handed on."""
+        return [digest for finished in self.finished for digest in [*digests_of(finished), *finished.failures]]
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something to be told."""
+
+        async def met() -> bool:
+            return condition()
+
+        await until_async(met, what)
+
+
+@asynccontextmanager
+async def stepping(backend: Backend) -> AsyncIterator[tuple[Stepper, Told]]:
+    """A stepper that has started, and what it tells."""
+    told = Told()
+    stepper = Stepper(lambda: backend, told.finished.append, told.broken.append)
+    await asyncio.wait_for(stepper.start(), DEADLINE_S)
+    yield stepper, told
+    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+
+
+def jobs(*tokens: int) -> list[BackendJob]:
+    ids = [np.array([token], "<u4").tobytes() for token in tokens]
+    return [BackendJob(digest_of(data), data) for data in ids]
+
+
+async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
+    backend = SyntheticBackend(SyntheticSettings(vocab_size=V, fail_token=FAIL, max_batch=2))
+    asked = jobs(1, 2, FAIL, 4, 5)
+    async with stepping(backend) as (stepper, told):
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 5, "all are answered")
+        assert not stepper.is_busy
+    assert sorted(told.digests()) == sorted(job.digest for job in asked)
+    assert not told.broken
+
+
+@pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
+async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
+    good, bad = jobs(1, 2, 3), jobs(4, 5, 6)
+    async with stepping(Faulty(spoil, good=1)) as (stepper, told):
+        stepper.submit(good)
+        await told.until(lambda: len(told.digests()) == 3, "the good step is told")
+        assert not told.broken
+        stepper.submit(bad)
+        await told.until(lambda: bool(told.broken), "the fault is told")
+    (error,) = told.broken
+    with pytest.raises(WorkerError, match=f"^the backend 'synthetic' .*{message}"):
+        raise error
+    assert sorted(told.digests()) == sorted(job.digest for job in good), "nothing of the bad step is handed on"
+
+
+@pytest.mark.parametrize("token", [1, FAIL], ids=["row", "failure"])
+async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) -> None:
+    (first,) = jobs(token)
+
+    def again(finished: Finished) -> Finished:
+        return finished._replace(blocks=[*finished.blocks, rows([first.digest])])
+
+    async with stepping(Faulty(again, good=1)) as (stepper, told):
+        stepper.submit([first])
+        await told.until(lambda: len(told.digests()) == 1, "the first is answered")
+        stepper.submit(jobs(2))
+        await told.until(lambda: bool(told.broken), "the fault is told")
+    assert first.digest.hex() in str(told.broken[0])
+    assert told.digests() == [first.digest]
+
+
+async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
+    asked = jobs(1)
+    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (stepper, told):
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 1, "it is answered")
+        stepper.submit(asked)
+        await told.until(lambda: len(told.digests()) == 2, "it is answered again")
+    assert not told.broken
+
+
+# In a pool
+
+
+async def test_clients_of_a_worker_that_ended_so_are_served_by_another(pool: Pool) -> None:
+    spoil, message = FAULTS["a stranger's row"]
+    settings = WorkerSettings(pool.prefix, lease_s=0.5)
+    worker = Worker(Server(pool.url), Prepared(Faulty(spoil)), settings)
+    ready = asyncio.Event()
+    first = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.create_task(producer.logprobs([token])) for token in range(20)]
+        with pytest.raises(WorkerError, match=f"^the backend broke: the backend 'synthetic' .*{message}"):
+            await asyncio.wait_for(first, DEADLINE_S)
+        assert not pool.names("row:*"), "nothing was published"
+        assert not any(request.done() for request in asked)
+        healthy = Worker(Server(pool.url), SyntheticSettings(name="syn", vocab_size=V), settings)
+        second = asyncio.create_task(healthy.run())
+        for token, row in enumerate(await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)):
+            assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+    healthy.stop()
+    await asyncio.wait_for(second, DEADLINE_S)
+    assert pool.jobs() == 0
+
+
+# Adapters
+
+
+class Adapted(SyntheticBackend):
+    """A backend that steps only when it may, and whose adapters may break it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a={folder}"]))
+        self.may_step = threading.Event()
+        self.is_stepping = threading.Event()
+        self.stepped: list[bytes] = []
+
+    def step(self) -> Finished:
+        self.is_stepping.set()
+        self.may_step.wait()
+        finished = super().step()
+        self.stepped += finished.digests
+        return finished
+
+    def load_adapter(self, name: str, source: str) -> str:
+        if name == "broken":
+            raise RuntimeError("the device is gone")
+        return super().load_adapter(name, source)
+
+
+def job(number: int, adapter: str = "") -> BackendJob:
+    return BackendJob(bytes([number]) * 16, b"\1\0\0\0", adapter)
+
+
+@asynccontextmanager
+async def held_back(backend: Adapted) -> AsyncIterator[tuple[Stepper, list[Finished], list[BaseException]]]:
+    finished: list[Finished] = []
+    broken: list[BaseException] = []
+    stepper = Stepper(lambda: backend, finished.append, broken.append)
+    await stepper.start()
+    try:
+        yield stepper, finished, broken
+    finally:
+        backend.may_step.set()
+        await stepper.close()
+
+
+@pytest.fixture
+def adapter_folder(tmp_path: Path) -> Path:
+    (tmp_path / "weights").write_text("1")
+    return tmp_path
+
+
+async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    (adapter,) = backend.adapters
+    async with held_back(backend) as (stepper, finished, _):
+        stepper.submit([job(0)])
+        # All others come during this step, so that they wait in the backend when the adapter is dropped.
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        stepper.submit([job(1, adapter), job(2), job(3, adapter)])
+        stepper.drop_adapter(adapter)
+        stepper.submit([job(4, adapter), job(5)])
+        room = stepper.room
+        backend.may_step.set()
+
+        async def ended() -> bool:
+            return not stepper.is_busy
+
+        await until_async(ended, "all have ended")
+        stale = {digest[0] for one in finished for digest in one.stale}
+        assert stale == {1, 3, 4}
+        assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
+        assert stepper.room == room + 6
+
+
+async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    async with held_back(backend) as (stepper, _, broken):
+        stepper.submit([job(0)])
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        room = stepper.room
+        stepper.submit([job(1), job(2), job(3)])
+        # The first is being computed: it is answered all the same.
+        stepper.abort([job(number).digest for number in (0, 1, 2, 9)])
+        stepper.submit([job(2)])
+        assert {digest[0] for digest in stepper.owed} == {2, 3}
+        backend.may_step.set()
+
+        async def ended() -> bool:
+            return not stepper.is_busy and stepper.room == room + 1
+
+        await until_async(ended, "all have ended and there is room again")
+        assert not broken
+        assert sorted(digest[0] for digest in backend.stepped) == [0, 2, 3]
+
+
+async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    async with held_back(backend) as (stepper, _, broken):
+        revision = await stepper.load_adapter("b", str(adapter_folder))
+        assert f"b@{revision}" in backend.adapters
+        with pytest.raises(SettingsError, match="cannot be read"):
+            await stepper.load_adapter("c", str(adapter_folder / "none"))
+        assert not broken, "an adapter that cannot be loaded is no fault of the backend"
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            await stepper.load_adapter("broken", str(adapter_folder))
+
+        async def is_broken() -> bool:
+            return bool(broken)
+
+        await until_async(is_broken, "the worker hears that its backend broke")

@@ -1,0 +1,223 @@
+"""A backend that hangs, wherever it does: its worker notices, says so, and is not held up by it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
+from lmpool.rows import Block
+from lmpool.server import Server
+from lmpool.synthetic import synthetic_row
+from lmpool.workers import watchdog
+from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.held import Asks
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.stepper import Call, Stepper
+from lmpool.workers.watchdog import Watchdog
+from lmpool.workers.worker import Worker
+from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
+
+V = 64
+LIMIT_S = 0.3
+
+
+class Hanging(SyntheticBackend):
+    """Hangs where it is told to, until the test lets go of it."""
+
+    def __init__(self, at: str, *, batch: int = 32) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, max_batch=batch))
+        self._at = at
+        self.let_go = threading.Event()
+
+    def _pass(self, here: str) -> None:
+        if here == self._at:
+            self.let_go.wait()
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        self._pass("submission")
+        super().submit(jobs)
+
+    def step(self) -> Finished:
+        self._pass("step")
+        return super().step()
+
+    def load_adapter(self, name: str, source: str) -> str:
+        self._pass("load")
+        return super().load_adapter(name, source)
+
+    def close(self) -> None:
+        self._pass("close")
+        super().close()
+
+
+class Running:
+    """A worker in this process."""
+
+    def __init__(self, pool: Pool, backend: SyntheticBackend, limit_s: float = LIMIT_S) -> None:
+        settings = WorkerSettings(pool.prefix, lease_s=600, step_timeout_s=limit_s)
+        self.worker = Worker(Server(pool.url), Prepared(backend), settings)
+        self._ready = asyncio.Event()
+        self.task = asyncio.create_task(self.worker.run(lambda _: self._ready.set()))
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        await asyncio.wait_for(self._ready.wait(), DEADLINE_S)
+
+    async def end(self) -> None:
+        """Wait for its end."""
+        await asyncio.wait_for(self.task, DEADLINE_S)
+
+
+@pytest.fixture
+def hanging() -> Iterator[dict[str, Hanging]]:
+    """Backends by where they hang; none of their threads outlives the test."""
+    backends = {at: Hanging(at) for at in ("submission", "step", "load", "close")}
+    yield backends
+    for backend in backends.values():
+        backend.let_go.set()
+
+
+@pytest.mark.parametrize("at", ["submission", "step"])
+async def test_a_worker_whose_backend_hangs_over_prompts_ends(pool: Pool, hanging: dict[str, Hanging], at: str) -> None:
+    running = Running(pool, hanging[at])
+    await running.ready()
+    async with pool.producer("syn") as producer:
+        asked = asyncio.create_task(producer.logprobs([1]))
+        with pytest.raises(
+            WorkerError, match=rf"^the backend hangs: it has been in one {at}.* for 0.3 s \(step_timeout_s"
+        ):
+            await running.end()
+        assert running.worker.is_hung
+        asked.cancel()
+
+
+async def test_a_worker_that_drains_is_watched_too(pool: Pool, hanging: dict[str, Hanging]) -> None:
+    running = Running(pool, hanging["step"])
+    await running.ready()
+    async with pool.producer("syn") as producer:
+        asked = asyncio.create_task(producer.logprobs([1]))
+        await until_async(lambda: is_held(pool), "the worker holds the prompt")
+        running.worker.stop()
+        with pytest.raises(WorkerError, match="the backend hangs"):
+            await running.end()
+        asked.cancel()
+
+
+async def test_a_worker_whose_backend_hangs_over_an_adapter_ends(
+    pool: Pool, hanging: dict[str, Hanging], tmp_path: Path
+) -> None:
+    (tmp_path / "weights").write_text("1")
+    running = Running(pool, hanging["load"])
+    await running.ready()
+    async with pool.producer("syn") as producer:
+        adding = asyncio.create_task(producer.add_adapter("poet", str(tmp_path), timeout=4))
+        with pytest.raises(WorkerError, match="in one load of the adapter 'poet' for 0.3 s"):
+            await running.end()
+        with pytest.raises((AdapterRefused, DeadlineExceeded)):
+            await adding
+
+
+async def test_a_worker_that_starts_is_watched_while_it_loads_adapters(
+    pool: Pool, hanging: dict[str, Hanging], tmp_path: Path
+) -> None:
+    (tmp_path / "weights").write_text("1")
+    healthy = Running(pool, Hanging(""), limit_s=600)
+    await healthy.ready()
+    async with pool.producer("syn") as producer:
+        await producer.add_adapter("poet", str(tmp_path))
+    starting = Running(pool, hanging["load"])
+    with pytest.raises(WorkerError, match="in one load of the adapter 'poet'"):
+        await starting.end()
+    assert len(pool.names("worker:*")) == 1
+    healthy.worker.stop()
+    await healthy.end()
+
+
+async def test_a_backend_that_does_not_close_does_not_keep_its_worker(pool: Pool, hanging: dict[str, Hanging]) -> None:
+    running = Running(pool, hanging["close"])
+    await running.ready()
+    running.worker.stop()
+    await running.end()
+    assert running.worker.is_hung
+    assert not pool.names("worker:*")
+
+
+async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, step_ms=300, max_batch=1))
+    running = Running(pool, backend, limit_s=1.5)
+    await running.ready()
+    async with pool.producer("syn") as producer:
+        # Each step is within the limit; all together are far beyond it.
+        rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(8)))
+        for token, row in enumerate(rows):
+            assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+    running.worker.stop()
+    await running.end()
+    assert not running.worker.is_hung
+
+
+async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    stepper = Stepper(lambda: Hanging(""), lambda _: None, lambda _: None)
+    stepper.call = Call()
+    told: list[WorkerError] = []
+    looks = 0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now, looks
+        looks += 1
+        # The process is frozen for an hour at the third look.
+        now += 3600 if looks == 3 else seconds
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
+    async with Watchdog(stepper, 8.0, told.append):
+
+        async def is_told() -> bool:
+            return bool(told)
+
+        await until_async(is_told, "it hangs")
+    # One look a second: the first sees the call, the frozen time counts as two.
+    assert looks == 8
+
+
+async def test_what_was_computed_before_the_backend_broke_is_published(pool: Pool) -> None:
+    class Breaking(SyntheticBackend):
+        def step(self) -> Finished:
+            if self.stats().steps == 1:
+                raise MemoryError("no memory")
+            return super().step()
+
+    backend = Breaking(SyntheticSettings(name="syn", vocab_size=V, max_batch=2))
+    running = Running(pool, backend, limit_s=600)
+    await running.ready()
+    publish = running.worker._publisher.publish
+
+    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        async def is_ending() -> bool:
+            fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
+            return running.worker._duty.broken is not None and not fetches
+
+        await until_async(is_ending, "the worker takes nothing more")
+        await publish(block, wants, overwrite)
+
+    running.worker._publisher.publish = slow_publish  # type: ignore[method-assign]
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.create_task(producer.logprobs([token])) for token in range(4)]
+        with pytest.raises(WorkerError, match="the backend broke: MemoryError: no memory"):
+            await running.end()
+        for token in range(2):
+            row = await asyncio.wait_for(asked[token], DEADLINE_S)
+            assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+        assert pool.jobs() == 2
+        for request in asked:
+            request.cancel()

@@ -1,0 +1,328 @@
+"""What a trie worker does with jobs once it has all that they need, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmpool.asks import Selection, TrieAsk
+from lmpool.cores import count_cores
+from lmpool.kernels import OPS, Kernels, Op
+from lmpool.rows import VectorBlock, decode_row
+from lmpool.vocab import Vocabulary
+from lmpool.workers.backend import BackendJob
+from lmpool.workers.held import Holdings
+from lmpool.workers.intake import Taken
+from lmpool.workers.tries.backend import TrieBackend, TrieSettings
+from lmpool.workers.tries.desk import answer
+from lmpool.workers.tries.inputs import TrieInputs
+from lmpool.workers.tries.shelf import Shelf, Shelved, ValuesShelf
+from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
+
+V = 200
+FP = "f" * 32
+
+
+def shelved(seed: int = 40, kept: int = 2**20) -> Shelved:
+    return Shelved(Vocabulary(words(seed, V)), "cpu", ValuesShelf(kept))
+
+
+def job(
+    trie: Shelved,
+    vector: Values | None,
+    op: Op = "sum",
+    select: Selection = "inner",
+    nodes: Any = (),
+    rows: str = "",
+    source: bytes = b"s" * 16,
+    values: Values | None = None,
+) -> TrieInputs:
+    packed = np.array(nodes, "<i4").tobytes()
+    return TrieInputs(TrieAsk(op, trie.vocabulary.digest, select, packed, rows, source), trie, vector, values)
+
+
+def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
+    """The answers by name, as they are read from the wire."""
+    assert block is not None
+    found = {}
+    for index, digest in enumerate(block.digests):
+        data = b"".join(*block.encoded([index]))
+        found[digest] = decode_row(np.frombuffer(bytearray(data), np.uint8), len(block.vectors[index]))
+    return found
+
+
+def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
+    tries = [shelved(40), shelved(41)]
+    jobs, exact = {}, {}
+    for number, (trie, op, by_row) in enumerate(product(tries, OPS, (False, True))):
+        for turn in range(3):
+            name = bytes([number, turn]) * 8
+            vector = draw_weights(number * 3 + turn, V, "logsumexp" if by_row else op)
+            jobs[name] = job(trie, vector, op, "nodes", [0, 5, 2], FP if by_row else "", name)
+            weights = np.exp(vector) if by_row and op != "logsumexp" else vector
+            exact[name] = answers(tuple(trie.vocabulary.tokens)).of(op, weights)[[0, 5, 2]]
+    block, failures = answer(jobs)
+    assert not failures
+    for name, got in vectors(block).items():
+        assert_right(got, exact[name])
+    assert set(vectors(block)) == set(jobs)
+
+
+def test_each_selection_is_what_it_says() -> None:
+    trie, ws = shelved(), draw_weights(1, V)
+    told, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
+    exact, leaf = told.of("sum", ws), len(told.node) - 1
+    wanted: dict[bytes, TrieInputs] = {
+        b"inner": job(trie, ws),
+        b"values": job(trie, ws, select="values"),
+        b"nodes": job(trie, ws, select="nodes", nodes=[3, 3, 0]),
+        b"none": job(trie, ws, select="nodes"),
+        b"under": job(trie, ws, select="under", nodes=[0]),
+        b"leaf": job(trie, ws, select="under", nodes=[leaf]),
+    }
+    block, failures = answer(wanted)
+    assert not failures
+    found = vectors(block)
+    assert_right(built.expand(found[b"inner"], ws), exact)
+    assert np.array_equal(found[b"values"], np.concatenate((found[b"inner"], ws)))
+    assert_right(found[b"nodes"], exact[[3, 3, 0]])
+    assert_right(found[b"under"], exact[told.children[0]])
+    assert found[b"none"].size == found[b"leaf"].size == 0
+
+
+def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
+    trie, ws = shelved(), draw_weights(2, V)
+    broken = ws.copy()
+    broken[7] = np.nan
+    count = len(answers(tuple(trie.vocabulary.tokens)).node)
+    block, failures = answer(
+        {
+            b"fine": job(trie, ws, select="nodes", nodes=[0]),
+            b"nan": job(trie, broken, select="nodes", nodes=[0]),
+            b"range": job(trie, ws, select="nodes", nodes=[count]),
+            b"under": job(trie, ws, select="under", nodes=[-1]),
+            b"max": job(trie, broken, "max"),
+        }
+    )
+    assert_right(vectors(block)[b"fine"], [1.0])
+    assert set(failures) == {b"nan", b"range", b"under", b"max"}
+    assert failures[b"nan"].startswith("InvalidWeights: weight 7")
+    assert "NaN" in failures[b"max"]
+    assert failures[b"range"] == f"UnknownNode: node {count} is out of range: nodes go from 0 to {count - 1}"
+    assert "node -1" in failures[b"under"]
+
+
+def test_a_batch_in_which_all_fails_has_no_answers() -> None:
+    block, failures = answer({b"a": job(shelved(), np.full(V, np.nan, np.float32))})
+    assert block is None
+    assert set(failures) == {b"a"}
+
+
+def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
+    fine, ws = shelved(), draw_weights(2, V)
+    lost = Shelved(Vocabulary(words(41, V)), "nowhere", ValuesShelf(0))
+    jobs = {b"fine": job(fine, ws), b"one": job(lost, ws), b"two": job(lost, 2 * ws)}
+    block, failures = answer(jobs)
+    assert set(vectors(block)) == {b"fine"}
+    assert set(failures) == {b"one", b"two"}
+    for text in failures.values():
+        assert text.startswith("SettingsError: device: torch cannot use 'nowhere'")
+
+
+class Small:
+    """Kernels of a device with room for so many rows."""
+
+    def __init__(self, kernels: Kernels, room: int, error: type[RuntimeError]) -> None:
+        self.kernels, self.room, self.error = kernels, room, error
+        self.tried: list[int] = []
+
+    def inner(self, op: Op, weights: Values) -> Values:
+        self.tried.append(len(weights))
+        if len(weights) > self.room:
+            raise self.error("no room")
+        return self.kernels.inner(op, weights)
+
+
+def on_small_device(
+    monkeypatch: pytest.MonkeyPatch, room: int, error: type[RuntimeError] = torch.OutOfMemoryError
+) -> tuple[Shelved, Small]:
+    trie = shelved()
+    small = Small(trie.open()[1], room, error)
+    monkeypatch.setattr(trie, "_opened", (trie.open()[0], small))
+    return trie, small
+
+
+def test_a_batch_that_does_not_fit_the_device_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, small = on_small_device(monkeypatch, 2)
+    wanted = {bytes([n]) * 16: job(trie, n * draw_weights(n, V), select="nodes", nodes=[0]) for n in range(1, 6)}
+    block, failures = answer(wanted)
+    assert not failures
+    assert small.tried == [5, 3, 2, 1, 2]
+    for name, got in vectors(block).items():
+        assert_right(got, [name[0]])
+
+
+def test_a_row_that_does_not_fit_the_device_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, _ = on_small_device(monkeypatch, 0)
+    block, failures = answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert block is None
+    assert set(failures) == {b"a", b"b"}
+    assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, a single row of 200 weights")
+
+
+def test_a_trie_that_does_not_fit_the_device_fails_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    trie = shelved()
+    monkeypatch.setattr(trie, "open", full)
+    _, failures = answer({b"a": job(trie, draw_weights(1, V))})
+    assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, the trie does not fit")
+
+
+def test_an_error_that_is_not_about_memory_is_nobodys_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, small = on_small_device(monkeypatch, 0, RuntimeError)
+    with pytest.raises(RuntimeError, match="no room"):
+        answer({name: job(trie, draw_weights(1, V)) for name in (b"a", b"b")})
+    assert small.tried == [2]
+
+
+def test_values_that_are_kept_do_not_keep_their_batch() -> None:
+    trie = shelved()
+    answer({bytes([n]) * 16: job(trie, draw_weights(n, V), "max", "values", (), FP, bytes([n]) * 16) for n in range(2)})
+    kept = trie.values.get(("max", FP, b"\x01" * 16, trie.vocabulary.digest))
+    assert kept is not None
+    assert kept.base is None
+
+
+def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, row = shelved(), draw_weights(3, V, "logsumexp")
+    kernels = trie.open()[1]
+    swept: list[int] = []
+
+    class Counting:
+        """Kernels that count rows."""
+
+        def inner(self, op: Op, weights: Values) -> Values:
+            swept.append(len(weights))
+            return kernels.inner(op, weights)
+
+    monkeypatch.setattr(trie, "_opened", (trie.open()[0], Counting()))
+    wanted = {bytes([node]) * 16: job(trie, row, "sum", "nodes", [node], FP, b"r" * 16) for node in range(8)}
+    block, _ = answer(wanted)
+    exact = answers(tuple(trie.vocabulary.tokens)).of("sum", np.exp(row))
+    for name, got in vectors(block).items():
+        assert_right(got, exact[[name[0]]])
+    assert swept == [1]
+    kept = trie.values.get(("sum", FP, b"r" * 16, trie.vocabulary.digest))
+    assert kept is not None
+    again, _ = answer({b"x": job(trie, None, "sum", "under", [0], FP, b"r" * 16, kept)})
+    assert_right(vectors(again)[b"x"], exact[answers(tuple(trie.vocabulary.tokens)).children[0]])
+    assert swept == [1]
+
+
+def test_weights_of_one_name_in_two_jobs_are_not_taken_for_one_another() -> None:
+    trie = shelved()
+    one, two = draw_weights(4, V), 2 * draw_weights(5, V)
+    block, _ = answer(
+        {b"a": job(trie, one, select="nodes", nodes=[0]), b"b": job(trie, two, select="nodes", nodes=[0])}
+    )
+    found = vectors(block)
+    assert_right(found[b"a"], [1.0])
+    assert_right(found[b"b"], [2.0])
+
+
+def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
+    backend, trie = TrieBackend(TrieSettings(max_batch=4)), shelved()
+    inputs = {bytes([n]) * 16: job(trie, draw_weights(n, V), select="nodes", nodes=[0]) for n in range(5)}
+    inputs[b"bad!" * 4] = job(trie, np.full(V, np.nan, np.float32))
+    backend.submit(BackendJob(name, b"", "", one) for name, one in inputs.items())
+    assert backend.capacity() == 2
+    first = backend.step()
+    backend.abort([b"\x04" * 16, b"unknown"])
+    second = backend.step()
+    assert len(first.digests) == 4
+    assert second.digests == [b"bad!" * 4]
+    assert second.answers is None
+    assert backend.stats()._asdict() == {"steps": 2, "rows": 4, "tokens": 0, "reused": 0}
+    assert backend.capacity() == 8
+
+
+class Book:
+    """Something that takes memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def test_a_shelf_drops_what_was_used_longest_ago() -> None:
+    shelf: Shelf[str, Book] = Shelf(100)
+    for name in "abc":
+        shelf.put(name, Book(33))
+    assert shelf.get("a") is not None
+    shelf.put("d", Book(33))
+    assert [name for name in "abcd" if shelf.get(name) is not None] == ["a", "c", "d"]
+
+
+def test_a_shelf_counts_a_thing_that_is_put_twice_once() -> None:
+    shelf: Shelf[str, Book] = Shelf(100)
+    for _ in range(10):
+        shelf.put("a", Book(60))
+    shelf.put("b", Book(40))
+    assert shelf.get("a") is not None
+    shelf.put("a", Book(61))
+    assert shelf.get("b") is None
+
+
+def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
+    shelf: Shelf[str, Book] = Shelf(0)
+    shelf.put("a", Book(10))
+    shelf.put("b", Book(10**12))
+    assert shelf.get("a") is None
+    assert shelf.get("b") is not None
+    shelf.put("c", Book(1))
+    assert shelf.get("b") is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+@pytest.mark.parametrize(
+    "tokens",
+    [words(42, 50), words(43, 5000), [b"a"], [b"ab", b"ab"], [b"a" * n for n in range(300)]],
+    ids=["few", "many", "one", "twins", "nested"],
+)
+def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequence[bytes], device: str) -> None:
+    one = Shelved(Vocabulary(tokens), device, ValuesShelf(0))
+    trie, kernels = one.open()
+    assert trie.n_inner <= trie.n_tokens
+    weights = np.zeros((32 * count_cores(), trie.n_tokens), np.float32)
+    if device == "cpu":
+        for _ in range(3):
+            kernels.inner("logsumexp", weights)
+    assert trie.nbytes + one.vocabulary.nbytes + kernels.nbytes <= one.nbytes + 4096
+
+
+def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
+    held = Holdings()
+    ask = TrieAsk("sum", "0" * 32, "inner")
+    held_job = BackendJob(b"p" * 16, b"ids")
+    assert held.add(Taken(b"1", b"a" * 16, held_job, ask=ask), held_job)
+    assert not held.add(Taken(b"2", b"b" * 16, held_job, ask=ask), held_job)
+    assert held[b"p" * 16].is_only_asked
+    assert not held.add(Taken(b"3", b"p" * 16, held_job, overwrite=True), held_job)
+    assert not held[b"p" * 16].is_only_asked
+    seen = held.entries([b"p" * 16, b"unknown"])
+    assert {entry: (one.digest, one.overwrite) for entry, one in seen[b"p" * 16].items()} == {
+        b"1": (b"a" * 16, False),
+        b"2": (b"b" * 16, False),
+        b"3": (b"p" * 16, True),
+    }
+    held.add(Taken(b"4", b"a" * 16, held_job, ask=ask), held_job)
+    assert held.release(seen) == [held_job], "an entry came meanwhile"
+    assert held.release({b"p" * 16: [b"4"]}) == []
+    assert len(held) == 0
+    assert held.release(seen) == []
