@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from benchmarks.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
 from benchmarks.script_calls import REPEATS, measure_calls
 from lmpool import scripts
-from lmpool.adapters import AdapterRegistry
+from lmpool.adapter_registry import AdapterRegistry
 from lmpool.card import ModelCard
 from lmpool.embedded import EmbeddedServer
 from lmpool.keys import GROUP, Keys

@@ -17,19 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from lmpool.adapters import (
-    KNOWN_FOR_S,
-    MARGIN_S,
-    Adapter,
-    AdapterRegistry,
-    Generation,
-    Offer,
-    Registered,
-    check_adapter_name,
-    check_source,
-    name_of,
-    qualify,
-)
+from lmpool.adapter_registry import KNOWN_FOR_S, MARGIN_S, AdapterRegistry
+from lmpool.adapters import Adapter, Generation, Offer, Registered, check_adapter_name, check_source, name_of, qualify
 from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lmpool.adapters import KNOWN_FOR_S, AdapterRegistry, Generation, Registered, qualify
+from lmpool.adapter_registry import KNOWN_FOR_S, AdapterRegistry
+from lmpool.adapters import Generation, Registered, qualify
 from lmpool.backoff import delays
 from lmpool.checks import shown
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 
 from lmpool import scripts
-from lmpool.adapters import AdapterRegistry, name_of, revision_of
+from lmpool.adapter_registry import AdapterRegistry
+from lmpool.adapters import name_of, revision_of
 from lmpool.asks import Ask, unpack_ask
 from lmpool.card import ModelCard
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.adapters import MAX_ADAPTERS, Adapter, AdapterRegistry, Offer, Registered, name_of, qualify, revision_of
+from lmpool.adapter_registry import AdapterRegistry
+from lmpool.adapters import MAX_ADAPTERS, Adapter, Offer, Registered, name_of, qualify, revision_of
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.messages import Failure
 from lmpool.replies import sentence

@@ -12,7 +12,7 @@ from dataclasses import replace
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool import scripts
-from lmpool.adapters import AdapterRegistry
+from lmpool.adapter_registry import AdapterRegistry
 from lmpool.backoff import delays
 from lmpool.card import TRIE_SERVICE, ModelCard
 from lmpool.clusterrows import rows_on

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lmpool.adapters import Adapter, AdapterRegistry
+from lmpool.adapter_registry import AdapterRegistry
+from lmpool.adapters import Adapter
 from lmpool.errors import (
     AdapterRefused,
     ProducerClosed,

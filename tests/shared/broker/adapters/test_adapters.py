@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lmpool.adapter_registry import AdapterRegistry
 from lmpool.adapters import (
     MAX_ADAPTERS,
     Adapter,
-    AdapterRegistry,
     Offer,
     Registered,
     check_adapter_name,
