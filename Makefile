@@ -159,7 +159,7 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
 
 # Whether the pool is no worse than at another commit, the best one so far unless BASE names it; COMPARE takes options of
-# benchmarks/compare.py such as `--measures tiny cached --pairs 100`.
+# benchmarks.compare such as `--measures tiny cached --pairs 100`.
 bench-compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE)
 

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
-from benchmarks import engine_measures, job_queue, latency, peers, picks, real_model, scaling, smc, transport, tries
-from benchmarks.pairs import Result
-from benchmarks.processes import BenchmarkError, LeftOut
-from benchmarks.report import Failures, Surroundings, read_notes, render
-from benchmarks.workplace import Workplace, open_workplace
+from benchmarks.harness.pairs import Result
+from benchmarks.harness.processes import BenchmarkError, LeftOut
+from benchmarks.harness.report import Failures, Surroundings, read_notes, render
+from benchmarks.harness.workplace import Workplace, open_workplace
+from benchmarks.measures import engine_measures, job_queue, latency, picks, real_model, scaling, smc, transport, tries
+from benchmarks.peers.environment import peers_python, versions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
@@ -104,7 +105,7 @@ def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:
     if not any(name in _WITH_PEERS for name in names):
         return {}
     try:
-        return peers.versions(peers.peers_python())
+        return versions(peers_python())
     except BenchmarkError as error:
         print(f"without peers: {error}", file=sys.stderr, flush=True)
         return {}  # The measures that need them will say so too.

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.compare import main, verdict
-from benchmarks.compare_measures import Burst
-from benchmarks.pairs import Interval
-from benchmarks.processes import run
+from benchmarks.compare.__main__ import main, verdict
+from benchmarks.compare.measures import Burst
+from benchmarks.harness.pairs import Interval
+from benchmarks.harness.processes import run
 
 
 def rounds(*ratios: float) -> list[list[tuple[Burst, Burst]]]:

@@ -1,0 +1,124 @@
+"""A process with one producer of whichever commit its interpreter has: `python -m benchmarks.clients.compare_client`.
+
+Uses nothing of lmpool but `Producer`, its `model` and its `stats()`, so that it runs with older commits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import secrets
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import numpy as np
+import uvloop
+from numpy.typing import NDArray
+
+from benchmarks.harness.lines import Handler, serve
+from lmpool.producer import Producer
+
+PROMPT_TOKENS = 32
+
+Ids = list[int]
+
+
+class Bursts:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        producer: open.
+    """
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._random = np.random.default_rng(secrets.randbits(64))
+        self._asked: list[Ids] = []
+
+    def handlers(self) -> list[Handler]:
+        """What may be asked, each under its own name."""
+        return [self.new, self.again, self.alone, self.together, self.extend]
+
+    async def new(self, rows: int, at_once: int) -> float:
+        """Seconds for prompts that nobody has asked before, `at_once` awaits under way, each row dropped as read."""
+        self._asked = self._fresh(rows)
+        before = self._producer.stats().computed
+        seconds = await self._stream(self._asked, at_once)
+        computed = self._producer.stats().computed - before
+        if computed != rows:
+            raise RuntimeError(f"{computed} of {rows} rows were computed: the rest came from a cache")
+        return seconds
+
+    async def again(self, times: int, at_once: int) -> float:
+        """Seconds for the prompts of the last `new`, all of them in the cache, this many times over."""
+        before = self._producer.stats().cache_hits
+        seconds = await self._stream(itertools.chain.from_iterable([self._asked] * times), at_once)
+        hits = self._producer.stats().cache_hits - before
+        if hits != times * len(self._asked):
+            raise RuntimeError(f"{hits} of {times * len(self._asked)} rows came from the cache in Redis")
+        return seconds
+
+    async def alone(self, requests: int) -> float:
+        """Median seconds of one request when nothing else is under way, each for a new prompt."""
+        return await self.median(self._producer.logprobs(ids) for ids in self._fresh(requests))
+
+    async def together(self, prompts: list[Ids]) -> dict[str, Any]:
+        """Seconds for prompts asked all at once, and the first entries of the last row."""
+        start = time.perf_counter()
+        rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
+        return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
+
+    async def extend(self, shared: Ids, tokens: list[Ids]) -> dict[str, Any]:
+        """Seconds for contexts that share a prompt and grow token by token, and the first entries of the last row."""
+        start = time.perf_counter()
+        for length in range(len(tokens[0])):
+            rows = await asyncio.gather(*[self._producer.logprobs(shared + own[:length]) for own in tokens])
+        return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
+
+    async def median(self, requests: Iterable[Awaitable[object]]) -> float:
+        """Median seconds of requests, one after the other."""
+        taken = []
+        for request in requests:
+            start = time.perf_counter()
+            await request
+            taken.append(time.perf_counter() - start)
+        return statistics.median(taken)
+
+    def _fresh(self, number: int) -> list[Ids]:
+        drawn: list[Ids] = self._random.integers(0, self._producer.model.vocab_size, (number, PROMPT_TOKENS)).tolist()
+        return drawn
+
+    async def _stream(self, prompts: Iterable[Ids], at_once: int) -> float:
+        waiting = iter(prompts)
+
+        async def consume() -> None:
+            for ids in waiting:
+                await self._producer.logprobs(ids)
+
+        start = time.perf_counter()
+        await asyncio.gather(*[consume() for _ in range(at_once)])
+        return time.perf_counter() - start
+
+
+def probe(row: NDArray[np.float32]) -> list[float]:
+    """A few entries of a row, by which the two sides are compared."""
+    return [float(value) for value in row[:8]]
+
+
+async def main(answering: Callable[[Producer], Bursts]) -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--cache-bytes", type=int)
+    given = parser.parse_args()
+    settings = {} if given.cache_bytes is None else {"cache_bytes": given.cache_bytes}
+    async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
+        await serve({handler.__name__: handler for handler in answering(producer).handlers()})
+
+
+if __name__ == "__main__":
+    uvloop.run(main(Bursts))

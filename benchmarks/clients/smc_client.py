@@ -1,0 +1,79 @@
+"""A process that runs SMC with genlm-control, on a pool or on genlm-backend.
+
+`python -m benchmarks.clients.smc_client MODEL`: without `--redis` it runs in the peers' environment, so it imports
+nothing of lmpool then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from genlm.control import AWRS, BoolFSA, PromptedLLM
+
+from benchmarks.harness.lines import serve
+
+_BATCH = 64
+_TIMEOUT_S = 0.005
+# Words and commas for ever: no particle ends before the last step.
+_PATTERN = r"( [a-z]+,?)+"
+
+
+class Steered:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        model: an `AsyncLM` of genlm-backend, or what stands in for one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._prompted = PromptedLLM(model)
+        self._condition = BoolFSA.from_regex(_PATTERN).coerce(self._prompted, f=b"".join)
+
+    async def smc(self, prompt: str, seed: int, particles: int, steps: int) -> dict[str, Any]:
+        """Seconds of one run that starts with empty caches, and the texts of its particles."""
+        self._model.clear_cache()
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self._prompted.prompt_ids = self._model.tokenizer.encode(prompt)
+        start = time.perf_counter()
+        sampler = AWRS(self._prompted, self._condition, seed=seed)
+        found = await sampler.smc(n_particles=particles, ess_threshold=0.5, max_tokens=steps)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "texts": [b"".join(map(_bytes, tokens)).hex() for tokens, _ in found]}
+
+
+def _bytes(token: Any) -> bytes:
+    return bytes(token) if isinstance(token, bytes) else b""  # The end of a text is no bytes.
+
+
+def _load(model: str, redis: str | None) -> Any:
+    if redis is not None:
+        from lmpool.producer.genlm import PooledLM
+
+        return PooledLM.from_name(model, redis=redis)
+    from genlm.backend.llm.hf import AsyncTransformer
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    options = {"torch_dtype": torch.float32, "device_map": "cpu"}
+    return AsyncTransformer.from_name(model, hf_opts=options, batch_size=_BATCH, timeout=_TIMEOUT_S)
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--redis")
+    given = parser.parse_args()
+    steered = Steered(_load(given.model, given.redis))
+    await serve({"smc": steered.smc})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

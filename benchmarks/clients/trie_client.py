@@ -1,0 +1,142 @@
+"""A process with one client of the pool's tries, as a user writes it: `python -m benchmarks.clients.trie_client`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+
+import numpy as np
+import uvloop
+
+from benchmarks.harness.lines import serve
+from benchmarks.harness.tekken import read_inputs
+from lmpool.producer import Producer
+from lmpool.producer.trie import PooledTrie, Values
+
+Ids = list[int]
+
+_PROMPT_TOKENS = 32
+_PREFIXES = 2048
+_TOLERANCE = 1e-4
+
+
+class TrieClient:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        producer: open, for a model with the trie's vocabulary.
+        trie: over that vocabulary.
+        weights: distinct rows of weights, one for each request that is under way.
+    """
+
+    def __init__(self, producer: Producer, trie: PooledTrie, weights: Values) -> None:
+        self._producer = producer
+        self._trie = trie
+        self._weights = weights
+        self._random = np.random.default_rng(secrets.randbits(64))
+        self._pairs: Iterator[tuple[Ids, bytes]] = iter(())
+        self._lone: Iterator[tuple[Ids, bytes]] = iter(())
+
+    async def sizes(self) -> list[int]:
+        """V, N, M, and how many children the prefixes that are asked for have together, as a mean."""
+        structure = self._trie.structure
+        children = sum(len(structure.children(structure.node(prefix))) for prefix in self._prefixes())
+        return [structure.n_tokens, structure.n_nodes, structure.n_inner, round(children / _PREFIXES)]
+
+    async def full(self, requests: int, at_once: int) -> float:
+        """Seconds for the values of all nodes, `at_once` awaits under way; each result is dropped."""
+        weights = itertools.islice(itertools.cycle(self._weights), requests)
+        return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), at_once)
+
+    async def prepare(self, prompts: int, lone: int) -> None:
+        """Have the rows of new prompts computed: of `prompts` that many prefixes are asked of each, of `lone` one."""
+        drawn = self._random.integers(0, self._producer.model.vocab_size, (prompts + lone, _PROMPT_TOKENS)).tolist()
+        await _stream((partial(self._producer.logprobs, ids) for ids in drawn), 64)
+        prefixes = self._prefixes()
+        shuffled = [self._random.permutation(_PREFIXES).tolist() for _ in range(prompts)]
+        # No pair comes twice: an answer that was given stays in the cache for a minute.
+        orders = list(zip(drawn[:prompts], shuffled, strict=True))
+        self._pairs = ((ids, prefixes[order[turn]]) for turn in range(_PREFIXES) for ids, order in orders)
+        self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
+
+    async def by_reference(self, requests: int, at_once: int) -> float:
+        """Seconds for the children of prefixes, given prompts whose rows are cached; many prefixes of each."""
+        return await self._ask(self._pairs, requests, at_once)
+
+    async def by_lone_reference(self, requests: int, at_once: int) -> float:
+        """As `by_reference`, with a prompt that has not been asked about lately each time."""
+        return await self._ask(self._lone, requests, at_once)
+
+    async def _ask(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, at_once: int) -> float:
+        taken = list(itertools.islice(pairs, requests))
+        if len(taken) < requests:
+            raise RuntimeError("all pairs of a prompt and a prefix have been asked for")
+        calls = (partial(self._trie.weight_sum, prompt=ids, under=under) for ids, under in taken)
+        before = self._producer.stats().computed
+        seconds = await _stream(calls, at_once)
+        computed = self._producer.stats().computed - before
+        # A full server evicts by samples, and now and then takes one of these. A model worker that answers itself
+        # counts its answers too.
+        if computed > requests / 100 and not self._producer.model.answers_tries:
+            raise RuntimeError(f"{computed} of {requests} rows were computed: they should have been in the cache")
+        return seconds
+
+    async def check(self) -> None:
+        """See that the pool's values are those that this process computes itself.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        weights, (ids, under) = self._weights[0], next(self._pairs)
+        calls = [
+            partial(self._trie.weight_sum, weights),
+            partial(self._trie.weight_sum, prompt=ids, under=under),
+        ]
+        for call in calls:
+            pooled, own = await call(local=False), await call(local=True)
+            if not np.allclose(pooled, own, rtol=_TOLERANCE, atol=0):
+                raise RuntimeError(f"the pool's values are {pooled[:8]}, this process's own are {own[:8]}")
+
+    def _prefixes(self) -> list[bytes]:
+        """The prefixes with the most children."""
+        structure = self._trie.structure
+        nodes = np.argsort(-np.diff(structure.child_start), kind="stable")[:_PREFIXES]
+        return [structure.prefix(node) for node in nodes]
+
+
+async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], at_once: int) -> float:
+    """Seconds for all calls, `at_once` under way."""
+
+    async def consume() -> None:
+        for call in calls:
+            await call()
+
+    start = time.perf_counter()
+    await asyncio.gather(*[consume() for _ in range(at_once)])
+    return time.perf_counter() - start
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--inputs", required=True)
+    given = parser.parse_args()
+    inputs = read_inputs(given.inputs)
+    async with Producer(given.model, redis=given.redis, timeout=120, cache_bytes=0) as producer:
+        trie = await producer.trie(inputs.tokens)
+        client = TrieClient(producer, trie, inputs.weights)
+        handlers = (
+            client.sizes, client.full, client.prepare, client.by_reference, client.by_lone_reference, client.check
+        )  # fmt: skip
+        await serve({handler.__name__: handler for handler in handlers})
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,1 @@
+"""`make bench-compare`: this pool against that of another commit."""

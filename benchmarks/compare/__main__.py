@@ -1,0 +1,183 @@
+"""`make bench-compare BASE=<commit>`: whether this pool is no worse than that of an earlier commit.
+
+Each of the two pools has an environment, a server, workers and a client process of its own, all of them idle while the
+other pool has its turn. The clients run the same program, the servers the same binary, and all packages but lmpool have
+the same version on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NoReturn
+
+from redis.exceptions import RedisError
+
+from benchmarks.compare.environments import Environment
+from benchmarks.compare.measures import MEASURES, USUAL, Burst, Measure, Pool
+from benchmarks.harness.pairs import Interval, show
+from benchmarks.harness.processes import BenchmarkError
+from benchmarks.harness.report import BEST_COMMIT
+from benchmarks.harness.workplace import MEMORY_BYTES, Workplace, open_workplace
+from lmpool.errors import LMPoolError
+
+_TOLERANCE = 0.02
+_ROUNDS = 5
+# All of fewer are on one side of the true median more often than once in twenty times.
+_FEWEST_PAIRS = 6
+_QUICK_PAIRS = 2
+_QUICK_MEMORY_BYTES = 256 * 2**20
+
+Pair = tuple[Burst, Burst]
+"""A burst of the new pool and one of the base's."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, and print.
+
+    Returns:
+        0 when no measure is certainly worse, 1 when one is, 2 when one could not be taken, 130 on Ctrl-C.
+    """
+    given = _parse(arguments)
+    try:
+        return _run(given)
+    except KeyboardInterrupt:
+        return 130
+    except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
+        print(f"cannot compare: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(given: argparse.Namespace) -> int:
+    measures = {name: MEASURES[name] for name in given.measures}
+    extra = "hf" if any(measure.extra == "hf" for measure in measures.values()) else "worker"
+    new, base = (
+        Environment.existing(python) if python else Environment.of(commit, extra)
+        for commit, python in ((given.new, given.new_python), (given.base, given.base_python))
+    )
+    print(f"new:  {new.commit}\nbase: {base.commit}", flush=True)
+    memory = _QUICK_MEMORY_BYTES if given.quick else MEMORY_BYTES
+    worse = failed = 0
+    with ExitStack() as stack:
+        places = [stack.enter_context(open_workplace(1, given.quick, memory)) for _ in range(2)]
+        for name, measure in measures.items():
+            pairs = given.pairs or (_QUICK_PAIRS if given.quick else measure.pairs)
+            try:
+                rounds = _take(measure, pairs, list(zip(places, (new, base), strict=True)))
+            except (BenchmarkError, LMPoolError, RedisError, OSError) as error:
+                failed += 1
+                print(f"{name}: could not be taken: {error}", file=sys.stderr, flush=True)
+                continue
+            print(_told(name, measure, rounds), flush=True)
+            worse += verdict(rounds) == "worse"
+    return 1 if worse else 2 if failed else 0
+
+
+def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Workplace, Environment]]) -> list[list[Pair]]:
+    """Pairs of bursts in rounds; each round has processes of its own, for no two of a program are equally fast."""
+    for place, _ in sides:
+        place.refill()
+    rounds = []
+    for number in range(min(_ROUNDS, pairs)):
+        with ExitStack() as stack:
+            pools = [Pool(place, environment, measure) for place, environment in sides]
+            for pool in _in_turn(pools, number):
+                stack.enter_context(pool.open())
+            # The rounds' sizes differ by one pair at most.
+            rounds.append(
+                [_pair(pools, number + index) for index in range(pairs // _ROUNDS + (number < pairs % _ROUNDS))]
+            )
+    return rounds
+
+
+def _pair(pools: Sequence[Pool], number: int) -> Pair:
+    asked = pools[0].draw()
+    taken = {pool: pool.burst(asked) for pool in _in_turn(pools, number)}
+    return taken[pools[0]], taken[pools[1]]
+
+
+def _in_turn(pools: Sequence[Pool], number: int) -> Sequence[Pool]:
+    """A B, then B A: what changes on the machine in the course of a pair meets both."""
+    return pools if number % 2 == 0 else pools[::-1]
+
+
+def _ratios(rounds: Sequence[Sequence[Pair]]) -> Interval:
+    return Interval.of([[new.rate / base.rate for new, base in pairs] for pairs in rounds])
+
+
+def verdict(rounds: Sequence[Sequence[Pair]]) -> str:
+    """What is said of a measure, by the interval of the ratios of its rates."""
+    ratio = _ratios(rounds)
+    if sum(map(len, rounds)) < _FEWEST_PAIRS:
+        return f"cannot tell from fewer than {_FEWEST_PAIRS} pairs"
+    if ratio.high < 1 - _TOLERANCE:
+        return "worse"
+    if ratio.low < 1 - _TOLERANCE:
+        return "cannot tell: more pairs, or a quieter machine"
+    return "better" if ratio.low > 1 else "no worse"
+
+
+def _told(name: str, measure: Measure, rounds: Sequence[Sequence[Pair]]) -> str:
+    ratio = _ratios(rounds)
+    lines = [
+        f"{name}: {ratio} of {sum(map(len, rounds))} pairs in {len(rounds)} rounds: {verdict(rounds)}",
+        f"  {measure.meaning}: {_medians(rounds, lambda burst: burst.rate)}",
+    ]
+    return "\n".join([*lines, *(_told_of_processor(process, rounds) for process in rounds[0][0][0].processor)])
+
+
+def _told_of_processor(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
+    def used(burst: Burst) -> float:
+        return burst.processor[process]
+
+    if math.isnan(used(rounds[0][0][0])):
+        return f"  processor time, {process}: unknown on {sys.platform}"
+    ratio = Interval.of([[used(new) / used(base) for new, base in pairs] for pairs in rounds])
+    return f"  processor time, {process}: {ratio}; µs a row: {_medians(rounds, used)}"
+
+
+def _medians(rounds: Sequence[Sequence[Pair]], figure: Callable[[Burst], float]) -> str:
+    everything = [pair for pairs in rounds for pair in pairs]
+    new, base = (statistics.median(figure(pair[side]) for pair in everything) for side in range(2))
+    return f"new {show(new)}, base {show(base)}"
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare",
+        description="Compare this pool with that of an earlier commit. Ratios are new ÷ base with the interval in "
+        "which they lie in 19 of 20 cases: of rates, where more is better, and of processor time a row, where less is.",
+    )
+    parser.add_argument("base", nargs="?", default=BEST_COMMIT, help="commit (default: %(default)s, the best so far)")
+    parser.add_argument("--new", default="", metavar="COMMIT", help="compare this one (default: the working tree)")
+    parser.add_argument(
+        "--measures",
+        nargs="+",
+        choices=MEASURES,
+        default=USUAL,
+        metavar="NAME",
+        help=f"of {', '.join(MEASURES)} (default: {', '.join(USUAL)})",
+    )
+    parser.add_argument("--pairs", type=int, help="pairs of bursts for each measure (default: the measure's own)")
+    parser.add_argument("--quick", action="store_true", help="small bursts, to see that everything runs")
+    for side in ("base", "new"):
+        parser.add_argument(f"--{side}-python", metavar="PATH", help=f"an environment of the {side} that is there")
+    given = parser.parse_args(arguments)
+    if given.pairs is not None and given.pairs < 1:
+        parser.error(f"--pairs: {given.pairs} is not at least 1")
+    return given
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """On SIGTERM end as on an error, so that all processes are ended."""
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Environments of commits, each built once and kept in `.cache/compare`: the packages alike in all of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+from benchmarks.harness.processes import REPOSITORY, BenchmarkError, run
+from benchmarks.harness.report import present_commit
+
+_FOLDER = REPOSITORY / ".cache" / "compare"
+_STAMP = "installed.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where one of the compared packages is installed.
+
+    Attributes:
+        commit: what it is, in words.
+        python: its interpreter.
+    """
+
+    commit: str
+    python: str
+
+    @classmethod
+    def of(cls, commit: str, extra: str) -> Environment:
+        """That of a commit; built when it is not there.
+
+        Args:
+            commit: as git takes it; "" for the working tree, changes included.
+            extra: of the package's extras, the one that the workers need.
+
+        Raises:
+            BenchmarkError: there is no such commit, or it could not be installed.
+        """
+        if not commit:
+            folder = _FOLDER / f"working-tree-{extra}"
+            return cls(f"the working tree at {present_commit()}", _installed(REPOSITORY, folder, extra))
+        full = resolve(commit)
+        source = _FOLDER / full / "source"
+        if not source.exists():
+            _check_out(full, source)
+        title = _git("show", "--no-patch", "--format=%h (%cs, %s)", full).strip()
+        return cls(title, _installed(source, _FOLDER / full / extra, extra))
+
+    @classmethod
+    def existing(cls, python: str) -> Environment:
+        """One that is there already.
+
+        Raises:
+            BenchmarkError: there is no such interpreter, or no `lmpool` beside it.
+        """
+        # Not resolved: an environment's interpreter is a link to one that knows nothing of the environment.
+        environment = cls(f"what {python} has", str(Path(python).absolute()))
+        for program in (environment.python, environment.command):
+            if not Path(program).exists():
+                raise BenchmarkError(f"there is no {program}")
+        return environment
+
+    @property
+    def command(self) -> str:
+        """The command `lmpool` of this environment."""
+        return str(Path(self.python).with_name("lmpool"))
+
+
+def resolve(commit: str) -> str:
+    """The full hash of a commit.
+
+    Raises:
+        BenchmarkError: this repository has none of that name, or there is no repository.
+    """
+    try:
+        return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
+    except BenchmarkError as error:
+        # Without a word the name alone is what git did not like.
+        why = str(error).partition("failed:\n")[2] or "`git log` shows those that there are; a shallow clone has few"
+        raise BenchmarkError(f"{REPOSITORY} has no commit {commit!r}: {why}") from None
+
+
+def _check_out(commit: str, source: Path) -> None:
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", commit], cwd=REPOSITORY, capture_output=True, check=False
+    )
+    if archive.returncode:
+        raise BenchmarkError(f"git archive {commit} failed: {archive.stderr.decode(errors='replace').strip()}")
+    partly = source.with_name("unpacking")
+    shutil.rmtree(partly, ignore_errors=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(partly, filter="data")
+    partly.rename(source)
+
+
+def _installed(source: Path, folder: Path, extra: str) -> str:
+    """The interpreter of an environment that has what is in `source`, with the versions of this environment."""
+    pins = _pins()
+    stamp, wanted = folder / _STAMP, json.dumps([pins, (source / "pyproject.toml").read_text(), sys.version])
+    python = str(folder / "bin" / "python")
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"installing {source} into {folder} (once; a minute)", file=sys.stderr, flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    run(sys.executable, "-m", "venv", str(folder))
+    constraints = folder / "constraints.txt"
+    constraints.write_text("\n".join(pins) + "\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run(*pip, "--constraint", str(constraints), "--editable", f"{source}[{extra}]")
+    stamp.write_text(wanted)
+    return python
+
+
+def _pins() -> list[str]:
+    """The packages of this environment as constraints; whose build it is does not matter."""
+    versions = {re.sub(r"[-_.]+", "-", found.name).lower(): found.version for found in distributions()}
+    return sorted(f"{name}=={version.partition('+')[0]}" for name, version in versions.items() if name != "lmpool")
+
+
+def _git(*arguments: str) -> str:
+    return run("git", "-C", str(REPOSITORY), *arguments)

@@ -1,0 +1,211 @@
+"""What `compare` asks of both pools, and how a pool answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.compare.environments import Environment
+from benchmarks.harness.processes import Child, Process, processor_seconds, run
+from benchmarks.harness.workplace import Workplace, wait_until
+from benchmarks.measures.real_model import smollm2_folder
+from benchmarks.measures.transport import AT_ONCE, AT_ONCE_TINY, FULL_V, TINY_V
+
+_READY_S = 180.0
+_MODEL = "compared"
+_QUICK = 16
+_FIRST_ORDINARY_ID = 3
+
+Asked = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What both pools are asked.
+
+    Attributes:
+        meaning: of its figures.
+        do: the client's handler, see `compare_client`.
+        asked: what it is asked for a burst of so many rows; drawn once for both pools.
+        rows: in a burst.
+        options: of the workers; without a backend they are synthetic.
+        workers: how many.
+        cache_bytes: of the producer; None for its default.
+        known: rows that are asked before, and that the bursts find in the cache.
+        extra: the one of the package's extras that the workers need.
+        pairs: of bursts, unless told otherwise.
+    """
+
+    meaning: str
+    do: str
+    asked: Callable[[int], Asked]
+    rows: int
+    options: Sequence[str] = ()
+    workers: int = 1
+    cache_bytes: int | None = None
+    known: int = 0
+    extra: str = "worker"
+    pairs: int = 40
+
+
+def _new(at_once: int) -> Callable[[int], Asked]:
+    return lambda rows: {"rows": rows, "at_once": at_once}
+
+
+def _draw(number: int, length: int) -> list[list[int]]:
+    return [[random.randrange(_FIRST_ORDINARY_ID, FULL_V) for _ in range(length)] for _ in range(number)]
+
+
+_TINY = ("--vocab-size", str(TINY_V))
+_KNOWN = 1024
+_CONTEXTS, _SHARED_TOKENS = 16, 64
+
+MEASURES = {
+    "tiny": Measure("new rows/s, V = 64", "new", _new(AT_ONCE_TINY), 16_384, _TINY),
+    "new-f32": Measure("new rows/s, V = 49,152, f32", "new", _new(AT_ONCE), 4096),
+    "new-bf16": Measure("new rows/s, V = 49,152, bf16", "new", _new(AT_ONCE), 6144, ("--encoding", "bf16")),
+    "cached": Measure(
+        "rows/s from the cache in Redis, V = 49,152, f32",
+        "again",
+        lambda rows: {"times": max(1, rows // _KNOWN), "at_once": AT_ONCE},
+        8 * _KNOWN,
+        cache_bytes=0,
+        known=_KNOWN,
+    ),
+    "alone-tiny": Measure("1 ÷ p50 of one request alone, V = 64", "alone", lambda n: {"requests": n}, 512, _TINY),
+    "alone-f32": Measure("1 ÷ p50 of one request alone, V = 49,152", "alone", lambda n: {"requests": n}, 512),
+    "scaling": Measure(
+        "new rows/s of 4 workers with steps of 20 ms, V = 64",
+        "new",
+        _new(AT_ONCE_TINY),
+        8192,
+        (*_TINY, "--step-ms", "20"),
+        workers=4,
+    ),
+    "hf-random": Measure(
+        "rows/s for random prompts of 32 tokens, SmolLM2-135M f32",
+        "together",
+        lambda rows: {"prompts": _draw(rows, 32)},
+        64,
+        ("--backend", "hf", "--device", "cpu"),
+        extra="hf",
+        pairs=10,
+    ),
+    "hf-shared": Measure(
+        "rows/s for 16 contexts that share 64 tokens and grow token by token, SmolLM2-135M f32",
+        "extend",
+        lambda rows: {
+            "shared": _draw(1, _SHARED_TOKENS)[0],
+            "tokens": _draw(_CONTEXTS, max(1, rows // _CONTEXTS)),
+        },
+        256,
+        ("--backend", "hf", "--device", "cpu"),
+        extra="hf",
+        pairs=10,
+    ),
+}
+USUAL = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
+"""The measures that are taken when none is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What one burst took.
+
+    Attributes:
+        rate: rows, or requests, a second.
+        processor: process -> microseconds of processor time a row; "together" has their sum.
+    """
+
+    rate: float
+    processor: dict[str, float]
+
+
+class Pool:
+    """One side while a measure runs: workers and a client, idle between bursts.
+
+    Args:
+        place: the server.
+        environment: of workers and client.
+        measure: what will be asked.
+    """
+
+    def __init__(self, place: Workplace, environment: Environment, measure: Measure) -> None:
+        self._place = place
+        self._environment = environment
+        self._measure = measure
+        self._client: Child
+        self._processes: dict[str, list[int]] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Have the processes, warm, for the length of a `with` block.
+
+        Raises:
+            BenchmarkError: one of them ended, or they are not ready in time.
+        """
+        measure = self._measure
+        with ExitStack() as stack:
+            workers = [stack.enter_context(self._worker()) for _ in range(measure.workers)]
+            self._await(workers)
+            options = [] if measure.cache_bytes is None else ["--cache-bytes", str(measure.cache_bytes)]
+            arguments = ["--redis", self._place.url, "--model", _MODEL, *options]
+            child = self._place.child(
+                "clients.compare_client", *arguments, python=self._environment.python, PYTHONPATH=""
+            )
+            self._client = stack.enter_context(child)
+            self._processes = {
+                "client": [child.pid],
+                "workers": [worker.pid for worker in workers],
+                "server": [self._place.server],
+            }
+            if measure.known:
+                self._client.ask("new", rows=measure.known, at_once=AT_ONCE)
+            self.burst(self.draw())
+            yield
+
+    def draw(self) -> Asked:
+        """What is asked in a burst; the same may be asked of the other pool."""
+        return self._measure.asked(self._rows)
+
+    def burst(self, asked: Asked) -> Burst:
+        """One burst."""
+        before = self._used()
+        taken = self._client.ask(self._measure.do, **asked)
+        seconds = float(taken["seconds"] if isinstance(taken, dict) else taken)
+        # `again` asks whole rounds, and `extend` whole steps.
+        rows = asked["times"] * _KNOWN if "times" in asked else self._rows
+        used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
+        rate = 1 / seconds if self._measure.do == "alone" else rows / seconds
+        return Burst(rate, {**used, "together": sum(used.values())})
+
+    @property
+    def _rows(self) -> int:
+        return self._place.scaled(self._measure.rows, max(_CONTEXTS, self._measure.rows // _QUICK))
+
+    def _used(self) -> dict[str, float]:
+        return {name: sum(processor_seconds(pid) for pid in pids) for name, pids in self._processes.items()}
+
+    def _worker(self) -> Process:
+        options = list(self._measure.options)
+        model = str(smollm2_folder()) if "hf" in options else _MODEL
+        backend = [] if "--backend" in options else ["--backend", "synthetic"]
+        command = [self._environment.command, "worker", model, "--name", _MODEL, "--redis", self._place.url]
+        return self._place.process("worker", *command, *backend, *options, PYTHONPATH="")
+
+    def _await(self, workers: list[Process]) -> None:
+        """Until the pool says that the workers are ready: by its own command, for its keys are its own affair."""
+
+        def are_ready() -> bool:
+            for worker in workers:
+                worker.check()
+            models = json.loads(run(self._environment.command, "status", "--json", "--redis", self._place.url))
+            states = [worker["state"] for model in models for worker in model["workers"]]
+            return states.count("ready") >= len(workers)
+
+        wait_until(are_ready, _READY_S, f"{len(workers)} workers of {self._environment.commit}")

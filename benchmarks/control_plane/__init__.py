@@ -1,0 +1,1 @@
+"""What workers and clients cost the server beside their rows."""

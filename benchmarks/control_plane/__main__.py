@@ -1,0 +1,257 @@
+"""What workers and clients cost the server beside their rows: `python -m benchmarks.control_plane [--write FILE]`.
+
+Not ratios to a peer, but the server's own time: its processor time by `INFO cpu`, and how long single scripts keep it
+from serving anybody else by `INFO commandstats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.asyncio import Redis
+
+from benchmarks.control_plane.script_calls import REPEATS, measure_calls
+from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
+from lmpool import scripts
+from lmpool.adapter_registry import AdapterRegistry
+from lmpool.card import ModelCard
+from lmpool.embedded import EmbeddedServer
+from lmpool.keys import GROUP, Keys
+from lmpool.line import CommandLine
+from lmpool.producer.lobby import Lobby
+from lmpool.queue import read_queue
+from lmpool.server import Server
+from lmpool.workers.figures import Figures
+from lmpool.workers.intake import Intake
+from lmpool.workers.presence import Presence
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.unwanted import Unwanted
+
+_KEYS = Keys()
+_CARD = ModelCard("m", "synthetic", 512, 131_072, "seed-0", "float32")
+_MODEL = _KEYS.model(_CARD.name)
+_WORKERS = (1, 10, 100, 1000)
+_QUICK_WORKERS = (1, 4)
+_BATCH = 32
+_ADAPTER_LOOKS_PER_S = 2.0
+_READS_PER_S = 2.0
+# Connections that wait together: a server looks for those that have waited long enough ten times a second only.
+_READERS = 50
+_COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
+
+
+def main() -> int:
+    """Measure both tables, print them, and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there")
+    parser.add_argument("--quick", action="store_true", help="small fleets alone, to see that it runs")
+    given = parser.parse_args()
+    write, quick = given.write, given.quick
+    if quick and write:
+        parser.error("--write: a page holds all of it: leave --quick out")
+    with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(8 << 30, Path(folder) / "s") as server:
+        surroundings = Surroundings.of(server.url, {})
+        fleet = asyncio.run(_measure_fleets(server.url, _QUICK_WORKERS if quick else _WORKERS))
+        with redis.Redis.from_url(server.url) as client:
+            calls = [] if quick else list(measure_calls(client))
+    page = _page(fleet, calls, surroundings, read_notes(write) if write else "")
+    print(page)
+    if write:
+        write.write_text(page)
+    return 0
+
+
+# By the number of workers
+
+
+async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
+    rows = []
+    for count in counts:
+        client = Server(url).client()
+        await client.flushall()
+        lines = [CommandLine(Server(url), _MODEL.jobs) for _ in range(_READERS)]
+        try:
+            rows.append(await _Fleet(client, lines, count).row())
+        finally:
+            for line in lines:
+                line.close()
+            await client.aclose()
+    return rows
+
+
+class _Fleet:
+    """Workers and producers of one model, as far as they talk to the server when nothing is asked."""
+
+    def __init__(self, client: Redis, lines: Sequence[CommandLine], count: int) -> None:
+        self._client, self._lines, self._count = client, lines, count
+        figures = Figures()
+        self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
+        self._workers = [
+            (
+                Presence(client, _KEYS, _CARD, name, _BATCH),
+                Intake(client, lines[0], _MODEL, _CARD, name, 3, Unwanted(client, _MODEL, figures), figures),
+            )
+            for name in names
+        ]
+        self._takers = [
+            Intake(client, line, _MODEL, _CARD, names[0], 3, Unwanted(client, _MODEL, figures), figures)
+            for line in lines
+        ]
+        self._registry = AdapterRegistry(client, _MODEL, _CARD.fingerprint)
+        self._lobby = Lobby(client, _KEYS)
+        self._settings = WorkerSettings(lease_s=_CARD.lease_s)
+
+    async def row(self) -> str:
+        """One row of the table."""
+        await self._workers[0][1].ensure_group()
+        await self._registry.create({}, await self._registry.read())
+        for presence, _ in self._workers:
+            await presence.join(_COUNTERS)
+        submit = await self._submit_us()
+        self._held = [await self._hold(name) for name in self._names]
+        look = await self._server_s(self._look, 2000)
+        workers = await self._workers_second()
+        producers = self._count * (look + await self._server_s(self._read_replies, 4) / _READERS)
+        cells = (
+            f"{self._count:,}",
+            f"{1000 * look:.3f}",
+            f"{submit:.1f}",
+            f"{1e6 * workers / self._count:.0f}",
+            f"{100 * workers:.2f}",
+            f"{100 * (workers + producers):.1f}",
+        )
+        return f"| {' | '.join(cells)} |"
+
+    async def _hold(self, worker: str) -> list[bytes]:
+        """Have a worker hold two batches; returns their entries."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for _ in range(2 * _BATCH):
+                pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})
+            await pipe.execute()
+        found: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
+        return [entry for entry, _ in found[0][1]]
+
+    async def _look(self) -> None:
+        """What a producer does each second while it waits for something."""
+        await self._lobby.card(_CARD.name)
+        await self._lobby.alive(_CARD.name)
+
+    async def _read_replies(self) -> None:
+        command = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1, b"STREAMS", _MODEL.reply("c"), b"0-0")
+        await asyncio.gather(*(line.call(*command) for line in self._lines))
+
+    async def _workers_second(self) -> float:
+        """Seconds of the server's processor for one second of all workers, beside prompts and rows."""
+        beat = await self._server_s(self._beats, 1) / self._settings.heartbeat_s
+        claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
+        least = max(1, 200 // self._count)
+        adapters = await self._server_s(self._registry.read, self._count * least) * _ADAPTER_LOOKS_PER_S
+        take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
+        return beat + claim + self._count * (adapters + take)
+
+    async def _beats(self) -> None:
+        for presence, intake in self._workers:
+            await presence.beat(_COUNTERS)
+            await read_queue(self._client, _MODEL)
+            await intake.keep_queue()
+
+    async def _claims(self) -> None:
+        """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
+        for (presence, intake), name, held in zip(self._workers, self._names, self._held, strict=True):
+            await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
+            further = (await intake.claim(_BATCH, held)).further
+            for _ in range(further):
+                await intake.claim(_BATCH, held)
+            await presence.sweep()
+
+    async def _take(self) -> None:
+        await asyncio.gather(*(intake.take(_BATCH, 1) for intake in self._takers))
+
+    async def _submit_us(self) -> float:
+        """The time of one call of `submit.lua` for one new prompt, while others are in the stream, in µs."""
+        await self._client.xadd(_MODEL.jobs, {"m": b"x" * 512})
+        samples = []
+        for number in range(400):
+            before = await self._spent_us()
+            keys = [_MODEL.jobs, _MODEL.reply("c"), _MODEL.waiting + number.to_bytes(16, "big")]
+            await scripts.SUBMIT(self._client, keys, [100_000, 60_000, "", 0, b"x" * 512])
+            samples.append(await self._spent_us() - before)
+            if number % 50 == 49:
+                await self._client.xtrim(_MODEL.jobs, 1)
+        await self._client.delete(_MODEL.backlog, _MODEL.backlog_jobs, _MODEL.turns, _MODEL.flood)
+        await self._client.xtrim(_MODEL.jobs, 0)
+        return statistics.median(samples)
+
+    async def _spent_us(self) -> float:
+        found: Any = await self._client.info("commandstats")
+        return float(found.get("cmdstat_evalsha", {"usec": 0})["usec"])
+
+    async def _server_s(self, work: Callable[[], Awaitable[object]], times: int) -> float:
+        """Seconds of the server's processor for one call."""
+        await work()
+        samples = []
+        for _ in range(3):
+            before = await self._cpu_s()
+            for _ in range(times):
+                await work()
+            samples.append((await self._cpu_s() - before) / times)
+        return statistics.median(samples)
+
+    async def _cpu_s(self) -> float:
+        found: Any = await self._client.info("cpu")
+        return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
+
+
+def _page(fleet: Sequence[str], calls: Sequence[str], surroundings: Surroundings, notes: str) -> str:
+    facts = "\n".join(f"- **{name}**: {fact}" for name, fact in surroundings.facts.items() if "peers" not in name)
+    return f"""\
+# The control plane
+
+What workers and clients cost the server beside rows, on the embedded server through a Unix socket. Written by
+`python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`.
+
+## By the number of workers
+
+A *look* is what a producer does each second while it waits for something: it reads its model's card and counts the live
+workers. *Submit* is one call of `submit.lua` for one new prompt, while others are in the stream. A *worker's second* is
+what it asks the server in one second while it computes and holds {2 * _BATCH} prompts, with a lease of
+{_CARD.lease_s:g} s: heartbeats, renewals, claims, sweeps, adapters, reads; not the prompts and rows themselves. The
+last column adds as many busy producers as there are workers.
+
+| workers | look, ms | submit, µs | a worker's second, µs | all workers, % of a core | and as many producers, % |
+|---|---|---|---|---|---|
+{chr(10).join(fleet)}
+
+## The longest calls
+
+While a script runs, the server serves nobody else. Each does a bounded part of what there is to do, and the next calls
+do the rest: here with more stored than a pool should ever have. Milliseconds in the server, of {REPEATS} calls or
+more.
+
+| call | median, ms | longest, ms |
+|---|---|---|
+{chr(10).join(calls)}
+
+## Where
+
+{facts}
+
+## Notes
+
+{NOTES_BEGIN}
+{notes}
+{NOTES_END}
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What all benchmarks share: processes, their protocol, pairs, reports; imports no other folder here."""

@@ -1,0 +1,185 @@
+"""Where the measures run: one server for A and B, a folder of logs, and the processes of both sides."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import redis
+
+from benchmarks.harness.processes import BenchmarkError, Child, Process
+from lmpool.card import TRIE_SERVICE
+from lmpool.embedded import EmbeddedServer
+from lmpool.keys import GROUP, Keys
+
+# Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
+MEMORY_BYTES = 4 * 2**30
+_FILLER_BYTES = 196_608
+_FILLER_TTL_S = 3600
+_WORKERS_READY_S = 180.0
+_POLL_S = 0.05
+
+# Spinning OpenMP threads would take the cores from the other processes.
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(slots=True)
+class Workplace:
+    """What a measure needs.
+
+    Attributes:
+        url: of the server that both sides use.
+        folder: for logs; goes with the run.
+        repeats: samples to take of each side.
+        quick: take smaller samples.
+        server: process id of the server.
+        memory_bytes: what the server holds at most.
+    """
+
+    url: str
+    folder: Path
+    repeats: int
+    quick: bool
+    server: int
+    memory_bytes: int
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def scaled(self, full: int, quick: int) -> int:
+        """The size of a sample: `full`, or `quick` in a quick run."""
+        return quick if self.quick else full
+
+    def child(self, module: str, *arguments: str, python: str = sys.executable, **environment: str) -> Child:
+        """Start a module of this package as a process that answers requests."""
+        command = [python, "-m", f"benchmarks.{module}", *arguments]
+        return Child(command, self._log(module), {**_ENVIRONMENT, **environment})
+
+    def process(self, name: str, *command: str, **environment: str) -> Process:
+        """Start any other program."""
+        return Process(command, self._log(name), {**_ENVIRONMENT, **environment})
+
+    def producer(self, model: str, *options: str) -> Child:
+        """Start a process with a producer for a model that is served."""
+        return self.child("clients.producer", "--redis", self.url, "--model", model, *options)
+
+    def refill(self) -> None:
+        """Empty the server, then store rows that nobody asks for until it drops some: all measures begin alike.
+
+        A cache that evicts is the steady state of a cache.
+
+        Raises:
+            BenchmarkError: it did not fill up.
+        """
+        value = os.urandom(_FILLER_BYTES)
+        with redis.Redis.from_url(self.url) as server:
+            server.flushall()
+            server.config_resetstat()
+            for start in range(0, 2 * self.memory_bytes // _FILLER_BYTES + 32, 32):
+                pipe = server.pipeline(transaction=False)
+                for index in range(start, start + 32):
+                    pipe.set(f"filler:{index}", value, ex=_FILLER_TTL_S)
+                pipe.execute()
+                if cast("dict[str, int]", server.info("stats"))["evicted_keys"]:
+                    return
+        raise BenchmarkError("the server did not fill up")
+
+    @contextmanager
+    def workers(
+        self,
+        name: str,
+        model: str,
+        *options: str,
+        number: int = 1,
+        command: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[None]:
+        """Have workers serve a model as `name`; they are ready when the block begins.
+
+        Args:
+            name: what they serve it as.
+            model: hub name or folder.
+            options: of `lmpool worker`.
+            number: how many.
+            command: what stands for `lmpool`; this environment's own when empty.
+            environment: of the workers.
+
+        Raises:
+            BenchmarkError: one ended at once, or they are not ready within 3 minutes.
+        """
+        lmpool = command or [_own_command()]
+        command = [*lmpool, "worker", model, "--name", name, "--redis", self.url, *options]
+        with self._serving(name, command, number, environment or {}):
+            yield
+
+    @contextmanager
+    def trie_worker(self, *options: str) -> Iterator[None]:
+        """Have one trie worker; it is ready when the block begins.
+
+        Raises:
+            BenchmarkError: as `workers`.
+        """
+        with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
+            yield
+
+    @contextmanager
+    def _serving(
+        self, name: str, command: Sequence[str], number: int, environment: Mapping[str, str]
+    ) -> Iterator[None]:
+        with ExitStack() as stack, redis.Redis.from_url(self.url) as server:
+            started = [
+                stack.enter_context(self.process(f"worker-{name}", *command, **environment)) for _ in range(number)
+            ]
+
+            def are_ready() -> bool:
+                for process in started:
+                    process.check()
+                return _live_workers(server, name) >= number
+
+            wait_until(are_ready, _WORKERS_READY_S, f"{number} workers that serve {name!r}")
+            yield
+
+    def _log(self, name: str) -> Path:
+        return self.folder / f"{name}-{next(self._numbers)}.log"
+
+
+@contextmanager
+def open_workplace(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) -> Iterator[Workplace]:
+    """Start a server, in a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="lmpool-bench-") as name:
+        folder = Path(name)
+        os.environ["LMPOOL_RUNTIME_DIR"] = str(folder / "server")
+        with EmbeddedServer(memory_bytes) as server:
+            yield Workplace(server.url, folder, repeats, quick, server.pid, memory_bytes)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Look until a condition holds.
+
+    Raises:
+        BenchmarkError: it does not hold in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"waited {seconds:g} s in vain for {what}")
+        time.sleep(_POLL_S)
+
+
+def _own_command() -> str:
+    return str(Path(sys.executable).with_name("lmpool"))
+
+
+def _live_workers(server: redis.Redis, model: str) -> int:
+    try:
+        consumers = cast("list[dict[str, bytes]]", server.xinfo_consumers(Keys().model(model).jobs, GROUP))
+    except redis.ResponseError:
+        return 0  # No such stream: the first worker is still on its way.
+    names = (consumer["name"].decode() for consumer in consumers)
+    return sum(bool(server.exists(Keys().worker(name))) for name in names)

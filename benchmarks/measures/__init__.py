@@ -1,0 +1,1 @@
+"""What is measured, and on which sides; `python -m benchmarks` runs it."""

@@ -1,0 +1,63 @@
+"""Less than a row against the row."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from benchmarks.harness.pairs import Goal, Result, Side
+from benchmarks.harness.workplace import Workplace
+from benchmarks.measures.asking import Asked, alternated
+from benchmarks.measures.real_model import smollm2_folder
+from benchmarks.measures.transport import FULL_V
+
+_TARGETS = 4
+_AT_ONCE = 256
+_PROMPT, _CONTINUATION = 32, 64
+
+
+def targets(place: Workplace) -> list[Result]:
+    """A few entries of cached rows."""
+    with ExitStack() as stack:
+        stack.enter_context(
+            place.workers("synthetic", "synthetic", "--backend", "synthetic", "--vocab-size", str(FULL_V))
+        )
+        client = stack.enter_context(place.producer("synthetic", "--cache-bytes", "0"))
+        rows, times = 512, place.scaled(16, 4)
+        client.ask("new", rows=rows, at_once=64)
+        samples = alternated(
+            {
+                "entries": lambda: (
+                    times * rows / float(client.ask("entries", times=times, at_once=_AT_ONCE, count=_TARGETS))
+                ),
+                "rows": lambda: times * rows / 4 / float(client.ask("again", times=times // 4, at_once=_AT_ONCE)),
+            },
+            place.repeats,
+        )
+    meaning = (
+        f"requests/s for {_TARGETS} entries of cached float32 rows of V = {FULL_V:,}, {_AT_ONCE} awaits under way ÷ "
+        "the same for full rows, which are not kept by the producer"
+    )
+    sides = [Side(name, "requests/s", taken) for name, taken in samples.items()]
+    return [Result("targets", meaning, Goal(8), *sides)]
+
+
+def score(place: Workplace) -> list[Result]:
+    """What a continuation scores, against the row of the same prompt."""
+    asked = Asked()
+    with ExitStack() as stack:
+        stack.enter_context(place.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
+        client = stack.enter_context(place.producer("smollm2"))
+        count, length = place.scaled(10, 3), _PROMPT + _CONTINUATION
+        samples = alternated(
+            {
+                "score": lambda: float(client.ask("scored", prompts=asked.fresh(count, length), tokens=_CONTINUATION)),
+                "row": lambda: float(client.ask("row_of", prompts=asked.fresh(count, length))),
+            },
+            place.repeats,
+        )
+    meaning = (
+        f"seconds until the {_CONTINUATION} tokens after a prompt of {_PROMPT} are scored, one request alone, "
+        f"SmolLM2-135M f32 ÷ those for one row of a prompt of {length} tokens"
+    )
+    sides = [Side(name, "s", taken) for name, taken in samples.items()]
+    return [Result("score", meaning, Goal(1.5, at_most=True), *sides)]

@@ -1,0 +1,89 @@
+"""SMC with genlm-control: on a pool, and on genlm-backend in one process."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.harness.pairs import Goal, Result, Side
+from benchmarks.harness.processes import Child
+from benchmarks.harness.workplace import Workplace
+from benchmarks.measures.asking import alternated
+from benchmarks.measures.real_model import smollm2_folder
+from benchmarks.peers.environment import peers_python
+
+_PARTICLES, _STEPS = 16, 32
+_WITHIN_S = 600.0
+_TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window", "journey", "evening", "forest"]
+
+
+def smc(place: Workplace) -> list[Result]:
+    """One process against genlm-backend's, and two at once on one worker against one."""
+    steps = place.scaled(_STEPS, 6)
+    with ExitStack() as stack:
+        model = str(smollm2_folder())
+        stack.enter_context(place.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
+        ours = [
+            stack.enter_context(place.child("clients.smc_client", "smollm2", "--redis", place.url)) for _ in range(2)
+        ]
+        peer = stack.enter_context(place.child("clients.smc_client", model, python=peers_python()))
+        contest = _Contest(steps)
+        samples = alternated(
+            {
+                "pool": lambda: contest.seconds(ours[:1], fresh=True),
+                "genlm": lambda: contest.seconds([peer], fresh=False),
+                "two": lambda: contest.seconds(ours, fresh=True),
+            },
+            place.repeats,
+        )
+    what = f"{_PARTICLES} particles x {steps} steps of AWRS under a regular expression, SmolLM2-135M f32"
+    one = (
+        f"seconds of {what}, on a pool with one hf worker ÷ on genlm-backend's AsyncTransformer, same prompts and seeds"
+    )
+    two = f"seconds until two processes have run it at once on one worker, each its own prompt ÷ those of one; {what}"
+    same = f"texts that both sides found ÷ all texts; {what}"
+    pool, genlm, both = (Side(name, "s", samples[name]) for name in ("pool", "genlm", "two"))
+    # The round that warms up is counted too, for the pool's part of it was drawn with the same seeds.
+    found = Side("same", "texts", [share * _PARTICLES for share in contest.shares])
+    return [
+        Result("smc", one, Goal(0.5, at_most=True), pool, genlm),
+        Result("smc-two", two, Goal(1.6, at_most=True), both, pool),
+        Result("smc-same", same, None, found, Side("all", "texts", [float(_PARTICLES)] * len(contest.shares))),
+    ]
+
+
+class _Contest:
+    """Both sides are asked the same prompts with the same seeds, one after the other.
+
+    Args:
+        steps: of each run.
+
+    Attributes:
+        shares: of the texts that both sides have found, by round.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._random = random.Random()
+        self._asked: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        self.shares: list[float] = []
+
+    def seconds(self, sides: list[Child], *, fresh: bool) -> float:
+        """Seconds until all of these have run; with prompts that nobody has asked before, or the last ones."""
+        if fresh:
+            self._asked = [self._draw() for _ in sides]
+        for side, asked in zip(sides, self._asked, strict=True):
+            side.send("smc", **asked, particles=_PARTICLES, steps=self._steps)
+        answers = [side.receive(_WITHIN_S) for side in sides]
+        if fresh:
+            self._texts = answers[0]["texts"]
+        else:
+            pairs = list(zip(self._texts, answers[0]["texts"], strict=True))
+            self.shares.append(sum(a == b for a, b in pairs) / len(pairs))
+        return max(float(answer["seconds"]) for answer in answers)
+
+    def _draw(self) -> dict[str, Any]:
+        words = " ".join(self._random.choices(_TOPICS, k=6))
+        return {"prompt": f"A story of the {words}: once upon a time there was", "seed": self._random.randrange(2**31)}

@@ -1,0 +1,80 @@
+"""arq as its documentation says: a worker's settings, and a process that enqueues jobs and awaits their results.
+
+Runs in the peers' environment, so it imports nothing of lmpool:
+
+    arq benchmarks.peers.arq_peer.WorkerSettings      the worker
+    python -m benchmarks.peers.arq_peer               the client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+from arq import create_pool
+from arq.connections import ArqRedis, RedisSettings
+from numpy.typing import NDArray
+
+from benchmarks.harness.lines import serve
+
+_REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
+_QUEUE = os.environ["BENCH_ARQ_QUEUE"]
+_VOCAB_SIZE = 49_152
+_PROMPT_TOKENS = 32
+_BASE = np.tile(np.random.default_rng(0).standard_normal(_VOCAB_SIZE, dtype=np.float32), 2)
+
+
+async def row(ctx: dict[str, Any], ids: list[int]) -> NDArray[np.float32]:
+    """A row that depends on the prompt and costs one copy, as the synthetic backend's do."""
+    shift = sum(ids) % _VOCAB_SIZE
+    return _BASE[shift : shift + _VOCAB_SIZE].copy()
+
+
+class WorkerSettings:
+    """All else is arq's default; so is `max_jobs` where the benchmark says 10."""
+
+    functions: ClassVar[list[Any]] = [row]
+    redis_settings = _REDIS
+    queue_name = _QUEUE
+    max_jobs = int(os.environ["BENCH_ARQ_MAX_JOBS"])
+
+
+class Client:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        redis: arq's client.
+    """
+
+    def __init__(self, redis: ArqRedis) -> None:
+        self._redis = redis
+
+    async def new(self, rows: int, at_once: int) -> float:
+        """Seconds for jobs with new prompts, `at_once` of them under way, each row dropped as read."""
+        drawn = np.random.default_rng(secrets.randbits(64)).integers(0, _VOCAB_SIZE, (rows, _PROMPT_TOKENS))
+        waiting = iter(drawn.tolist())
+        start = time.perf_counter()
+        await asyncio.gather(*[self._consume(waiting) for _ in range(at_once)])
+        return time.perf_counter() - start
+
+    async def _consume(self, waiting: Iterator[list[int]]) -> None:
+        for ids in waiting:
+            job = await self._redis.enqueue_job("row", ids)
+            got = await job.result()
+            if got.shape != (_VOCAB_SIZE,):
+                raise RuntimeError(f"a row has the shape {got.shape}")
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    client = Client(await create_pool(_REDIS, default_queue_name=_QUEUE))
+    await serve({"new": client.new})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,68 @@
+"""A process with genlm-backend's `AsyncTransformer`: `python -m benchmarks.peers.genlm_peer MODEL`.
+
+Runs in the peers' environment, so it imports nothing of lmpool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from genlm.backend.llm.hf import AsyncTransformer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.harness.lines import serve
+
+Ids = list[int]
+
+_BATCH = 64
+_TIMEOUT_S = 0.005
+
+
+class Peer:
+    """Answers the benchmark's requests with timings; each starts with empty caches.
+
+    Args:
+        model: folder of the model.
+    """
+
+    def __init__(self, model: str) -> None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        self._lm = AsyncTransformer(loaded, tokenizer, batch_size=_BATCH, timeout=_TIMEOUT_S)
+
+    async def together(self, prompts: list[Ids]) -> dict[str, Any]:
+        """As `Client.together` in `clients/producer.py`."""
+        self._lm.clear_cache()
+        start = time.perf_counter()
+        rows = await asyncio.gather(*[self._lm.next_token_logprobs(ids) for ids in prompts])
+        return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
+
+    async def extend(self, shared: Ids, tokens: list[Ids], cache_kv: bool) -> dict[str, Any]:
+        """As `Client.extend`; `cache_kv` keeps the shared prompt's keys and values, before the clock starts."""
+        self._lm.clear_cache()
+        if cache_kv:
+            self._lm.cache_kv(shared)
+        start = time.perf_counter()
+        for length in range(len(tokens[0])):
+            rows = await asyncio.gather(*[self._lm.next_token_logprobs(shared + own[:length]) for own in tokens])
+        return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
+
+
+def _probe(row: torch.Tensor) -> list[float]:
+    return [float(value) for value in row[:8]]
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    peer = Peer(sys.argv[1])
+    await serve({handler.__name__: handler for handler in (peer.together, peer.extend)})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(os.cpu_count() or 1)
+    asyncio.run(main())

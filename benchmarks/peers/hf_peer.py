@@ -1,0 +1,54 @@
+"""A process with a model of transformers and nothing around it.
+
+`python -m benchmarks.peers.hf_peer MODEL DEVICE DTYPE`: it runs in the environment of the benchmark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.harness.lines import serve
+
+Ids = list[int]
+
+_BATCH = 64
+
+
+class Peer:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        model: folder.
+        device: a torch device.
+        dtype: of the computation.
+    """
+
+    def __init__(self, model: str, device: str, dtype: str) -> None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        self._model = loaded.to(device).eval()
+        self._device = device
+
+    @torch.inference_mode()
+    async def together(self, prompts: list[Ids]) -> dict[str, Any]:
+        """As `Client.together` in `clients/producer.py`, for prompts of one length: rows as float32 on the host."""
+        start = time.perf_counter()
+        for at in range(0, len(prompts), _BATCH):
+            ids = torch.tensor(prompts[at : at + _BATCH], device=self._device)
+            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+            rows = torch.log_softmax(logits.float(), -1).cpu()
+        return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    await serve({"together": Peer(*sys.argv[1:]).together})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

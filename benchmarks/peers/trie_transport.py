@@ -1,0 +1,85 @@
+"""A process that moves what a trie job's weights and values weigh, both ways at once, and does nothing else.
+
+`python -m benchmarks.peers.trie_transport URL`: redis-py's asyncio client with hiredis on uvloop, as `plain_redis.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import numpy as np
+import uvloop
+from redis.asyncio import Redis
+
+from benchmarks.harness.lines import serve
+
+_PIPELINE_BYTES = 4 * 2**20
+_KEYS = 64
+_TTL_S = 600
+
+
+class TrieTransport:
+    """One end of the ceiling; what one end sends, the other fetches.
+
+    Args:
+        redis: a client.
+    """
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def prime(self, there: int, back: int) -> None:
+        """Store what the other end's first requests fetch: values of `there` and of `back` bytes."""
+        await self._put("there", _KEYS, there)
+        await self._put("back", _KEYS, back)
+
+    async def ask(self, requests: int, there: int, back: int) -> None:
+        """A client's end: SET values of `there` bytes, and GET as many of `back` bytes."""
+        await asyncio.gather(self._put("there", requests, there), self._get("back", requests, back))
+
+    async def answer(self, requests: int, there: int, back: int) -> None:
+        """A worker's end: GET values of `there` bytes, and SET as many of `back` bytes."""
+        await asyncio.gather(self._get("there", requests, there), self._put("back", requests, back))
+
+    async def _put(self, name: str, number: int, size: int) -> None:
+        value = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+        for keys in _portions(name, number, size):
+            pipe = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipe.set(key, value.tobytes(), ex=_TTL_S)
+            await pipe.execute()
+
+    async def _get(self, name: str, number: int, size: int) -> None:
+        missing = 0
+        for keys in _portions(name, number, size):
+            pipe = self._redis.pipeline(transaction=False)
+            for key in keys:
+                pipe.get(key)
+            values = await pipe.execute()
+            arrays = [np.frombuffer(value, np.uint8) for value in values if value is not None]
+            missing += len(values) - len(arrays)
+            if any(array.nbytes != size for array in arrays):
+                raise RuntimeError("a value has another size")
+        # A full server evicts by samples, and now and then takes one of these.
+        if missing > max(1, number / 100):
+            raise RuntimeError(f"{missing} of {number} values were missing")
+
+
+def _portions(name: str, number: int, size: int) -> list[list[str]]:
+    """The keys of the values, in pipelines of about as many bytes as go through fastest."""
+    keys = [f"{name}:{index % _KEYS}" for index in range(number)]
+    count = max(1, _PIPELINE_BYTES // size)
+    return [keys[at : at + count] for at in range(0, number, count)]
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    async with Redis.from_url(sys.argv[1]) as redis:
+        await redis.ping()
+        end = TrieTransport(redis)
+        await serve({handler.__name__: handler for handler in (end.prime, end.ask, end.answer)})
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,117 @@
+"""A process with vLLM's engine core and a capturing logits processor.
+
+`python -m benchmarks.peers.vllm_peer MODEL DTYPE`: what somebody would write who needs rows in one process: no queue,
+no cache, no checks. Runs in vLLM's environment and imports nothing of lmpool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from itertools import count
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+from benchmarks.harness.lines import serve
+
+Ids = list[int]
+
+_ROWS: dict[str, tuple[torch.Tensor, int]] = {}
+"""Request -> the block that holds its row, and where."""
+
+
+class Capture(LogitsProcessor):  # type: ignore[misc]  # vllm is not there where this is checked
+    """Keeps log-probabilities of every batch."""
+
+    def __init__(self, config: Any, device: Any, is_pin_memory: bool) -> None:
+        self._keys: dict[int, str] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """False: otherwise greedy requests skip it."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow the batch. Requests of one token leave it before they can move."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._keys.pop(index, None)
+        for index, params, _, _ in batch_update.added:
+            self._keys[index] = params.extra_args["key"]
+        for source, target, _ in batch_update.moved:
+            self._keys[target] = self._keys.pop(source)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Take the rows."""
+        block = torch.log_softmax(logits, -1, dtype=torch.float32)
+        _ROWS.update((self._keys[row], (block, row)) for row in range(len(logits)))
+        return logits
+
+
+class Peer:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        model: folder.
+        dtype: of the computation.
+        load_format: "auto" or "dummy".
+    """
+
+    def __init__(self, model: str, dtype: str, load_format: str = "auto") -> None:
+        self._core = LLM(
+            model=model, dtype=dtype, load_format=load_format, logits_processors=[Capture],
+            enable_prefix_caching=True, skip_tokenizer_init=True, generation_config="vllm", disable_log_stats=True,
+            max_num_seqs=256, block_size=32, kv_cache_memory_bytes=1 << 30, enforce_eager=True,
+        ).llm_engine.engine_core  # fmt: skip
+        self._numbers = count()
+
+    async def together(self, prompts: list[Ids]) -> dict[str, Any]:
+        """As `Client.together` in `clients/producer.py`."""
+        start = time.perf_counter()
+        keys = [self._submit(ids) for ids in prompts]
+        left = set(keys)
+        while left:
+            left -= {output.request_id for output in self._core.get_output().outputs}
+        rows = [block[row] for block, row in (_ROWS.pop(key) for key in keys)]
+        return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
+
+    def _submit(self, ids: Ids) -> str:
+        key = str(next(self._numbers))
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, extra_args={"key": key}
+        )
+        self._core.add_request(
+            EngineCoreRequest(
+                request_id=key,
+                prompt_token_ids=ids,
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=time.time(),
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+        return key
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    peer = Peer(*sys.argv[1:])
+    await serve({"together": peer.together})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
