@@ -133,7 +133,7 @@ def test_the_types_of_a_prompt_have_its_ids_its_digest_or_one_that_has_them() ->
 
 
 def test_the_parts_are_those_of_the_package() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     assert all((root / part / "lmpool").is_dir() for part in PARTS)
     assert WORKER in modules(root)
     assert PRODUCER in modules(root)
