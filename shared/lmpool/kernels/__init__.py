@@ -6,17 +6,15 @@ runs on; each is imported when it is first asked for, so a client without them c
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.checks import check_choice, shown
 from lmpool.errors import SettingsError
-from lmpool.kernels.plan import Compressed
+from lmpool.kernels.plan import OPS, Compressed, Op
 
-Op = Literal["sum", "max", "logsumexp"]
-OPS: tuple[Op, ...] = get_args(Op)
+__all__ = ["OPS", "Compressed", "Kernels", "Op", "open_kernels"]
 
 
 class Kernels(Protocol):
@@ -97,27 +95,3 @@ def _missing(error: ModuleNotFoundError, library: str) -> Exception:
         return error
     extra = {"numba": "trie", "torch": "hf"}[library]
     return SettingsError(f"a trie's kernels need {library}: install it with pip install 'lmpool[{extra}]'")
-
-
-def check_op(op: str) -> None:
-    """Refuse what is not one of `OPS`.
-
-    Raises:
-        SettingsError: with the choices.
-    """
-    check_choice("op", op, OPS)
-
-
-def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
-    """Refuse an array that a result of `shape` cannot be written to.
-
-    Raises:
-        SettingsError: with its dtype and shape.
-    """
-    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
-        raise SettingsError(
-            f"out: {shown(getattr(out, 'dtype', out))} of shape {shown(getattr(out, 'shape', None))} "
-            f"must be float32 of shape {shape}"
-        )
-    if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
-        raise SettingsError("out: the array must be C-contiguous, aligned and writeable")

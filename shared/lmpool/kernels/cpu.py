@@ -28,9 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.cores import count_threads
-from lmpool.kernels import Op, check_op, check_out
 from lmpool.kernels.cpu_loops import LEAST, MOST, WIDTHS, block_loops, exps, far_sweep, logs
-from lmpool.kernels.plan import Compressed, Plan, make_plan
+from lmpool.kernels.plan import Compressed, Op, Plan, check_op, check_out, make_plan
 from lmpool.weights import check_layout, nan_found
 
 

@@ -1,12 +1,18 @@
-"""In which order kernels sweep a compressed trie: flat arrays, made once a trie."""
+"""What all kernels have in common: the operations, and in which order they sweep a compressed trie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lmpool.checks import check_choice, shown
+from lmpool.errors import SettingsError
+
+Op = Literal["sum", "max", "logsumexp"]
+OPS: tuple[Op, ...] = get_args(Op)
 
 
 class Compressed(Protocol):
@@ -105,3 +111,27 @@ def _depths(parent: NDArray[np.int32]) -> NDArray[np.uint32]:
         depth[climbing] += depth[step]
         above[climbing] = above[step]
     return depth
+
+
+def check_op(op: str) -> None:
+    """Refuse what is not one of `OPS`.
+
+    Raises:
+        SettingsError: with the choices.
+    """
+    check_choice("op", op, OPS)
+
+
+def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
+    """Refuse an array that a result of `shape` cannot be written to.
+
+    Raises:
+        SettingsError: with its dtype and shape.
+    """
+    if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
+        raise SettingsError(
+            f"out: {shown(getattr(out, 'dtype', out))} of shape {shown(getattr(out, 'shape', None))} "
+            f"must be float32 of shape {shape}"
+        )
+    if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
+        raise SettingsError("out: the array must be C-contiguous, aligned and writeable")

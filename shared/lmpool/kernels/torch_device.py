@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lmpool import vector_math
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.kernels import Op, check_op, check_out
-from lmpool.kernels.plan import Compressed, make_plan
+from lmpool.kernels.plan import Compressed, Op, check_op, check_out, make_plan
 from lmpool.weights import check_layout, check_shape, nan_found
 
 _MOST_BYTES = 1 << 29

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import cast
 
 from lmpool.adapters import MAX_ADAPTERS
 from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
+from lmpool.workers.backend import Backend, BackendSettings
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENCODINGS = ("exact", "f16")
+
+
+def open_backend(name: str, settings: BackendSettings) -> Backend:
+    """Make a backend that is imported only now, for that brings its engine in.
+
+    Args:
+        name: its class, as "lmpool.workers.backends.engine.backend:EngineBackend".
+        settings: what it is told.
+
+    Raises:
+        ImportError: a package that it needs is not installed, or not as it must be.
+    """
+    make = cast("Callable[[BackendSettings], Backend]", resolve_name(name))
+    return make(settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
 from lmpool.workers.backend import Backend
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
-from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS
+from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS, open_backend
 from lmpool.workers.backends.places import local_path
 from lmpool.workers.backends.requirements import require
 
@@ -106,9 +106,7 @@ class HfSettings:
 
     def open(self) -> Backend:
         """Make the backend; see `HfBackend`."""
-        from lmpool.workers.backends.hf.backend import HfBackend  # imports torch and transformers
-
-        return HfBackend(self)
+        return open_backend("lmpool.workers.backends.hf.backend:HfBackend", self)
 
 
 def _check_text(field: str, value: object, *, optional: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.workers.backend import Backend
-from lmpool.workers.backends.engine_settings import EngineSettings
+from lmpool.workers.backends.engine_settings import EngineSettings, open_backend
 from lmpool.workers.backends.requirements import require, require_version
 
 DISTRIBUTIONS = ("sglang",)
@@ -36,6 +36,4 @@ class SglangSettings(EngineSettings):
 
     def open(self) -> Backend:
         """Make the backend; see `SglangBackend`."""
-        from lmpool.workers.backends.sglang.backend import SglangBackend  # imports torch
-
-        return SglangBackend(self)
+        return open_backend("lmpool.workers.backends.sglang.backend:SglangBackend", self)

