@@ -10,7 +10,6 @@ from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
 from lmpool.rows import RowBlock, VectorBlock
 from lmpool.vocab import Vocabulary
-from lmpool.workers.tries.inputs import TrieInputs
 
 
 class BackendJob(NamedTuple):
@@ -20,7 +19,7 @@ class BackendJob(NamedTuple):
         digest: names the prompt; unique among the jobs that the backend holds.
         ids: the token ids as little-endian uint32 bytes (`lmpool.prompts.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
-        trie: what a trie job is about; None for a prompt.
+        payload: what else the job comes with, which only who made it and its backend know; None for a prompt.
         score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
             `Finished.answers`; 0 for the row. Only backends whose card says that they score are asked.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
@@ -29,7 +28,7 @@ class BackendJob(NamedTuple):
     digest: bytes
     ids: bytes
     adapter: str = ""
-    trie: TrieInputs | None = None
+    payload: object | None = None
     score_from: int = 0
     fresh: bool = False
 

@@ -111,7 +111,7 @@ class Delivery:
         for digest, found in inputs.items():
             if digest in self._held:  # The backend may have broken meanwhile.
                 job = self._held[digest].job
-                self._held[digest].job = BackendJob(digest, job.ids, job.adapter, found)
+                self._held[digest].job = BackendJob(digest, job.ids, job.adapter, payload=found)
         await self._fail(failures)
         return list(inputs)
 

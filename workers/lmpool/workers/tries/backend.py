@@ -18,7 +18,7 @@ from lmpool.trie import Trie
 from lmpool.vocab import Vocabulary
 from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
 from lmpool.workers.tries.desk import answer
-from lmpool.workers.tries.inputs import TrieInputs
+from lmpool.workers.tries.inputs import TrieInputs, inputs_of
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -113,8 +113,7 @@ class TrieBackend(WithoutAdapters):
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """See `Backend.submit`."""
         for job in jobs:
-            assert job.trie is not None
-            self._jobs[job.digest] = job.trie
+            self._jobs[job.digest] = inputs_of(job)
 
     def step(self) -> Finished:
         """See `Backend.step`."""

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.asks import TrieAsk
+from lmpool.workers.backend import BackendJob
 from lmpool.workers.tries.shelf import Shelved
 
 Values = NDArray[np.float32]
@@ -27,3 +28,9 @@ class TrieInputs(NamedTuple):
     trie: Shelved
     vector: Values | None
     values: Values | None = None
+
+
+def inputs_of(job: BackendJob) -> TrieInputs:
+    """What a trie job comes with."""
+    assert isinstance(job.payload, TrieInputs)
+    return job.payload
