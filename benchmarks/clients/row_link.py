@@ -15,7 +15,7 @@ import uvloop
 from benchmarks.harness.lines import serve
 from lmpool.card import ModelCard
 from lmpool.keys import Keys
-from lmpool.rowcache import RedisRows
+from lmpool.rowcache import RedisRows, RowSpace
 from lmpool.rows import Encoding, RowBlock
 from lmpool.server import Server
 
@@ -33,7 +33,7 @@ class RowLinkUser:
 
     def __init__(self, url: str, vocab_size: int) -> None:
         card = ModelCard("row-link", "none", vocab_size, 1, "row-link", "float32", row_ttl_s=600)
-        self._rows = RedisRows(Server(url), Keys(), card)
+        self._rows = RedisRows(Server(url), RowSpace.of(Keys(), card))
         logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
         # Log-probabilities, for others are refused when they are fetched.
         self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -202,6 +202,24 @@ class RowLine(Line[RowLink]):
         """
         return await self.call_on(await self.open(), *arguments)
 
+    async def get_ranges(self, keys: Sequence[bytes], most: Sequence[int]) -> list[object]:
+        """The first bytes of values that may be of any size, or what the server says of one (an error is a value here).
+
+        Args:
+            keys: whose values; what is not there is empty.
+            most: how many bytes of each, no more than `max_bulk`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        link = await self.open()
+        replies = [link.call((b"GETRANGE", key, 0, size - 1)) for key, size in zip(keys, most, strict=True)]
+        values = [value for reply in replies for value in await self.wait_for(link, reply)]
+        for value in values:
+            if isinstance(value, ResponseError) and self.check(link, value):
+                raise self._server.explain(value)
+        return values
+
     async def call_on(self, link: RowLink, *arguments: Argument) -> Any:
         """Run a command on this very link: behind what was sent there, or not at all."""
         (reply,) = await self.wait_for(link, link.call(arguments))

@@ -53,7 +53,6 @@ class Publisher:
         server: to explain errors.
         rows: the cache.
         keys: the model's keys.
-        row_prefix: prefix of the model's rows.
         fingerprint: the model's fingerprint, told to clients with each digest.
         worker_id: the consumer that holds the jobs.
         unwanted: removes what nobody waits for.
@@ -65,7 +64,6 @@ class Publisher:
         server: Server,
         rows: RowCache,
         keys: ModelKeys,
-        row_prefix: bytes,
         fingerprint: str,
         worker_id: str,
         unwanted: Unwanted,
@@ -74,7 +72,6 @@ class Publisher:
         self._server = server
         self._rows = rows
         self._keys = keys
-        self._row_prefix = row_prefix
         self._fingerprint = fingerprint
         self._worker_id = worker_id
         self._unwanted = unwanted
@@ -194,7 +191,7 @@ class Publisher:
             keys = [self._keys.jobs, self._keys.dead]
             keys += [self._keys.waiting + ending.digest for ending in part]
             if self._rows.is_seen:
-                keys += [self._row_prefix + ending.digest for ending in part]
+                keys += self._rows.keys_of(ending.digest for ending in part)
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
             args += (self._worker_id, mark_ms, len(part), *(ending.entry for ending in part))

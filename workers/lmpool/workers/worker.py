@@ -179,10 +179,7 @@ class Worker:
         self._intake = Intake(
             self._redis, reader, self._keys, card, self._id, settings.max_deliveries, unwanted, self._figures
         )
-        row_prefix = keys.row(card.fingerprint)
-        self._publisher = Publisher(
-            self._server, rows, self._keys, row_prefix, card.fingerprint, self._id, unwanted, self._figures
-        )
+        self._publisher = Publisher(self._server, rows, self._keys, card.fingerprint, self._id, unwanted, self._figures)
         self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
         registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
         trials = AdapterTrials(self._redis, keys, card.name, self._id, settings)
