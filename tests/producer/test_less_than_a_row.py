@@ -193,7 +193,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
         # As after another worker of the model, which does, has joined.
         session = told_otherwise._rows.session
         assert session is not None
-        session._channel.card = replace(session.card, scores=True)
+        session._channel.renew(replace(session.card, scores=True))
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]

@@ -47,7 +47,7 @@ class Adapters:
     def registry(self) -> AdapterRegistry:
         """The adapters of the model as it is now."""
         channel = self._channel
-        return AdapterRegistry(channel.redis, channel.model, channel.fingerprint)
+        return AdapterRegistry(channel.redis, channel.model.keys, channel.model.fingerprint)
 
     def own_line(self) -> CommandLine:
         """A connection for what keeps one busy; its user closes it."""
@@ -69,7 +69,9 @@ class Adapters:
         if isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
             return qualify(name, found.revision)
         served = ", ".join(self._seen.adapters) or "none"
-        raise UnknownAdapter(f"the model {self._channel.card.name!r} has no adapter {shown(name)}; it has: {served}")
+        raise UnknownAdapter(
+            f"the model {self._channel.model.card.name!r} has no adapter {shown(name)}; it has: {served}"
+        )
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
         """All adapters in service now: name -> revision.
@@ -100,7 +102,7 @@ class Adapters:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.fingerprint
+        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.model.fingerprint
 
     async def _read_since(self, begin: float, deadline: Deadline) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
@@ -131,14 +133,14 @@ class Adapters:
             if (why := seen or self._channel.trouble) is not None:
                 raise own(self._channel.explain(why)) from late
             raise NoWorker(
-                f"within {deadline.seconds:g} s no worker has said which adapters {self._channel.card.name!r} has: "
-                f"is one running? start it with `{self._channel.card.start_command}`"
+                f"within {deadline.seconds:g} s no worker has said which adapters {self._channel.model.card.name!r} has: "
+                f"is one running? start it with `{self._channel.model.card.start_command}`"
             ) from late
 
     async def _read(self) -> str:
         """Read once; returns why what the server has is not to be used, "" when it is."""
         begin = self._loop.time()
-        fingerprint = self._channel.fingerprint
+        fingerprint = self._channel.model.fingerprint
         found = await self.registry.read()
         if found.owner != fingerprint:
             return _LOST
@@ -160,4 +162,4 @@ class Adapters:
             self._doubted = found.generation, now
         if found.generation < seen.generation and not found.generation.is_of_a_start:
             return False
-        return now - self._doubted[1] > self._channel.card.lease_s
+        return now - self._doubted[1] > self._channel.model.card.lease_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import inf
 from time import monotonic
 
@@ -32,6 +33,25 @@ _NO_ROW = np.empty(0, np.float32)
 _MEMORY_LOOK_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The model that a session uses.
+
+    Attributes:
+        card: as it was read last.
+        fingerprint: of the card.
+        keys: the model's keys.
+        reply: this client's reply stream.
+        rows: where the model's rows are.
+    """
+
+    card: ModelCard
+    fingerprint: str
+    keys: ModelKeys
+    reply: bytes
+    rows: RowCache
+
+
 class Channel:
     """Connections of one session.
 
@@ -45,23 +65,17 @@ class Channel:
         redis: client for what is off that path.
         reader: connection for the blocking reads of the reply stream, used by nothing else.
         lobby: what is served.
-        card: the model.
-        model: the model's keys.
-        reply: this client's reply stream.
+        adopted: the model; None until it is known.
         closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
     """
-
-    card: ModelCard
-    model: ModelKeys
-    reply: bytes
 
     def __init__(self, server: Server, keys: Keys, flights: FlightTable) -> None:
         self._server = server
         self._keys = keys
         self._flights = flights
         self._client_id = secrets.token_hex(8)
-        self._rows: RowCache | None = None
+        self.adopted: Adopted | None = None
         self.redis = server.client()
         self.reader = CommandLine(server)
         self.line = CommandLine(server)
@@ -73,33 +87,34 @@ class Channel:
 
     def adopt(self, card: ModelCard) -> None:
         """Use a model, or the same one with other weights."""
-        if self._rows is not None:
-            self._rows.close()
-        self.card = card
+        if self.adopted is not None:
+            self.adopted.rows.close()
         self.reader.reply_timeout_s = self.line.reply_timeout_s = reply_timeout(card.lease_s)
-        self._flights.follow(card.fingerprint)
-        self.fingerprint = card.fingerprint
-        self.model = self._keys.model(card.name)
-        self.reply = self.model.reply(self._client_id)
-        self.row_prefix = self._keys.row(self.fingerprint)
-        self.line.key = self.reader.key = self.model.jobs
-        self._rows = rows_on(self._server, self._keys, card)
+        fingerprint, keys = card.fingerprint, self._keys.model(card.name)
+        self._flights.follow(fingerprint)
+        self.line.key = self.reader.key = keys.jobs
+        rows = rows_on(self._server, self._keys, card)
+        self.adopted = Adopted(card, fingerprint, keys, keys.reply(self._client_id), rows)
         self._flights.figures.model = card.name
+
+    def renew(self, card: ModelCard) -> None:
+        """Take over the card of the same weights: what it promises may have changed."""
+        self.adopted = replace(self.model, card=card)
 
     def own_line(self) -> CommandLine:
         """One more connection to who has the model's keys; its user closes it."""
-        return CommandLine(self._server, self.model.adapters)
+        return CommandLine(self._server, self.model.keys.adapters)
 
     @property
-    def rows(self) -> RowCache:
-        """Where the model's rows are.
+    def model(self) -> Adopted:
+        """The model.
 
         Raises:
-            LMPoolError: no model has been adopted yet.
+            LMPoolError: none has been adopted yet.
         """
-        if self._rows is None:
+        if self.adopted is None:
             raise LMPoolError("the model is not known yet")
-        return self._rows
+        return self.adopted
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
         """Look for rows in the cache and give what is found to the flights.
@@ -107,19 +122,20 @@ class Channel:
         Raises:
             ServerError: the server cannot be used.
         """
-        rows, lengths, wanted = self._rows, {}, []
+        adopted, lengths, wanted = self.adopted, {}, []
         for digest in digests:
             flight = self._flights.get(digest)
             if flight is not None and not flight.is_touch:
                 wanted.append(digest)
                 if flight.prompt.length:
                     lengths[digest] = flight.prompt.length
-        if not wanted or rows is None:
+        if not wanted or adopted is None:
             return
+        rows = adopted.rows
 
         def deliver(digests: Sequence[bytes], found: Sequence[Found]) -> None:
             # What was fetched from the namespace of other weights must not land after the change.
-            if self._rows is rows:
+            if self.model.rows is rows:
                 self._flights.deliver(digests, found)
 
         fetched = await rows.get_many(wanted, deliver, lengths)
@@ -145,9 +161,9 @@ class Channel:
             ServerError: the server cannot be used, or refuses.
         """
         loaded = [flight.weights for flight in flights if flight.weights is not None and flight.waiters]
-        if not loaded or self._rows is None:
+        if not loaded or self.adopted is None:
             return False
-        refused = await self._rows.put_weights(loaded)
+        refused = await self.adopted.rows.put_weights(loaded)
         if refused:
             raise self._server.explain(ResponseError(next(iter(refused.values()))))
         for flight in flights:
@@ -156,13 +172,13 @@ class Channel:
 
     def spent(self, flights: Sequence[Flight]) -> list[bytes]:
         """The keys that nobody needs once these flights have ended: private answers, and weights; told once."""
-        keys = []
+        keys: list[bytes] = []
         for flight in flights:
             if flight.is_private:
-                keys.append(self.row_prefix + flight.prompt.digest)
+                keys += self.model.rows.keys_of([flight.prompt.digest])
                 flight.is_private = False
             if flight.weights_name:
-                keys.append(self._keys.weights() + flight.weights_name)
+                keys += self.model.rows.keys_of_weights([flight.weights_name])
                 flight.weights_name = b""
         return keys
 
@@ -172,8 +188,8 @@ class Channel:
         Raises:
             ServerError: the server cannot be used.
         """
-        if keys and self._rows is not None:
-            await self._rows.drop(keys)
+        if keys and self.adopted is not None:
+            await self.adopted.rows.drop(keys)
 
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
@@ -182,8 +198,9 @@ class Channel:
 
     def full(self) -> str:
         """What to say when the queue has no room for a prompt."""
+        card = self.model.card
         return (
-            f"the queue of {self.card.name!r} is at its limit of {self.card.queue_limit} prompts; "
+            f"the queue of {card.name!r} is at its limit of {card.queue_limit} prompts; "
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
 
@@ -214,8 +231,9 @@ class Channel:
             why = "was it started anew, or does somebody drop rows?"
             return f"{gone}, although {but} ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
-        size = encoded_size(self.card.vocab_size, self.card.row_encoding) / 1e6
-        rows = "" if self.card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
+        card = self.model.card
+        size = encoded_size(card.vocab_size, card.row_encoding) / 1e6
+        rows = "" if card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
         return (
             f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
             "rows under way at once, or serve rows of a smaller dtype"
@@ -247,8 +265,8 @@ class Channel:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._rows is not None:
-            self._rows.close()
+        if self.adopted is not None:
+            self.adopted.rows.close()
         self.line.close()
         self.reader.close()
         await self.redis.aclose()

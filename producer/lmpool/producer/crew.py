@@ -50,7 +50,7 @@ class Crew:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        card = self._channel.card
+        card = self._channel.model.card
         gap, self._looked_at = now - self._looked_at, now
         alive = await self._channel.lobby.alive(card.name)
         self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
@@ -70,7 +70,7 @@ class Crew:
 
     def late(self, what: str) -> DeadlineExceeded:
         """The end of a request whose deadline has passed; `what` says of what it has waited for."""
-        card = self._channel.card
+        card = self._channel.model.card
         if self._count:
             return DeadlineExceeded(
                 f"{what}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "

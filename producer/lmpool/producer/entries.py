@@ -84,11 +84,11 @@ class EntryReader:
     async def _read(self, wanted: list[WantedEntries]) -> list[Found]:
         channel = self._channel
         # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
-        card = channel.card
+        card = channel.model.card
         encoding = card.row_encoding
         ranges = [entry_ranges(one.ids, encoding) for one in wanted]
         try:
-            replies = await channel.rows.entries([one.digest for one in wanted], encoding, ranges)
+            replies = await channel.model.rows.entries([one.digest for one in wanted], encoding, ranges)
         except TROUBLE as error:
             channel.note(error)
             return [None] * len(wanted)

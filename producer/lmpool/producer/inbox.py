@@ -50,7 +50,7 @@ class Inbox:
         waits = delays()
         while True:
             try:
-                entries = stream_entries(await channel.reader.call(*_XREAD, channel.reply, last))
+                entries = stream_entries(await channel.reader.call(*_XREAD, channel.model.reply, last))
             except TROUBLE as error:
                 channel.note(error)
                 is_odd = isinstance(error, ProtocolError)
@@ -86,9 +86,9 @@ class Inbox:
         There may be something too large to be read, something else than a stream, or an entry with an id that no clock
         has come to, behind which the server can add nothing, or nothing that would be seen.
         """
-        _log.warning("what is at %r cannot be followed: it is dropped", self._channel.reply)
+        _log.warning("what is at %r cannot be followed: it is dropped", self._channel.model.reply)
         try:
-            await self._channel.redis.unlink(self._channel.reply)
+            await self._channel.redis.unlink(self._channel.model.reply)
         except TROUBLE as error:
             self._channel.note(error)
         return b"0-0"
@@ -124,7 +124,7 @@ class Inbox:
             for flight in flights:
                 self._on_failure(flight, failure)
             return
-        if fields.get(b"f") == self._channel.fingerprint.encode():
+        if fields.get(b"f") == self._channel.model.fingerprint.encode():
             self._announce([flight.prompt.digest for flight in flights])
         elif flights:
             for flight in flights:

@@ -92,9 +92,9 @@ class Outbox:
         """
         channel = self._channel
         # Whether the row of a touch is there the script can tell, if it sees rows.
-        if not channel.rows.is_seen:
+        if not channel.model.rows.is_seen:
             touched = [one.prompt.digest for one in flights if one.is_touch and not one.damaged]
-            await channel.settle(await channel.rows.there(touched))
+            await channel.settle(await channel.model.rows.there(touched))
         stored = await self._submit_parts(flights, again)
         channel.trouble = None
         if stored:
@@ -190,7 +190,7 @@ class Outbox:
         """Whether to look for rows before asking for them, although the script sees those that exist too."""
         # A look costs less than the call of the script that it spares, or than the part of one for many prompts.
         least = _HARDLY_ANY if count > _FEW else _LIKELY
-        return self._hit_rate > least or not self._channel.rows.is_seen
+        return self._hit_rate > least or not self._channel.model.rows.is_seen
 
     def _learn(self, flights: Sequence[Flight]) -> None:
         # Who was cancelled or refused has met neither the cache nor a job.
@@ -202,17 +202,17 @@ class Outbox:
         """Returns the digests whose rows have appeared in the cache meanwhile, and whether the queue is full."""
         if not flights:
             return [], False
-        channel = self._channel
+        channel, model = self._channel, self._channel.model
         is_damaged = any(flight.damaged for flight in flights)
-        look = "" if is_damaged else "rows" if channel.rows.is_seen else "marks"
-        keys = [channel.model.jobs, channel.reply]
-        keys += [channel.model.waiting + flight.prompt.digest for flight in flights]
+        look = "" if is_damaged else "rows" if model.rows.is_seen else "marks"
+        keys, prefix = [model.keys.jobs, model.reply], model.keys.waiting
+        keys += [prefix + flight.prompt.digest for flight in flights]
         if look == "rows":
-            keys += [channel.row_prefix + flight.prompt.digest for flight in flights]
+            keys += model.rows.keys_of(flight.prompt.digest for flight in flights)
         patience_ms = self._patience_ms(flights)
-        args: list[bytes | str | int] = [channel.card.queue_limit, patience_ms, look, int(again)]
+        args: list[bytes | str | int] = [model.card.queue_limit, patience_ms, look, int(again)]
         prompts = [(flight.prompt, flight.damaged) for flight in flights]
-        fingerprint = channel.fingerprint
+        fingerprint = model.fingerprint
         args += pack_jobs(Job(one.ids, one.adapter, fingerprint, damaged, one.ask) for one, damaged in prompts)
         outcome = await scripts.SUBMIT.on(channel.line.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(flights):
@@ -256,7 +256,7 @@ class Outbox:
     async def _clear_the_way(self) -> None:
         """Have what another client has in the stream go behind these prompts, a part of it in each call."""
         try:
-            while await scripts.REFILL.on(self._channel.line.call, [self._channel.model.jobs], []):
+            while await scripts.REFILL.on(self._channel.line.call, [self._channel.model.keys.jobs], []):
                 pass
         except TROUBLE as error:
             self._channel.note(error)  # Workers go on with it.
@@ -267,7 +267,7 @@ class Outbox:
         Until the last deadline among them, and some more: who waits after that says so again every lease.
         """
         patience = max([flight.until for flight in flights]) - self._tasks.loop.time()
-        patience += max(2 * self._channel.card.lease_s, _LEAST_PATIENCE_S)
+        patience += max(2 * self._channel.model.card.lease_s, _LEAST_PATIENCE_S)
         return int(1000 * min(max(patience, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
 
     async def _retry(self) -> None:
@@ -302,7 +302,7 @@ class Outbox:
         model = self._channel.model
         for at in range(0, len(digests), scripts.MOST_AT_ONCE):
             part = digests[at : at + scripts.MOST_AT_ONCE]
-            keys = [model.jobs, self._channel.reply, *(model.waiting + digest for digest in part)]
+            keys = [model.keys.jobs, model.reply, *(model.keys.waiting + digest for digest in part)]
             await scripts.CANCEL.on(self._channel.line.call, keys, [GROUP])
 
 

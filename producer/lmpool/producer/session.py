@@ -143,12 +143,15 @@ class Session:
     @property
     def card(self) -> ModelCard:
         """The model's card."""
-        return self._channel.card
+        adopted = self._channel.adopted  # Not by way of `model`: this is read for every request.
+        if adopted is None:
+            raise LMPoolError("the model is not known yet")
+        return adopted.card
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the card."""
-        return self._channel.fingerprint
+        return self._channel.model.fingerprint
 
     async def workers(self) -> list[WorkerInfo]:
         """The live workers of the model.
@@ -356,7 +359,7 @@ class Session:
         try:
             async with asyncio.timeout(_GOODBYE_S):
                 await self._outbox.cancel_all()
-                await self._channel.redis.unlink(self._channel.reply)
+                await self._channel.redis.unlink(self._channel.model.reply)
         except (*TROUBLE, TimeoutError):
             pass  # The server is away; what stays there expires.
         for flight in self._flights:
@@ -449,7 +452,7 @@ class Session:
         if card is None:
             return  # Between two workers; requests wait for the next one.
         if card.fingerprint == self.card.fingerprint:
-            self._channel.card = card
+            self._channel.renew(card)
             return
         _log.info("the model %r has changed: asking again for %d prompts", card.name, len(self._flights))
         self._channel.adopt(card)

@@ -33,7 +33,7 @@ class Vocabularies:
             UnknownVocabulary: its workers publish none.
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
-        card = self._channel.card
+        card = self._channel.model.card
         if not card.vocabulary:
             raise UnknownVocabulary(
                 f"the model {card.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,7 @@ from lmpool import errors
 from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
 from lmpool.keys import Keys
+from lmpool.producer.channel import Adopted
 from lmpool.producer.flights import Answer, Flight, FlightTable, Stage
 from lmpool.producer.inbox import Inbox
 from lmpool.producer.lru import RowLRU
@@ -396,12 +397,15 @@ def test_a_snapshot_of_the_counters_stays_as_it_is() -> None:
 # Lost connections
 
 
+CARD = ModelCard("m", "synthetic", 3, 10, "seed", "float32")
+
+
 class Interrupted:
     """A channel whose reader loses its connection once; it tells what was looked for."""
 
-    fingerprint, reply = "f", b"reply"
-
     def __init__(self, flights: FlightTable) -> None:
+        rows: Any = None
+        self.model = Adopted(CARD, "f", Keys("test").model(CARD.name), b"reply", rows)
         self.reader = self
         self.looked_for: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
         self._flights = flights
@@ -444,13 +448,12 @@ async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) ->
 class Answering:
     """A channel whose cache has some rows, and whose script gives every prompt the same outcome."""
 
-    card = ModelCard("m", "synthetic", 3, 10, "seed", "float32")
-    fingerprint, reply, row_prefix = "f", b"reply", b"row:"
-    model = Keys("test").model("m")
     trouble: LMPoolError | None = None
 
     def __init__(self, flights: FlightTable, outcome: str, cached: Sequence[Prompt] = ()) -> None:
-        self.rows = self.line = self
+        rows: Any = self
+        self.model = Adopted(CARD, "f", Keys("test").model(CARD.name), b"reply", rows)
+        self.line = self
         self.is_seen = True
         self.looks: list[list[bytes]] = []
         self.meanwhile: Callable[[], None] = lambda: None
@@ -459,10 +462,13 @@ class Answering:
         self._outcome = outcome
         self._cached = {one.digest for one in cached}
 
+    def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
+        return [b"row:" + digest for digest in digests]
+
     async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
         await asyncio.sleep(0)
         if command == b"EVALSHA" and len(rest) > keys + 1:
-            return self._outcome.encode() * sum(key.startswith(self.model.waiting) for key in rest[:keys])
+            return self._outcome.encode() * sum(key.startswith(self.model.keys.waiting) for key in rest[:keys])
         return b""
 
     async def fetch(self, digests: list[bytes]) -> None:
