@@ -177,7 +177,7 @@ class Registered(NamedTuple):
 
 
 def decode_entries(found: dict[bytes, bytes | int], kind: type[_Entry]) -> dict[str, _Entry]:
-    """The adapters or offers of a hash that anybody may have written to; a value that is too large has come as its size.
+    """The adapters or offers of a hash that anybody may have written to; of what is too large there is the size.
 
     Raises:
         ProtocolError: something in it is none.

@@ -132,9 +132,10 @@ class Adapters:
             # Who waited for another to read has seen no error.
             if (why := seen or self._channel.trouble) is not None:
                 raise own(self._channel.explain(why)) from late
+            card = self._channel.model.card
             raise NoWorker(
-                f"within {deadline.seconds:g} s no worker has said which adapters {self._channel.model.card.name!r} has: "
-                f"is one running? start it with `{self._channel.model.card.start_command}`"
+                f"within {deadline.seconds:g} s no worker has said which adapters {card.name!r} has: "
+                f"is one running? start it with `{card.start_command}`"
             ) from late
 
     async def _read(self) -> str:
