@@ -6,11 +6,11 @@ from itertools import islice
 
 import numpy as np
 
-from lmpool.card import ModelCard
-from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding, RowBlock
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob, BackendStats, Finished, WithoutAdapters
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished, WithoutAdapters
 
 
 @dataclass(frozen=True)

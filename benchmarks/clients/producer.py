@@ -10,8 +10,8 @@ import uvloop
 
 from benchmarks.clients.compare_client import Bursts, Ids, main, probe
 from benchmarks.harness.lines import Handler
-from lmpool.keys import Keys
-from lmpool.prompts import encode_prompt
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.prompt import encode_prompt
 
 _UNDER_WAY_S = 0.5
 """By then a worker computes what was asked."""

@@ -13,11 +13,11 @@ import numpy as np
 import uvloop
 
 from benchmarks.harness.lines import serve
-from lmpool.card import ModelCard
-from lmpool.keys import Keys
-from lmpool.rowcache import RedisRows, RowSpace
-from lmpool.rows import Encoding, RowBlock
-from lmpool.server import Server
+from lmpool.broker.server import Server
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.rows.cache import RedisRows, RowSpace
 
 _BLOCK = 32
 _KEYS = 256

@@ -21,20 +21,20 @@ from redis.asyncio import Redis
 
 from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
-from lmpool import scripts
-from lmpool.adapter_registry import AdapterRegistry
-from lmpool.card import ModelCard
+from lmpool.broker import scripts
+from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.line import CommandLine
+from lmpool.broker.queue import read_queue
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.keys import GROUP, Keys
-from lmpool.line import CommandLine
-from lmpool.producer.lobby import Lobby
-from lmpool.queue import read_queue
-from lmpool.server import Server
-from lmpool.workers.figures import Figures
-from lmpool.workers.intake import Intake
-from lmpool.workers.presence import Presence
+from lmpool.producer.client.discovery import Lobby
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.workers.membership.heartbeat import Presence
+from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.queue.consumer import Intake
+from lmpool.workers.queue.unwanted import Unwanted
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.unwanted import Unwanted
 
 _KEYS = Keys()
 _CARD = ModelCard("m", "synthetic", 512, 131_072, "seed-0", "float32")

@@ -9,9 +9,9 @@ from typing import Any
 
 import redis
 
-from lmpool import scripts
-from lmpool.keys import GROUP, Keys
-from lmpool.messages import Failure
+from lmpool.broker import scripts
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import GROUP, Keys
 
 _KEYS = Keys()
 _MODEL = _KEYS.model("m")

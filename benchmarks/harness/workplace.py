@@ -16,9 +16,9 @@ from typing import cast
 import redis
 
 from benchmarks.harness.processes import BenchmarkError, Child, Process
-from lmpool.card import TRIE_SERVICE
 from lmpool.embedded import EmbeddedServer
-from lmpool.keys import GROUP, Keys
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.model_info import TRIE_SERVICE
 
 # Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
 MEMORY_BYTES = 4 * 2**30

@@ -50,7 +50,7 @@ def kernels(place: Workplace) -> list[Result]:
                 place.repeats,
             )
             for short, kind in peers.items():
-                meaning = f"rows/s of lmpool.kernels, weight_{op} ÷ genlm-backend's {kind} trie, on the CPU; {_WHAT}"
+                meaning = f"rows/s of our kernels, weight_{op} ÷ genlm-backend's {kind} trie, on the CPU; {_WHAT}"
                 ours, theirs = Side("lmpool", "rows/s", samples["lmpool"]), Side("genlm", "rows/s", samples[short])
                 results.append(Result(f"trie-{op}-{short}", meaning, Goal(goal), ours, theirs))
         return [*results, _errors(own, sides["par"], inputs, place.repeats)]
@@ -73,7 +73,7 @@ def _errors(own: Child, peer: Child, inputs: str, rows: int) -> Result:
 
     meaning = (
         f"the largest relative error of weight_sum among the root and {len(prefixes) - 1} other nodes, of "
-        f"genlm-backend's parallel trie ÷ of lmpool.kernels, against sums in float64; a sample is a row of weights; "
+        f"genlm-backend's parallel trie ÷ of our kernels, against sums in float64; a sample is a row of weights; "
         f"tekken's first {N_TOKENS:,} tokens"
     )
     sides = [Side(name, "of the sum", errors(side)) for name, side in (("genlm", peer), ("lmpool", own))]
@@ -94,7 +94,7 @@ def build(place: Workplace) -> list[Result]:
             place.repeats,
         )
     meaning = (
-        f"seconds in which genlm-backend makes its sequential trie ÷ lmpool.trie.Trie from a list of byte strings; "
+        f"seconds in which genlm-backend makes its sequential trie ÷ lmpool's Trie from a list of byte strings; "
         f"tekken's first {N_TOKENS:,} tokens"
     )
     return [Result("trie-build", meaning, Goal(10), *[Side(name, "s", taken) for name, taken in samples.items()])]
@@ -122,7 +122,7 @@ def on_device(place: Workplace, device: str) -> list[Result]:
                 place.repeats,
             )
             meaning = (
-                f"milliseconds a row of genlm-backend's parallel trie, weight_{op} ÷ lmpool.kernels, both on {device}; "
+                f"milliseconds a row of genlm-backend's parallel trie, weight_{op} ÷ our kernels, both on {device}; "
                 f"batches of {_DEVICE_BATCH} that are on the device, values of all nodes as a numpy array; tekken's "
                 f"first {N_TOKENS:,} tokens"
             )

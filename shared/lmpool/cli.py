@@ -13,10 +13,10 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from lmpool.cores import set_openmp_defaults
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.printable import LogFormatter
 from lmpool.terminal import say
+from lmpool.trie.kernels.cores import set_openmp_defaults
 
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"

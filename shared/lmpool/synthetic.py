@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
-from lmpool.prompts import encode_prompt
-from lmpool.rows import narrow_to_bf16, widen_bf16
-from lmpool.vocab import MAX_TOKENS, Vocabulary
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import narrow_to_bf16, widen_bf16
+from lmpool.settings import shown
+from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
 _BASES = 8
 _PARTS = 4
@@ -132,7 +132,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
         seed: the worker's `--seed`.
 
     Raises:
-        SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocab.MAX_TOKENS`.
+        SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocabulary.MAX_TOKENS`.
     """
     if type(vocab_size) is not int or not 1 <= vocab_size <= MAX_TOKENS:
         raise SettingsError(f"vocab_size: {shown(vocab_size)} must be a whole number from 1 to {MAX_TOKENS}")

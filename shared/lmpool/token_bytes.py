@@ -15,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lmpool.checks import shown
 from lmpool.errors import InvalidVocabulary
+from lmpool.settings import shown
 
 _MOST_SHOWN = 120
 _DEEPEST = 4
@@ -51,7 +51,7 @@ def read_tokens(tokenizer: Any, most: int) -> TokenBytes:
     """Read the byte strings of a tokenizer's tokens.
 
     Args:
-        tokenizer: see `lmpool.vocab.decode_vocab`.
+        tokenizer: see `lmpool.vocabulary.decode_vocab`.
         most: tokens that are taken at most.
 
     Raises:

@@ -13,10 +13,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.adapters import name_of
-from lmpool.prompts import digest_of, encode_prompt
-from lmpool.rows import decode_row
-from lmpool.workers.backend import Backend, BackendJob
+from lmpool.protocol.adapter import name_of
+from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.row import decode_row
+from lmpool.workers.backend.contract import Backend, BackendJob
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 

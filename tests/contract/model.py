@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lmpool import vector_math
+from lmpool.trie.kernels import vector_math
 
 Row = NDArray[np.float32]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lmpool.workers.backend import Backend
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.sglang.settings import SglangSettings
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject, as_options
 from tests.engines.newest import accept

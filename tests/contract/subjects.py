@@ -21,7 +21,7 @@ from examples.own_backend import UnigramSettings
 from numpy.typing import NDArray
 
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import Backend
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.contract.model import V, reference_row, write_adapter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.adapters import name_of, qualify
 from lmpool.errors import SettingsError
+from lmpool.protocol.adapter import name_of, qualify
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import ADAPTERS, V
 from tests.contract.subjects import Subject

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool import vector_math
-from lmpool.rows import Encoding, RowBlock
+from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.trie.kernels import vector_math
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lmpool.adapters import name_of
-from lmpool.vocab import Vocabulary
+from lmpool.protocol.adapter import name_of
+from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.canary import check_canary
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import PIECES, V, write_tokenizer

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lmpool.adapters import name_of
+from lmpool.protocol.adapter import name_of
 from tests.contract.driver import Opened, prompt
 
 

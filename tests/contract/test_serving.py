@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from lmpool import errors
-from lmpool.keys import JOB_FIELD
-from lmpool.messages import Failure, Job, unpack_failure
 from lmpool.producer import Producer
-from lmpool.prompts import digest_of
+from lmpool.protocol.job import Failure, Job, unpack_failure
+from lmpool.protocol.keys import JOB_FIELD
+from lmpool.protocol.prompt import digest_of
 from tests.contract.driver import prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.workers.backend import BackendJob
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.sglang import options
@@ -480,7 +480,7 @@ path_of = load_snapshot.shm_path_for
 load_snapshot.shm_path_for = lambda name: shared.append(path_of(name)) or shared[-1]
 settings = json.loads(sys.argv[1])
 from lmpool.workers.backends.sglang.settings import SglangSettings
-from lmpool.workers.backend import BackendJob
+from lmpool.workers.backend.contract import BackendJob
 backend = SglangSettings(**settings).open()
 backend.submit([BackendJob(bytes(16), bytes(40))])
 while not backend.step().blocks:

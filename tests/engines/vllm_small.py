@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lmpool.errors import SettingsError
-from lmpool.prompts import digest_of
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.prompt import digest_of
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.settings import VllmSettings
 from tests.contract.model import V, reference_row

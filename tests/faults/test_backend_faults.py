@@ -117,9 +117,9 @@ async def test_a_worker_that_hangs_ends_though_its_server_does_not_answer(
 
 WITH_THREADS = """
 import sys, threading
-from lmpool.server import Server
+from lmpool.broker.server import Server
 from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.serving import serve
+from lmpool.workers.cli.serve import serve
 from lmpool.workers.settings import WorkerSettings
 
 class Engine(SyntheticSettings):

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from lmpool.synthetic import synthetic_row
-from lmpool.workers import watchdog
+from lmpool.workers.backend import watchdog
+from lmpool.workers.backend.watchdog import EXIT_CODE, ProcessWatchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.watchdog import EXIT_CODE, ProcessWatchdog
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import Pool, V, until, until_async
 
@@ -27,9 +27,9 @@ LIMIT_S = 4.0
 # A match that would take years; the interpreter lock is never let go of meanwhile.
 FREEZING = """
 import re, sys
-from lmpool.server import Server
+from lmpool.broker.server import Server
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.serving import serve
+from lmpool.workers.cli.serve import serve
 from lmpool.workers.settings import WorkerSettings
 
 class Engine(SyntheticBackend):

@@ -13,8 +13,9 @@ import pytest
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
-from lmpool.producer import Producer, SyncProducer, crew
-from lmpool.prompts import digest_of
+from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.client import crew
+from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import (

@@ -20,16 +20,17 @@ import redis
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool import line
-from lmpool.clusterrows import rows_on
+from lmpool.broker import line
+from lmpool.broker.line import CommandLine
+from lmpool.broker.link import Argument
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, NoWorker
-from lmpool.line import CommandLine
-from lmpool.link import Argument
-from lmpool.producer import Producer, crew, session
-from lmpool.prompts import encode_prompt
-from lmpool.rows import Encoding, RowBlock
-from lmpool.server import Server
+from lmpool.producer import Producer
+from lmpool.producer.client import crew, session
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.rows.cluster import rows_on
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async

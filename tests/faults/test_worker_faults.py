@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from lmpool.card import ModelCard
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelMismatch, ServerUnreachable
-from lmpool.keys import GROUP, Keys
-from lmpool.messages import Job
-from lmpool.prompts import digest_of
-from lmpool.rows import Block
-from lmpool.server import Server
-from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.protocol.job import Job
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import Block
+from lmpool.workers.backend.contract import Backend, BackendJob, Finished
+from lmpool.workers.backend.engine_thread import Stepper
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.held import Asks
-from lmpool.workers.intake import Taken
-from lmpool.workers.presence import Presence, new_worker_id
+from lmpool.workers.membership.heartbeat import Presence, new_worker_id
+from lmpool.workers.queue.consumer import Taken
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.gate import Gate

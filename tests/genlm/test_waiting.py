@@ -16,7 +16,8 @@ import torch
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, SettingsError
-from lmpool.producer import crew, deadline, session
+from lmpool.producer import deadline
+from lmpool.producer.client import crew, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from tests.genlm.small import SIZE, expected
 from tests.support.gate import Gate

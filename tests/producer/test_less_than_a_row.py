@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.card import ModelCard
+from lmpool.broker.server import Server
 from lmpool.errors import (
     EmptyPrompt,
     LMPoolError,
@@ -23,11 +23,11 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
-from lmpool.keys import Keys
-from lmpool.picks import Sampling, sample, top
 from lmpool.producer import Producer, SyncProducer
-from lmpool.prompts import digest_of, encode_prompt
-from lmpool.server import Server
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.sampling import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings

@@ -19,9 +19,10 @@ import redis
 import lmpool.testing
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
-from lmpool.producer import Producer, SyncProducer, crew
+from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.client import crew
+from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.slot import SessionSlot
 from lmpool.runtime_folder import socket_url
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel

@@ -20,7 +20,7 @@ from lmpool.errors import LMPoolError, ProducerClosed, SettingsError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.synthetic import synthetic_row
 from lmpool.testing.memory_pool import MemoryPool
-from lmpool.trie import Trie
+from lmpool.trie.trie import Trie
 from tests.support.pool import DEADLINE_S, Pool, V
 
 

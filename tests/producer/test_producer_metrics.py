@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from lmpool.errors import DeadlineExceeded, ProducerClosed, WorkerError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.metrics import ProducerCollector
-from lmpool.rows import Encoding, encoded_size
+from lmpool.protocol.row import Encoding, encoded_size
 from tests.support.pool import Pool, V
 from tests.support.scrape import Scrape
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import lmpool.producer
-from lmpool import errors, scripts
+from lmpool import errors
+from lmpool.broker import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / "workers", ROOT / "testing"
@@ -32,9 +33,9 @@ ENGINES = {
 }
 # What each of these files may import, and nobody else.
 FILES_WITH_MORE = {
-    "shared/lmpool/kernels/cpu_loops.py": {"numba"},
-    "shared/lmpool/kernels/torch_device.py": {"torch"},
-    "shared/lmpool/vector_math.py": {"torch"},
+    "shared/lmpool/trie/kernels/cpu_loops.py": {"numba"},
+    "shared/lmpool/trie/kernels/torch_device.py": {"torch"},
+    "shared/lmpool/trie/kernels/vector_math.py": {"torch"},
     "producer/lmpool/producer/genlm/picture.py": {"graphviz"},
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/aliases.py": {"torch"},
@@ -43,7 +44,7 @@ FILES_WITH_MORE = {
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
-LUA = SHARED / "lmpool/lua"
+LUA = SHARED / "lmpool/broker/lua"
 FILES = sorted(path for part in (SHARED, PRODUCER, WORKERS, TESTING) for path in part.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in FILES}
 
@@ -171,22 +172,22 @@ def test_each_part_needs_no_more_than_it_says() -> None:
     extra = {
         "shared/lmpool/cli.py": {"typer"},
         "shared/lmpool/terminal.py": {"typer", "rich"},
-        "producer/lmpool/producer/commandline.py": {"typer", "uvloop"},
-        "producer/lmpool/producer/commands.py": {"typer", "rich"},
-        "producer/lmpool/producer/adapters_command.py": {"typer"},
-        "producer/lmpool/producer/dead_command.py": {"typer", "rich"},
-        "producer/lmpool/producer/queue_command.py": {"typer"},
-        "producer/lmpool/producer/tables.py": {"rich"},
-        "producer/lmpool/producer/top_command.py": {"typer", "rich"},
-        "producer/lmpool/producer/trie_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/cli/options.py": {"typer", "uvloop"},
+        "producer/lmpool/producer/cli/commands.py": {"typer", "rich"},
+        "producer/lmpool/producer/cli/adapters.py": {"typer"},
+        "producer/lmpool/producer/cli/dead_command.py": {"typer", "rich"},
+        "producer/lmpool/producer/cli/queue.py": {"typer"},
+        "producer/lmpool/producer/cli/tables.py": {"rich"},
+        "producer/lmpool/producer/cli/top.py": {"typer", "rich"},
+        "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
-        "workers/lmpool/workers/commands.py": {"typer"},
-        "workers/lmpool/workers/options.py": {"typer"},
+        "workers/lmpool/workers/cli/commands.py": {"typer"},
+        "workers/lmpool/workers/cli/options.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client"},
-        "workers/lmpool/workers/monitor.py": {"prometheus_client"},
-        "workers/lmpool/workers/logs.py": {"pythonjsonlogger"},
-        "workers/lmpool/workers/serving.py": {"uvloop"},
+        "workers/lmpool/workers/metrics/http.py": {"prometheus_client"},
+        "workers/lmpool/workers/metrics/logs.py": {"pythonjsonlogger"},
+        "workers/lmpool/workers/cli/serve.py": {"uvloop"},
         "testing/lmpool/pytest_plugin.py": {"pytest"},
         "testing/lmpool/testing/front.py": {"fakeredis"},
         "testing/lmpool/testing/resp.py": {"fakeredis"},
@@ -215,7 +216,7 @@ def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
 
 
 def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
-    for statement in ("import lmpool.workers.worker", "import lmpool.workers.commands"):
+    for statement in ("import lmpool.workers.worker", "import lmpool.workers.cli.commands"):
         assert loaded_after(statement) & HEAVY == set()
 
 
@@ -227,7 +228,7 @@ def test_what_users_test_with_costs_nothing_until_it_is_used() -> None:
 
 
 def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
-    assert {"typer", "rich"} <= loaded_after("import lmpool.producer.commands")
+    assert {"typer", "rich"} <= loaded_after("import lmpool.producer.cli.commands")
 
 
 # Nothing that runs what it reads
@@ -262,7 +263,7 @@ def test_commands_print_by_the_terminal_alone() -> None:
         for node in ast.walk(TREES[path])
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     }
-    assert found == {"shared/lmpool/terminal.py", "workers/lmpool/workers/shared_server.py"}
+    assert found == {"shared/lmpool/terminal.py", "workers/lmpool/workers/cli/shared_server.py"}
 
 
 def test_at_most_the_named_places_catch_every_exception() -> None:
@@ -280,8 +281,8 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
     # are loaded.
     allowed = {
         "shared/lmpool/cli.py",
-        "workers/lmpool/workers/commands.py",
-        "workers/lmpool/workers/stepper.py",
+        "workers/lmpool/workers/cli/commands.py",
+        "workers/lmpool/workers/backend/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",
         "testing/lmpool/testing/thread.py",
     }
@@ -296,11 +297,11 @@ def test_all_redis_keys_are_made_in_one_file() -> None:
     found = {
         (name_of(path), text) for path in FILES for text, _ in strings(path) if key.search(text) and "://" not in text
     }
-    assert {name for name, _ in found} == {"shared/lmpool/keys.py"}
+    assert {name for name, _ in found} == {"shared/lmpool/protocol/keys.py"}
 
 
 def test_no_script_makes_a_key_of_its_own() -> None:
-    for path in LUA.glob("*.lua"):
+    for path in LUA.glob("*/*.lua"):
         code = re.sub(r"--.*", "", path.read_text("utf-8"))
         # What a queue consists of is named in one place, from the job stream's name.
         assert path.stem in {"stream", "queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
@@ -312,10 +313,10 @@ def test_no_script_makes_a_key_of_its_own() -> None:
 
 
 def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
-    assert {path.parent for path in ROOT.glob("*/lmpool/**/*.lua")} == {LUA}
+    assert {path.parent.parent for path in ROOT.glob("*/lmpool/**/*.lua")} == {LUA}
     loaded = {script.name: script.source for script in vars(scripts).values() if isinstance(script, scripts.Script)}
     files = {
-        path.stem: re.split(r"^-- include (\w+)$", path.read_text("utf-8"), flags=re.M) for path in LUA.glob("*.lua")
+        path.stem: re.split(r"^-- include (\w+)$", path.read_text("utf-8"), flags=re.M) for path in LUA.glob("*/*.lua")
     }
     included = {name for parts in files.values() for name in parts[1::2]}
     assert set(loaded) == set(files) - included

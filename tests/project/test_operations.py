@@ -9,9 +9,9 @@ from typing import NamedTuple
 from lmpool import errors
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
-from lmpool.workers.backend import BackendStats
-from lmpool.workers.figures import OUTCOMES, Figures
-from lmpool.workers.metrics import Look, WorkerCollector
+from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.metrics.counters import OUTCOMES, Figures
+from lmpool.workers.metrics.prometheus import Look, WorkerCollector
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from lmpool.backoff import delays
-from lmpool.line import reply_timeout
+from lmpool.broker.line import reply_timeout
 
 
 def test_the_pauses_between_tries_double_up_to_two_seconds() -> None:

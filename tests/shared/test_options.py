@@ -16,8 +16,8 @@ import typer.models
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from lmpool.address import mask
-from lmpool.card import ModelCard
+from lmpool.broker.address import mask
+from lmpool.broker.server import URL_VARIABLE, Server
 from lmpool.errors import (
     AuthenticationFailed,
     LMPoolError,
@@ -27,14 +27,14 @@ from lmpool.errors import (
     SettingsError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.server import URL_VARIABLE, Server
+from lmpool.protocol.model_info import ModelCard
 from lmpool.workers.backends.hf.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.backends.vllm.settings import VllmSettings
-from lmpool.workers.commands import _backends, _configure
-from lmpool.workers.options import build, option_parameters
+from lmpool.workers.cli.commands import _backends, _configure
+from lmpool.workers.cli.options import build, option_parameters
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.tries.backend import TrieSettings
+from lmpool.workers.trie.backend import TrieSettings
 
 SECRET = "hunter2"
 ALL = {"every worker": WorkerSettings, "hf backend": HfSettings, "synthetic backend": SyntheticSettings}

@@ -18,10 +18,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from lmpool.broker.server import Server
 from lmpool.cli import main
-from lmpool.rows import RowBlock
-from lmpool.server import Server
-from lmpool.workers.backend import BackendJob, Finished
+from lmpool.protocol.row import RowBlock
+from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker

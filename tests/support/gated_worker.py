@@ -10,10 +10,10 @@ import signal
 import sys
 from pathlib import Path
 
-from lmpool.server import Server
-from lmpool.workers.backend import Backend
+from lmpool.broker.server import Server
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.serving import serve
+from lmpool.workers.cli.serve import serve
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate, GatedBackend
 

@@ -19,11 +19,11 @@ import redis
 from redis.asyncio import Redis
 from redis.cluster import RedisCluster
 
-from lmpool.keys import GROUP, Keys
+from lmpool.broker.server import Server
 from lmpool.producer import Producer
-from lmpool.producer.lobby import Lobby
-from lmpool.server import Server
-from lmpool.workers.backend import Backend
+from lmpool.producer.client.discovery import Lobby
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.workers.backend.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
 
 DEADLINE_S = 120.0

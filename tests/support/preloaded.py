@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 import typer
 
 _LATER = (
-    "lmpool.kernels.cpu",
-    "lmpool.workers.tries.backend",
+    "lmpool.trie.kernels.cpu",
+    "lmpool.workers.trie.backend",
     "prometheus_client",
     "pythonjsonlogger.json",
     "uvloop",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.card import ModelCard
-from lmpool.kernels import Op
+from lmpool.protocol.model_info import ModelCard
 from lmpool.synthetic import synthetic_row
-from lmpool.trie import Trie
+from lmpool.trie.kernels import Op
+from lmpool.trie.trie import Trie
 from tests.support.pool import Pool
 from tests.support.tries import reference
 

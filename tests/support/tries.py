@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lmpool.trie import Trie
+from lmpool.trie.trie import Trie
 
 ARRAYS = ["parent", "label", "depth", "leaf", "child_start", "child", "home", "inner_parent", "value_of"]
 EXAMPLE = [b"b", b"ab", b"a", b"", b"abcd", b"ab", b"ace"]

@@ -28,10 +28,10 @@ from lmpool.errors import (
     UnknownModel,
     WorkerError,
 )
-from lmpool.keys import Keys
 from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.keys import Keys
 from lmpool.testing import MemoryPool, SyntheticModel, pool
-from lmpool.vocab import Vocabulary, decode_vocab
+from lmpool.vocabulary import Vocabulary, decode_vocab
 from tests.support.models.real_tokenizers import gpt2
 from tests.support.pool import DEADLINE_S, deadline_ms, until, until_async
 from tests.support.trie_answers import answers_of, draw_weights, words

@@ -12,11 +12,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.keys import GROUP
-from lmpool.link import CommandLink
-from lmpool.rowlink import RowWrite
+from lmpool.broker.link import CommandLink
+from lmpool.broker.server import Server
+from lmpool.protocol.keys import GROUP
+from lmpool.rows.connection import RowWrite
 from lmpool.runtime_folder import socket_url
-from lmpool.server import Server
 from lmpool.testing.front import Front
 from tests.support.pool import until_async
 

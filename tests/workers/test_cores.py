@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmpool import cores
-from lmpool.cores import count_cores, count_threads, cpu_limit
+from lmpool.trie.kernels import cores
+from lmpool.trie.kernels.cores import count_cores, count_threads, cpu_limit
 from tests.support.models.tiny_models import write_model
 from tests.support.pool import Pool, lmpool_command
 

@@ -11,17 +11,17 @@ from typing import Any, cast
 
 import pytest
 
-from lmpool.asks import TrieAsk
-from lmpool.card import ModelCard
 from lmpool.errors import SourceMissing
-from lmpool.workers import delivery as delivery_module
-from lmpool.workers.adapters import AdapterKeeper
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.query import TrieAsk
+from lmpool.workers import dispatch as delivery_module
 from lmpool.workers.asked import Asked
-from lmpool.workers.backend import BackendJob
-from lmpool.workers.delivery import Delivery
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.dispatch import Delivery
 from lmpool.workers.held import Asks, Holdings
-from lmpool.workers.intake import Taken
-from lmpool.workers.publisher import Ending
+from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.publisher import Ending
 
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lmpool.server import Server
-from lmpool.workers.loading import Loading
-from lmpool.workers.logs import Repeats
+from lmpool.broker.server import Server
+from lmpool.workers.membership.loading import Loading
+from lmpool.workers.metrics.logs import Repeats
 from lmpool.workers.settings import WorkerSettings
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
+from lmpool.broker.queue import QueueState
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
-from lmpool.keys import JOB_FIELD
-from lmpool.messages import Job
 from lmpool.producer import SyncProducer
-from lmpool.queue import QueueState
-from lmpool.rows import Encoding, encoded_size
-from lmpool.workers.backend import BackendStats
-from lmpool.workers.figures import Figures
-from lmpool.workers.health import Health
-from lmpool.workers.metrics import Look, WorkerCollector
+from lmpool.protocol.job import Job
+from lmpool.protocol.keys import JOB_FIELD
+from lmpool.protocol.row import Encoding, encoded_size
+from lmpool.workers.backend.contract import BackendStats
+from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.health import Health
+from lmpool.workers.metrics.prometheus import Look, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, until, until_async

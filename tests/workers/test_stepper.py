@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmpool.broker.server import Server
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.prompts import digest_of
-from lmpool.rows import Encoding, RowBlock
-from lmpool.server import Server
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import Backend, BackendJob, Finished
+from lmpool.workers.backend.contract import Backend, BackendJob, Finished
+from lmpool.workers.backend.engine_thread import Stepper
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.stepper import Stepper
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
 

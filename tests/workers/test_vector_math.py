@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool import vector_math
-from lmpool.kernels.torch_device import TorchKernels
-from lmpool.trie import Trie
+from lmpool.trie.kernels import vector_math
+from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie.trie import Trie
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from lmpool.broker.server import Server
 from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
-from lmpool.rows import Block
-from lmpool.server import Server
+from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
-from lmpool.workers import watchdog
-from lmpool.workers.backend import BackendJob, Finished
+from lmpool.workers.backend import watchdog
+from lmpool.workers.backend.contract import BackendJob, Finished
+from lmpool.workers.backend.engine_thread import Call, Stepper
+from lmpool.workers.backend.watchdog import Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.held import Asks
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.stepper import Call, Stepper
-from lmpool.workers.watchdog import Watchdog
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
 

@@ -17,10 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from lmpool.adapter_registry import KNOWN_FOR_S, MARGIN_S, AdapterRegistry
-from lmpool.adapters import Adapter, Generation, Offer, Registered, check_adapter_name, check_source, name_of, qualify
 from lmpool.backoff import delays
-from lmpool.checks import shown
+from lmpool.broker.adapter_registry import KNOWN_FOR_S, MARGIN_S, AdapterRegistry
 from lmpool.errors import (
     AdapterRefused,
     AuthenticationFailed,
@@ -32,10 +30,21 @@ from lmpool.errors import (
     SettingsError,
     UnknownAdapter,
 )
-from lmpool.producer.channel import TROUBLE
+from lmpool.producer.client.connections import TROUBLE
+from lmpool.producer.client.discovery import WorkerInfo
+from lmpool.producer.client.session import Session
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.lobby import WorkerInfo
-from lmpool.producer.session import Session
+from lmpool.protocol.adapter import (
+    Adapter,
+    Generation,
+    Offer,
+    Registered,
+    check_adapter_name,
+    check_source,
+    name_of,
+    qualify,
+)
+from lmpool.settings import shown
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Self
 
-from lmpool.checks import shown
 from lmpool.errors import DeadlineExceeded, SettingsError
+from lmpool.settings import shown
 
 ENDLESS_S = 9e8
 """What stands for no deadline at all: a request ends in its row, or when nobody could have answered it for long.

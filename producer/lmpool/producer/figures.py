@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from time import monotonic
 
 from lmpool.histogram import Histogram
-from lmpool.producer.lru import RowLRU
+from lmpool.producer.client.lru import RowLRU
 from lmpool.producer.stats import ProducerStats
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")

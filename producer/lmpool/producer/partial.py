@@ -10,8 +10,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.asks import FreshAsk, SampleAsk, ScoreAsk, TopAsk
-from lmpool.checks import shown
 from lmpool.errors import (
     CorruptRow,
     InvalidPrompt,
@@ -23,15 +21,17 @@ from lmpool.errors import (
     SourceMissing,
     TokenOutOfRange,
 )
-from lmpool.picks import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
+from lmpool.producer.client.entries import WantedEntries
+from lmpool.producer.client.session import Session
+from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.entries import WantedEntries
-from lmpool.producer.session import Session
-from lmpool.producer.slot import SessionSlot
 from lmpool.producer.together import all_of
-from lmpool.prompts import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
-from lmpool.rowcache import Row
-from lmpool.rows import check_logprobs, check_row
+from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
+from lmpool.protocol.query import FreshAsk, SampleAsk, ScoreAsk, TopAsk
+from lmpool.protocol.row import check_logprobs, check_row
+from lmpool.protocol.sampling import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
+from lmpool.rows.cache import Row
+from lmpool.settings import shown
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class SampleOptions(TypedDict, total=False):
         temperature: divides the log-probabilities (default 1); 0 takes the likeliest token.
         top_p: draw among the likeliest tokens only, the fewest that have at least this probability together (default
             1: among all).
-        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn (`lmpool.picks.sample`); None, the
-            default, draws anew each time.
+        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn; None, the default, draws anew each
+            time (`lmpool.protocol.sampling.sample`).
         adapter: as `Producer.logprobs`.
         timeout: as `Producer.logprobs`.
     """

@@ -11,15 +11,15 @@ from typing import Any, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.card import TRIE_SERVICE, ModelCard
-from lmpool.checks import check_choice, check_name, shown
+from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.keys import Keys
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.client.copied import CopiedAsItself
+from lmpool.producer.client.lru import RowLRU
+from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
+from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.figures import Figures
-from lmpool.producer.lru import RowLRU
 from lmpool.producer.partial import (
     PartialRows,
     ask_entries,
@@ -29,14 +29,14 @@ from lmpool.producer.partial import (
     read_batch_targets,
     read_targets,
 )
-from lmpool.producer.session import Session, WhenAbsent, WhenFull
-from lmpool.producer.slot import SessionSlot
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.producer.trie_asker import TrieAsker
-from lmpool.prompts import encode_prompt, list_prompts
-from lmpool.server import RedisLike, Server, where
-from lmpool.vocab import Vocabulary
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
+from lmpool.protocol.prompt import encode_prompt, list_prompts
+from lmpool.settings import check_choice, check_name, shown
+from lmpool.vocabulary import Vocabulary
 
 
 class Producer(CopiedAsItself, PartialRows):

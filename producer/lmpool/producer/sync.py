@@ -17,18 +17,18 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.card import ModelCard
+from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.picks import TopK
-from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.client.copied import CopiedAsItself
+from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.session import WhenAbsent, WhenFull
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
-from lmpool.server import RedisLike, where
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.sampling import TopK
 from lmpool.tasks import end_tasks
-from lmpool.vocab import Vocabulary
+from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class SyncTrie(CopiedAsItself):
         wait: awaits in the producer's event loop.
 
     Attributes:
-        structure: nodes, prefixes and children (`lmpool.trie.Trie`).
+        structure: nodes, prefixes and children (`lmpool.trie.trie.Trie`).
     """
 
     def __init__(self, trie: PooledTrie, wait: Wait) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
+from lmpool.protocol.model_info import ModelCard
 
 
 class Tokenizer(Protocol):

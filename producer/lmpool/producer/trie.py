@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.kernels import Kernels, Op, open_kernels
-from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.client.copied import CopiedAsItself
+from lmpool.producer.client.session import Session
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.session import Session
 from lmpool.producer.together import all_of, shared
 from lmpool.producer.trie_asker import Choice, TrieAsker
-from lmpool.prompts import list_prompts
-from lmpool.trie import Trie
-from lmpool.vocab import Vocabulary
-from lmpool.weights import check_weights
+from lmpool.protocol.prompt import list_prompts
+from lmpool.trie.kernels import Kernels, Op, open_kernels
+from lmpool.trie.trie import Trie
+from lmpool.trie.weights import check_weights
+from lmpool.vocabulary import Vocabulary
 
 Values = NDArray[np.float32]
 
@@ -74,7 +74,7 @@ class PooledTrie(CopiedAsItself):
         local: compute in this process.
 
     Attributes:
-        structure: nodes, prefixes and children (`lmpool.trie.Trie`).
+        structure: nodes, prefixes and children (`lmpool.trie.trie.Trie`).
     """
 
     def __init__(self, structure: Trie, asker: TrieAsker, timeout: float, *, local: bool) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.asks import Selection, TrieAsk
 from lmpool.errors import CorruptRow, InvalidWeights, RequestFailed, SettingsError, SourceMissing, UnknownVocabulary
-from lmpool.kernels import Kernels, Op
+from lmpool.producer.client.session import Session
+from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.session import Session
-from lmpool.producer.slot import SessionSlot
-from lmpool.prompts import Prompt, digest_of
-from lmpool.trie import Trie
-from lmpool.weights import SentWeights
+from lmpool.protocol.prompt import Prompt, digest_of
+from lmpool.protocol.query import Selection, TrieAsk
+from lmpool.trie.kernels import Kernels, Op
+from lmpool.trie.trie import Trie
+from lmpool.trie.weights import SentWeights
 
 Values = NDArray[np.float32]
 

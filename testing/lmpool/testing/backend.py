@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from lmpool.testing.gate import Gate
 from lmpool.testing.model import SyntheticModel
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import Backend, Finished
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend
 
 

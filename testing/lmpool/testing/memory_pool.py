@@ -13,17 +13,17 @@ from typing import Self
 
 import redis as redis_sync
 
+from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.runtime_folder import socket_path, socket_url
-from lmpool.server import Server
 from lmpool.testing.backend import GatedSettings
 from lmpool.testing.gate import Gate
 from lmpool.testing.model import SyntheticModel
 from lmpool.testing.thread import LoopThread
 from lmpool.testing.worker import MemoryWorker
-from lmpool.workers.backend import BackendSettings
+from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.tries.backend import TrieSettings
+from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
 
 _LONGEST_FOLDER = 75

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.card import TRIE_SERVICE
 from lmpool.errors import SettingsError
+from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
-from lmpool.vocab import Vocabulary
+from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from lmpool.card import ModelCard
+from lmpool.protocol.model_info import ModelCard
 from lmpool.tasks import end_tasks
 from lmpool.testing.gate import Gate
 from lmpool.workers.worker import Worker

@@ -15,7 +15,7 @@ from pathlib import Path
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.keys import Keys
+from lmpool.protocol.keys import Keys
 from tests.faults.chaos.fleet import Fleet
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.faults.chaos.plan import Strike, draw_plan

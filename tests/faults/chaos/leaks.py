@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 
-from lmpool.keys import Keys
+from lmpool.protocol.keys import Keys
 
 _TICK_S = 0.05
 

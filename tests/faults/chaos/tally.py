@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from lmpool.prompts import DIGEST_SIZE
+from lmpool.protocol.prompt import DIGEST_SIZE
 
 
 class Request(NamedTuple):

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from lmpool import cli
-from lmpool.workers.backend import Finished
+from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends import synthetic
 
 TRACE_VARIABLE = "LMPOOL_CHAOS_TRACE"

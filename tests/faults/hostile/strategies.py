@@ -11,14 +11,14 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 
-from lmpool.asks import FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk
-from lmpool.card import ModelCard
-from lmpool.kernels import OPS
-from lmpool.messages import Failure, Job
-from lmpool.picks import Sampling
-from lmpool.rows import Encoding, RowBlock
+from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.query import FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk
+from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.protocol.sampling import Sampling
 from lmpool.synthetic import synthetic_row
-from lmpool.vocab import Vocabulary
+from lmpool.trie.kernels import OPS
+from lmpool.vocabulary import Vocabulary
 
 noise = st.binary(max_size=80)
 texts = st.text(max_size=20)

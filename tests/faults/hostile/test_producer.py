@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import DeadlineExceeded, LMPoolError, ProtocolError
-from lmpool.keys import GROUP
-from lmpool.picks import Sampling, sample, top
 from lmpool.producer import Producer
-from lmpool.producer.session import Session
-from lmpool.prompts import digest_of
+from lmpool.producer.client.session import Session
+from lmpool.protocol.keys import GROUP
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.sampling import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.asks import TrieAsk
-from lmpool.kernels import OPS
-from lmpool.messages import Job
 from lmpool.producer import SyncProducer
-from lmpool.rows import VectorBlock
-from lmpool.vocab import Vocabulary
-from lmpool.weights import SECRET_SIZE, name_of
-from lmpool.workers.tries.backend import TrieSettings
+from lmpool.protocol.job import Job
+from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.row import VectorBlock
+from lmpool.trie.kernels import OPS
+from lmpool.trie.weights import SECRET_SIZE, name_of
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.trie.backend import TrieSettings
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
 from tests.faults.hostile.commands import execute

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.keys import GROUP
-from lmpool.messages import Job
 from lmpool.producer import SyncProducer
-from lmpool.prompts import digest_of
+from lmpool.protocol.job import Job
+from lmpool.protocol.keys import GROUP
+from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import redis
 
-from lmpool.keys import Keys
+from lmpool.broker.server import Server
 from lmpool.producer import SyncProducer
-from lmpool.server import Server
+from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, lmpool_command, until

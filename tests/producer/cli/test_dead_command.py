@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmpool.card import ModelCard
+from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
-from lmpool.messages import Failure, Job
-from lmpool.producer.dead_command import dead_app, letters_table
-from lmpool.producer.dead_letters import DeadLetters, read_letter, shortened
-from lmpool.prompts import digest_of
-from lmpool.server import Server
+from lmpool.producer.cli.dead_command import dead_app, letters_table
+from lmpool.producer.cli.dead_letters import DeadLetters, read_letter, shortened
+from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool, until
 

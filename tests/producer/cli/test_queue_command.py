@@ -16,11 +16,11 @@ import pytest
 from redis.asyncio import Redis
 from typer.testing import CliRunner
 
+from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueCleared
-from lmpool.keys import GROUP, ModelKeys
-from lmpool.producer import queue_command
-from lmpool.producer.queue_command import Cleared, Queued, clear_queue, queue_app
-from lmpool.server import Server
+from lmpool.producer.cli import queue as queue_module
+from lmpool.producer.cli.queue import Cleared, Queued, clear_queue, queue_app
+from lmpool.protocol.keys import GROUP, ModelKeys
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, until_full
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
@@ -157,7 +157,7 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
 ) -> None:
     unattended(pool)
     keys = pool.keys.model("syn")
-    listed = queue_command._stream
+    listed = queue_module._stream
 
     def fill() -> None:
         for _ in range(7):
@@ -168,7 +168,7 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
             yield one
         fill()
 
-    monkeypatch.setattr(queue_command, "_stream", refilled)
+    monkeypatch.setattr(queue_module, "_stream", refilled)
     fill()
     client = Server(pool.url).client()
     cleared = await clear_queue(client, keys, "syn", lease_s=15)

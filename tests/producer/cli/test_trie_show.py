@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
-from lmpool.card import ModelCard
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
-from lmpool.producer import trie_command
-from lmpool.producer.commandline import run as run_async
-from lmpool.producer.trie_branches import Branch, Grower, Limits, TokensBelow, from_text, to_text
-from lmpool.producer.trie_command import print_tree, trie_app
+from lmpool.producer.cli import trie_show
+from lmpool.producer.cli.options import run as run_async
+from lmpool.producer.cli.trie_branches import Branch, Grower, Limits, TokensBelow, from_text, to_text
+from lmpool.producer.cli.trie_show import print_tree, trie_app
+from lmpool.protocol.model_info import ModelCard
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
-from lmpool.trie import Trie
+from lmpool.trie.trie import Trie
 from tests.producer.cli.test_cli import on, one_line
 from tests.support.pool import Pool
 from tests.support.tries import vocabularies
@@ -148,7 +148,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
         def decode(self, token_ids: list[int]) -> str:
             return bytes(token_ids).decode()
 
-    monkeypatch.setattr(trie_command, "load_tokenizer", lambda card: Letters())
+    monkeypatch.setattr(trie_show, "load_tokenizer", lambda card: Letters())
     found = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
     assert found["prompt"] == list("hé\n".encode())
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from lmpool.card import ModelCard
+from lmpool.broker.queue import Alive
 from lmpool.errors import NoWorker
-from lmpool.producer.channel import Channel
-from lmpool.producer.crew import Crew
-from lmpool.queue import Alive
+from lmpool.producer.client.connections import Channel
+from lmpool.producer.client.crew import Crew
+from lmpool.protocol.model_info import ModelCard
 
 CARD = replace(ModelCard("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
 

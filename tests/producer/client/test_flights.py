@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from lmpool import errors
-from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.keys import Keys
-from lmpool.producer.channel import Adopted
-from lmpool.producer.flights import Answer, Flight, FlightTable, Stage
-from lmpool.producer.inbox import Inbox
-from lmpool.producer.lru import RowLRU
-from lmpool.producer.outbox import Outbox
+from lmpool.producer.client.connections import Adopted
+from lmpool.producer.client.lru import RowLRU
+from lmpool.producer.client.receive import Inbox
+from lmpool.producer.client.requests import Answer, Flight, FlightTable, Stage
+from lmpool.producer.client.submit import Outbox
+from lmpool.producer.client.waiters import BatchWaiter, Deadlines, SingleWaiter
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tasks import Tasks
 from lmpool.producer.together import own
-from lmpool.producer.waiters import BatchWaiter, Deadlines, SingleWaiter
-from lmpool.prompts import Prompt, encode_prompt
-from lmpool.rowcache import Row
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import Prompt, encode_prompt
+from lmpool.rows.cache import Row
 from tests.support.pool import DEADLINE_S
 
 

@@ -9,10 +9,10 @@ import fakeredis.aioredis
 import pytest
 import redis.asyncio as redis_async
 
-from lmpool.card import ModelCard
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
-from lmpool.keys import Keys
-from lmpool.producer.lobby import Lobby
+from lmpool.producer.client.discovery import Lobby
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelCard
 
 KEYS = Keys("test")
 NO_CARDS = [b"", b"\xc1", b"\x80", b"x" * 70_000]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.producer.lru import RowLRU
-from lmpool.rowcache import Row
+from lmpool.producer.client.lru import RowLRU
+from lmpool.rows.cache import Row
 
 
 def row(size: int = 4, value: float = 0.0) -> Row:

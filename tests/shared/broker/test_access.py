@@ -16,11 +16,11 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.errors import AuthenticationFailed, QueueCleared
-from lmpool.keys import GROUP, Keys
 from lmpool.producer import Producer
+from lmpool.protocol.keys import GROUP, Keys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.tries.backend import TrieBackend, TrieSettings
+from lmpool.workers.trie.backend import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of
 from tests.support.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 from tests.support.trie_answers import answers_of, assert_right, draw_weights, row_weights, words

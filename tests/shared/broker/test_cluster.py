@@ -16,10 +16,10 @@ import redis
 from redis.asyncio.cluster import RedisCluster
 from redis.crc import key_slot
 
+from lmpool.broker.server import Server
 from lmpool.errors import ServerError, ServerUnreachable, SettingsError
-from lmpool.keys import Keys
 from lmpool.producer import Producer
-from lmpool.server import Server
+from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async

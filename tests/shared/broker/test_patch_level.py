@@ -12,9 +12,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from lmpool import embedded
+from lmpool.broker.patch_level import _told, doubt_of, read_doubt
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.patch_level import _told, doubt_of, read_doubt
-from lmpool.server import Server
 from lmpool.testing.front import Front
 from tests.producer.cli.test_cli import on
 from tests.shared.broker.secure_server import installed_server

@@ -13,10 +13,10 @@ import pytest
 import redis as redis_sync
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool import replies
+from lmpool.broker import replies
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable
-from lmpool.server import Server
 
 WRITE = "return redis.call('SET', KEYS[1], 1)"
 READ = "return redis.call('GET', KEYS[1])"

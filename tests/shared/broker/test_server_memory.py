@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from lmpool.broker.server import Server
+from lmpool.broker.server_memory import ServerMemory, read_memory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError
-from lmpool.producer import crew
-from lmpool.producer.channel import Channel
-from lmpool.server import Server
-from lmpool.server_memory import ServerMemory, read_memory
+from lmpool.producer.client import crew
+from lmpool.producer.client.connections import Channel
 from lmpool.testing.front import Front
 from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import Pool, is_held, run_lmpool, until, until_async
@@ -179,8 +179,8 @@ async def test_a_user_who_is_not_told_of_the_memory_asks_once(own_pool: Pool, mo
     async def refused(redis: Redis) -> None:
         looks.append(redis)
 
-    monkeypatch.setattr("lmpool.producer.channel.read_memory", refused)
-    monkeypatch.setattr("lmpool.producer.channel._MEMORY_LOOK_S", 0.0)
+    monkeypatch.setattr("lmpool.producer.client.connections.read_memory", refused)
+    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_LOOK_S", 0.0)
     said = await late(own_pool)
     assert "most likely evicted, for the server's memory is full. A row takes" in said
     assert len(looks) == 1
@@ -197,8 +197,8 @@ async def test_a_look_at_the_memory_that_fails_is_taken_again(own_pool: Pool, mo
             raise ConnectionError("cut")
         return await read_memory(redis)
 
-    monkeypatch.setattr("lmpool.producer.channel.read_memory", cut)
-    monkeypatch.setattr("lmpool.producer.channel._MEMORY_LOOK_S", 0.0)
+    monkeypatch.setattr("lmpool.producer.client.connections.read_memory", cut)
+    monkeypatch.setattr("lmpool.producer.client.connections._MEMORY_LOOK_S", 0.0)
     await late(own_pool, "although the server has evicted nothing")
 
 
@@ -211,7 +211,7 @@ async def test_rows_that_go_where_the_memory_is_not_full_any_more_are_not_told_a
     async def long_ago(redis: Redis) -> ServerMemory:
         return ServerMemory(1 << 20, 1 << 28, "volatile-lru", 5)
 
-    monkeypatch.setattr("lmpool.producer.channel.read_memory", long_ago)
+    monkeypatch.setattr("lmpool.producer.client.connections.read_memory", long_ago)
     await late(own_pool, "although the server's memory is not full (")
 
 
@@ -311,7 +311,7 @@ async def test_evictions_of_a_cluster_are_those_of_all_its_masters(monkeypatch: 
     async def info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
         return nodes
 
-    monkeypatch.setattr("lmpool.server_memory._info", info)
+    monkeypatch.setattr("lmpool.broker.server_memory._info", info)
     redis: Any = None
     assert await read_memory(redis) == ServerMemory(90, 100, "volatile-lru", 3)
 

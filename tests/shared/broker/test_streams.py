@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
+from lmpool.broker.streams import stream_entries
 from lmpool.errors import ProtocolError
-from lmpool.streams import stream_entries
 
 ENTRY = [b"1-0", [b"m", b"job"]]
 

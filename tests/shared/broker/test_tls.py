@@ -21,11 +21,11 @@ import redis.asyncio as redis_async
 import trustme
 from redis.asyncio import RedisCluster
 
-from lmpool import tls
+from lmpool.broker import tls
+from lmpool.broker.server import Server
 from lmpool.embedded import server_binary
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, UnknownModel
 from lmpool.producer import Producer, SyncProducer
-from lmpool.server import Server
 from lmpool.synthetic import synthetic_row
 from tests.shared.broker.secure_server import SHIPPED, SecureServer, password_of
 from tests.support.pool import DEADLINE_S, WorkerProcess, lmpool_command, run_lmpool, until

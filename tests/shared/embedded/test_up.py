@@ -16,7 +16,7 @@ import pytest
 from lmpool import runtime_folder
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.shared_server import SharedServer
+from lmpool.workers.cli.shared_server import SharedServer
 from tests.support.pool import V, WorkerProcess, lmpool_command, until
 
 Up = Callable[..., WorkerProcess]
@@ -51,7 +51,7 @@ print(server.leave())
 # Joins, looks and leaves, again and again.
 COMES_AND_GOES = """
 from lmpool.runtime_folder import ping
-from lmpool.workers.shared_server import SharedServer
+from lmpool.workers.cli.shared_server import SharedServer
 for _ in range(5):
     server = SharedServer(2**24)
     server.join()
@@ -62,7 +62,7 @@ for _ in range(5):
 
 FORKS = """
 import os, sys
-from lmpool.workers.shared_server import SharedServer
+from lmpool.workers.cli.shared_server import SharedServer
 SharedServer(2**24).join()
 print("joined", flush=True)
 os.fork()

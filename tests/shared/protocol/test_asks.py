@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
-from lmpool.asks import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.broker.server import Server
+from lmpool.broker.vocabulary_registry import look_up, register
 from lmpool.errors import ProtocolError, UnknownVocabulary
-from lmpool.prompts import ask_digest, digest_of, encode_prompt
-from lmpool.registry import look_up, register
-from lmpool.server import Server
-from lmpool.vocab import Vocabulary
+from lmpool.protocol.prompt import ask_digest, digest_of, encode_prompt
+from lmpool.protocol.query import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.vocabulary import Vocabulary
 from tests.support.pool import Pool
 
 ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool import card as card_module
-from lmpool.card import ModelCard
 from lmpool.errors import ProtocolError
-from lmpool.rows import Encoding
+from lmpool.protocol import model_info as card_module
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import Encoding
 
 CARD = ModelCard(name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32")
 OTHER: dict[str, Any] = {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
-from lmpool.messages import Failure, Job, pack_jobs, unpack_failure, unpack_job
+from lmpool.protocol.job import Failure, Job, pack_jobs, unpack_failure, unpack_job
 
 LIMIT = 16 * 1024 * 1024
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

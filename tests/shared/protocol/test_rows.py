@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.rows import (
+from lmpool.protocol.row import (
     HEADER_SIZE,
     Encoding,
     RowBlock,

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lmpool.broker.scripts import Call
+from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, ServerError
 from lmpool.producer import Producer
-from lmpool.prompts import encode_prompt
-from lmpool.rowcache import RedisRows, Then
-from lmpool.rows import Block, VectorBlock
-from lmpool.scripts import Call
-from lmpool.server import Server
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import Block, VectorBlock
+from lmpool.rows.cache import RedisRows, Then
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.settings import WorkerSettings

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lmpool.broker.line import Line
+from lmpool.broker.server import Server
 from lmpool.errors import ServerUnreachable
-from lmpool.line import Line
-from lmpool.server import Server
 
 
 class Deaf:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from lmpool import rowlink
+from lmpool.broker.link import Argument, CommandLink
 from lmpool.errors import ProtocolError
-from lmpool.link import Argument, CommandLink
-from lmpool.rowlink import RowLink, RowWrite
+from lmpool.rows import connection
+from lmpool.rows.connection import RowLink, RowWrite
 
 MAX_BULK = 1_000_000
 LARGE = 200_000  # more than the 64 KiB window of the parser
@@ -509,7 +509,7 @@ async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     line = Line()
     reply = line.mget(1)
     taken: list[int] = []
-    monkeypatch.setattr(rowlink, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
+    monkeypatch.setattr(connection, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
     line.feed(b"*1\r\n$%d\r\n" % size)
     assert taken == []
     assert_broken(line, [reply], ProtocolError)

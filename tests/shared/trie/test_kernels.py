@@ -22,11 +22,11 @@ from numba import types
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.kernels import OPS, Kernels, Op, open_kernels
-from lmpool.kernels.cpu import CpuKernels
-from lmpool.kernels.cpu_loops import _compiled
-from lmpool.kernels.torch_device import TorchKernels
-from lmpool.trie import Trie
+from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
+from lmpool.trie.kernels.cpu import CpuKernels
+from lmpool.trie.kernels.cpu_loops import _compiled
+from lmpool.trie.kernels.torch_device import TorchKernels
+from lmpool.trie.trie import Trie
 from tests.support.tries import EXAMPLE, tekken, vocabularies
 
 Weights = NDArray[np.float32]
@@ -441,7 +441,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     trie = Trie(tekken()[:1000])
     kernels, weights = TorchKernels(trie, "cpu"), some_weights(9, 1000)
     whole = kernels.inner(op, weights)
-    monkeypatch.setattr("lmpool.kernels.torch_device._MOST_BYTES", 1)
+    monkeypatch.setattr("lmpool.trie.kernels.torch_device._MOST_BYTES", 1)
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 
@@ -467,8 +467,8 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
 from lmpool.errors import SettingsError
-from lmpool.kernels import open_kernels
-from lmpool.trie import Trie
+from lmpool.trie.kernels import open_kernels
+from lmpool.trie.trie import Trie
 try:
     open_kernels(Trie([b"a"]), {device!r})
 except SettingsError as error:
@@ -479,7 +479,7 @@ except SettingsError as error:
 
 
 def test_importing_the_kernels_imports_neither_numba_nor_torch() -> None:
-    script = "import sys, lmpool.kernels; print({'numba', 'torch'} & set(sys.modules))"
+    script = "import sys, lmpool.trie.kernels; print({'numba', 'torch'} & set(sys.modules))"
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
     assert said == "set()\n"
 

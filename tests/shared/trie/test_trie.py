@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import InvalidVocabulary, UnknownNode
-from lmpool.trie import Trie
-from lmpool.vocab import Vocabulary
+from lmpool.trie.trie import Trie
+from lmpool.vocabulary import Vocabulary
 from tests.support.tries import EXAMPLE, arrays_of, assert_same, reference, sums, tekken, vocabularies
 
 # Numbering

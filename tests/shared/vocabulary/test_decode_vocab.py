@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers.tokenization_mistral_common import MistralCommonBackend
 
 from lmpool.errors import InvalidVocabulary, SettingsError
-from lmpool.vocab import MAX_TOKENS, DecodedVocab, Vocabulary, decode_vocab
+from lmpool.vocabulary import MAX_TOKENS, DecodedVocab, Vocabulary, decode_vocab
 from tests.support.models import real_tokenizers as real
 
 ALPHABET = {letter: byte for byte, letter in real.LETTERS.items()}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import InvalidVocabulary, ProtocolError
-from lmpool.vocab import MAX_BYTES, MAX_TOKEN_BYTES, MAX_TOKENS, Vocabulary
+from lmpool.vocabulary import MAX_BYTES, MAX_TOKEN_BYTES, MAX_TOKENS, Vocabulary
 
 TOKENS = [b"the", b"", b" the", b"\xe4\xb8", b"the"]
 vocabularies = st.lists(st.binary(max_size=6), min_size=1, max_size=12)

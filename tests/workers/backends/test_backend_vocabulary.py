@@ -11,8 +11,8 @@ import pytest
 from examples.smollm2 import gguf_path
 from transformers import AutoTokenizer
 
-from lmpool.card import ModelCard
-from lmpool.vocab import Vocabulary
+from lmpool.protocol.model_info import ModelCard
+from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends import vocabulary
 from lmpool.workers.backends.sglang.launch import _place
 from lmpool.workers.backends.vocabulary import read_vocabulary

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
-from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding, RowBlock, VectorBlock
-from lmpool.workers.backend import BackendJob, Finished
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends import canary
 from lmpool.workers.backends.canary import check_canary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings

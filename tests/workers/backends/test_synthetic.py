@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lmpool.errors import EmptyPrompt, InvalidPrompt, SettingsError, TokenOutOfRange
-from lmpool.prompts import encode_prompt
-from lmpool.rows import Encoding, decode_row
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import Encoding, decode_row
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
-from lmpool.vocab import MAX_BYTES, MAX_TOKENS
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.vocabulary import MAX_BYTES, MAX_TOKENS
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import until
 
@@ -222,8 +222,8 @@ def test_a_step_of_failures_alone_brings_no_rows() -> None:
 
 def test_the_crash_token_ends_the_process() -> None:
     code = """
-from lmpool.prompts import encode_prompt
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.support.pool import until
 served = SyntheticBackend(SyntheticSettings(vocab_size=50, crash_token=7))

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.asks import Selection, TrieAsk
-from lmpool.cores import count_cores
-from lmpool.kernels import OPS, Kernels, Op
-from lmpool.rows import VectorBlock, decode_row
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.query import Selection, TrieAsk
+from lmpool.protocol.row import VectorBlock, decode_row
+from lmpool.trie.kernels import OPS, Kernels, Op
+from lmpool.trie.kernels.cores import count_cores
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.held import Holdings
-from lmpool.workers.intake import Taken
-from lmpool.workers.tries.backend import TrieBackend, TrieSettings
-from lmpool.workers.tries.desk import answer
-from lmpool.workers.tries.inputs import TrieInputs
-from lmpool.workers.tries.shelf import Shelf, Shelved, ValuesShelf
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.trie.backend import TrieBackend, TrieSettings
+from lmpool.workers.trie.cache import Shelf, Shelved, ValuesShelf
+from lmpool.workers.trie.compute import answer
+from lmpool.workers.trie.trie_inputs import TrieInputs
 from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
 
 V = 200

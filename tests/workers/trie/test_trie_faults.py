@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmpool.broker.vocabulary_registry import register
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerUnreachable, UnknownModel
-from lmpool.producer import Producer, vocabularies
+from lmpool.producer import Producer
+from lmpool.producer.client import vocabularies
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.trie import PooledTrie
-from lmpool.prompts import encode_prompt
-from lmpool.registry import register
-from lmpool.rows import VectorBlock
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import VectorBlock
 from lmpool.synthetic import synthetic_row
-from lmpool.weights import SECRET_SIZE
+from lmpool.trie.weights import SECRET_SIZE
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async, until_done
 from tests.support.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 

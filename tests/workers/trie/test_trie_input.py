@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from lmpool import errors
-from lmpool.asks import TrieAsk
-from lmpool.messages import Job, unpack_failure, unpack_job
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
-from lmpool.prompts import ask_digest, digest_of
-from lmpool.rows import VectorBlock
-from lmpool.trie import Trie
-from lmpool.vocab import MAX_BYTES, Vocabulary
-from lmpool.weights import name_of
+from lmpool.protocol.job import Job, unpack_failure, unpack_job
+from lmpool.protocol.prompt import ask_digest, digest_of
+from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.row import VectorBlock
+from lmpool.trie.trie import Trie
+from lmpool.trie.weights import name_of
+from lmpool.vocabulary import MAX_BYTES, Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.tries.backend import TrieSettings
+from lmpool.workers.trie.backend import TrieSettings
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import DEADLINE_S, Pool, until_async
 from tests.support.trie_answers import answers, assert_right, draw_weights, words

@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.card import ModelCard
+from lmpool.broker.link import CommandLink
+from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError, UnknownModel
-from lmpool.kernels import OPS, Kernels, Op, open_kernels
-from lmpool.link import CommandLink
 from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
-from lmpool.producer.lobby import Lobby
+from lmpool.producer.client.discovery import Lobby
 from lmpool.producer.trie import PooledTrie
-from lmpool.rowlink import RowLink
-from lmpool.server import Server
+from lmpool.protocol.model_info import ModelCard
+from lmpool.rows.connection import RowLink
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
-from lmpool.trie import Trie
-from lmpool.workers import feeder
+from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
+from lmpool.trie.trie import Trie
+from lmpool.workers.queue import feeder
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.tries.backend import TrieSettings
+from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import adapted, expected, serving, write_adapters
 from tests.support.pool import DEADLINE_S, Pool, until_async, until_done

@@ -7,16 +7,16 @@ from collections.abc import Collection
 
 import numpy as np
 
-from lmpool.asks import TrieAsk
-from lmpool.card import ModelCard
-from lmpool.rowcache import Row
-from lmpool.rows import RowBlock, decode_row
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.row import RowBlock, decode_row
+from lmpool.rows.cache import Row
 from lmpool.workers.asked_tries import AskedTries
 from lmpool.workers.held import Asks, Holdings
-from lmpool.workers.intake import Taken
 from lmpool.workers.picked import Picked
-from lmpool.workers.publisher import Publisher
-from lmpool.workers.tries.larder import Larder
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.trie.inputs import Larder
 
 _Kind = dict[bytes, dict[bytes, Taken]]
 

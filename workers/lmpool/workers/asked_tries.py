@@ -8,16 +8,16 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from lmpool.asks import TrieAsk
-from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow, SourceMissing, WorkerError
-from lmpool.messages import Failure
-from lmpool.rowcache import Row
+from lmpool.protocol.job import Failure
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.query import TrieAsk
+from lmpool.rows.cache import Row
 from lmpool.workers.held import Asks, Holdings, by_answer
-from lmpool.workers.publisher import Ending, Publisher
-from lmpool.workers.tries.desk import answer
-from lmpool.workers.tries.inputs import TrieInputs
-from lmpool.workers.tries.larder import Larder
+from lmpool.workers.queue.publisher import Ending, Publisher
+from lmpool.workers.trie.compute import answer
+from lmpool.workers.trie.inputs import Larder
+from lmpool.workers.trie.trie_inputs import TrieInputs
 
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)

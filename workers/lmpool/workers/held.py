@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lmpool.workers.backend import BackendJob
-from lmpool.workers.intake import Taken
-from lmpool.workers.unwanted import Doubtful
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.unwanted import Doubtful
 
 Asks = Mapping[bytes, Mapping[bytes, Taken]]
 """Digest of a prompt -> entry of the queue -> what it wants."""

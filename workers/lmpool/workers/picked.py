@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.asks import PickAsk, TopAsk
-from lmpool.card import ModelCard
 from lmpool.errors import CorruptRow
-from lmpool.picks import pack_token, pack_top, sample, top
-from lmpool.rowcache import Row
-from lmpool.rows import VectorBlock
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.query import PickAsk, TopAsk
+from lmpool.protocol.row import VectorBlock
+from lmpool.protocol.sampling import pack_token, pack_top, sample, top
+from lmpool.rows.cache import Row
 from lmpool.workers.held import Asks, Holdings, by_answer
-from lmpool.workers.intake import Taken
-from lmpool.workers.publisher import Publisher
-from lmpool.workers.tries.larder import Larder
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.trie.inputs import Larder
 
 
 class Picked:

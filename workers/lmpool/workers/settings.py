@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmpool.card import LIMITS
-from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
+from lmpool.protocol.model_info import LIMITS
+from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
 
 
 @dataclass(frozen=True, slots=True)

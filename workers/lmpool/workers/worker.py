@@ -11,42 +11,42 @@ from dataclasses import replace
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool import scripts
-from lmpool.adapter_registry import AdapterRegistry
 from lmpool.backoff import delays
-from lmpool.card import TRIE_SERVICE, ModelCard
-from lmpool.clusterrows import rows_on
+from lmpool.broker import scripts
+from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.line import CommandLine, reply_timeout
+from lmpool.broker.patch_level import read_doubt
+from lmpool.broker.queue import read_queue
+from lmpool.broker.server import Server
+from lmpool.broker.server_memory import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
-from lmpool.keys import GROUP, Keys
-from lmpool.line import CommandLine, reply_timeout
-from lmpool.patch_level import read_doubt
-from lmpool.queue import read_queue
-from lmpool.server import Server
-from lmpool.server_memory import read_memory
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
+from lmpool.rows.cluster import rows_on
 from lmpool.tasks import end_tasks
-from lmpool.workers.adapter_sources import AdapterSources
-from lmpool.workers.adapter_trials import AdapterTrials
-from lmpool.workers.adapters import AdapterKeeper
 from lmpool.workers.asked import Asked
-from lmpool.workers.backend import BackendSettings, BackendStats, Finished
-from lmpool.workers.delivery import Delivery
+from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
+from lmpool.workers.backend.engine_thread import Opened, Stepper
+from lmpool.workers.backend.watchdog import Watchdog
+from lmpool.workers.dispatch import Delivery
 from lmpool.workers.duty import Duty
-from lmpool.workers.feeder import Feeder
-from lmpool.workers.figures import Figures
-from lmpool.workers.health import Health
 from lmpool.workers.held import Holdings
-from lmpool.workers.intake import Intake
-from lmpool.workers.loading import Loading
-from lmpool.workers.meter import Meter
-from lmpool.workers.metrics import Look
-from lmpool.workers.presence import Presence, new_worker_id
-from lmpool.workers.publisher import Publisher
+from lmpool.workers.membership.adapter_sources import AdapterSources
+from lmpool.workers.membership.adapter_trials import AdapterTrials
+from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.heartbeat import Presence, new_worker_id
+from lmpool.workers.membership.loading import Loading
+from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.health import Health
+from lmpool.workers.metrics.meter import Meter
+from lmpool.workers.metrics.prometheus import Look
+from lmpool.workers.queue.consumer import Intake
+from lmpool.workers.queue.feeder import Feeder
+from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.queue.unwanted import STALE_S, Unwanted
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.stepper import Opened, Stepper
-from lmpool.workers.tries.backend import warm_up
-from lmpool.workers.tries.larder import Larder
-from lmpool.workers.unwanted import STALE_S, Unwanted
-from lmpool.workers.watchdog import Watchdog
+from lmpool.workers.trie.backend import warm_up
+from lmpool.workers.trie.inputs import Larder
 
 _log = logging.getLogger("lmpool.worker")
 

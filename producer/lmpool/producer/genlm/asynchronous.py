@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from lmpool.checks import check_choice
 from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharacterTrie
 from lmpool.producer.together import shared
+from lmpool.settings import check_choice
 
 _Op = Literal["sum", "max"]
 

@@ -11,13 +11,13 @@ import weakref
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
+from lmpool.broker.server import RedisLike
 from lmpool.errors import ProducerClosed
+from lmpool.producer.client.session import WhenAbsent
 from lmpool.producer.deadline import ENDLESS_S, check_timeout
 from lmpool.producer.producer import Producer
-from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer
-from lmpool.server import RedisLike
 
 
 @dataclass(frozen=True, slots=True)

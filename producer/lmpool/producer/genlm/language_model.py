@@ -12,18 +12,18 @@ from typing import Any, Self
 
 import torch
 
-from lmpool.card import ModelCard
+from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
-from lmpool.producer.copied import CopiedAsItself
+from lmpool.producer.client.copied import CopiedAsItself
+from lmpool.producer.client.session import WhenAbsent
 from lmpool.producer.genlm.aliases import tensor_over
 from lmpool.producer.genlm.connection import Address, Connection, Owned, seconds_of
 from lmpool.producer.genlm.llm_opts import LEAST_TIMEOUT_S
-from lmpool.producer.session import WhenAbsent
 from lmpool.producer.stats import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer
-from lmpool.prompts import not_token_ids
-from lmpool.server import RedisLike
-from lmpool.vocab import decode_vocab
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import not_token_ids
+from lmpool.vocabulary import decode_vocab
 
 try:
     from genlm.backend.llm import AsyncLM, AsyncTransformer

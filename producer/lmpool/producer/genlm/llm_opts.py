@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.settings import shown
 
 # A private pool has a server and a prefix of its own.
 OF_THE_MODEL = ("timeout", "cache_bytes", "tokenizer")

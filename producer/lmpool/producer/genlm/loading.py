@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
 from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import Address
@@ -14,7 +13,8 @@ from lmpool.producer.genlm.language_model import PooledLM
 from lmpool.producer.genlm.llm_opts import check_known, command_options, split
 from lmpool.producer.genlm.private_pool import PREFIX, PrivatePool, WorkerCommand
 from lmpool.producer.tokenizer import read_tokenizer
-from lmpool.vocab import decode_vocab
+from lmpool.settings import shown
+from lmpool.vocabulary import decode_vocab
 
 _BACKENDS = {
     "hf": "hf",

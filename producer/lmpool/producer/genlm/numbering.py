@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.producer.genlm.spelling import BASE
-from lmpool.trie import Trie
+from lmpool.trie.trie import Trie
 
 
 class Spans(NamedTuple):

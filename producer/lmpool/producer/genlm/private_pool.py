@@ -22,7 +22,7 @@ import redis
 from lmpool.attached import FOLDER_VARIABLE, LAUNCH
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelError
-from lmpool.keys import Keys
+from lmpool.protocol.keys import Keys
 
 PREFIX = "lmpool"
 

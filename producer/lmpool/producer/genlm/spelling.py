@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from lmpool.checks import shown
 from lmpool.errors import InvalidVocabulary
 from lmpool.producer.genlm.token import is_token
+from lmpool.settings import shown
 
 BASE = 255
 """Codes below it are one byte; it is also the byte that a longer spelling begins with."""

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.checks import check_choice
-from lmpool.kernels import open_kernels
 from lmpool.producer.genlm.numbering import number, renumbered
 from lmpool.producer.genlm.picture import draw
 from lmpool.producer.genlm.spelling import refuse_duplicates, spell
 from lmpool.producer.genlm.weights import as_rows, as_vector
 from lmpool.producer.genlm.wide import WideValues
-from lmpool.trie import Trie
+from lmpool.settings import check_choice
+from lmpool.trie.kernels import open_kernels
+from lmpool.trie.trie import Trie
 
 _Op = Literal["sum", "max"]
 _N_BYTES = 256

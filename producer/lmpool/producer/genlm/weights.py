@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.checks import shown
 from lmpool.errors import InvalidWeights
-from lmpool.weights import nan_found
+from lmpool.settings import shown
+from lmpool.trie.weights import nan_found
 
 
 def as_rows(batch: Any, n_items: int) -> NDArray[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.producer.genlm.numbering import spans_of
-from lmpool.trie import Trie
+from lmpool.trie.trie import Trie
 
 
 class WideValues:

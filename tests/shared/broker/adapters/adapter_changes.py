@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lmpool.producer import Producer, adapter_changes
-from lmpool.producer import adapters as adapters_module
+from lmpool.producer.client import adapters as adapters_module
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from lmpool.adapters import MAX_ADAPTERS, Adapter
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import (
     AdapterRefused,
@@ -25,12 +24,13 @@ from lmpool.errors import (
     UnknownAdapter,
 )
 from lmpool.producer import Producer, SyncProducer, adapter_changes
-from lmpool.producer import adapters as adapters_module
-from lmpool.producer import session as session_module
-from lmpool.workers.adapter_sources import AdapterSources
-from lmpool.workers.adapters import AdapterKeeper
-from lmpool.workers.backend import WithoutAdapters
+from lmpool.producer.client import adapters as adapters_module
+from lmpool.producer.client import session as session_module
+from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter
+from lmpool.workers.backend.contract import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.membership.adapter_sources import AdapterSources
+from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, expected, no_offers, two_clients, write
 from tests.shared.broker.adapters.test_adapters import serving

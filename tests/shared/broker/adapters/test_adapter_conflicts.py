@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lmpool.adapter_registry import AdapterRegistry
-from lmpool.adapters import Adapter
+from lmpool.broker.adapter_registry import AdapterRegistry
 from lmpool.errors import (
     AdapterRefused,
     ProducerClosed,
     WorkerError,
 )
 from lmpool.producer import adapter_changes
+from lmpool.protocol.adapter import Adapter
 from tests.shared.broker.adapters.adapter_changes import QUICK, check, is_offered, no_offers, two_clients, write
 from tests.support.pool import DEADLINE_S, Pool, until_async
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from lmpool.broker.server import Server
 from lmpool.errors import (
     AdapterRefused,
     SettingsError,
 )
-from lmpool.server import Server
-from lmpool.workers import adapters as workers_adapters
-from lmpool.workers.adapter_sources import AdapterSources
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.membership import adapters as workers_adapters
+from lmpool.workers.membership.adapter_sources import AdapterSources
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, write

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.adapter_registry import AdapterRegistry
-from lmpool.adapters import (
+from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.server import Server
+from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
+from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.adapter import (
     MAX_ADAPTERS,
     Adapter,
     Offer,
@@ -27,16 +30,13 @@ from lmpool.adapters import (
     qualify,
     revision_of,
 )
-from lmpool.card import ModelCard
-from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
-from lmpool.messages import Failure, Job, unpack_failure
-from lmpool.producer import Producer, SyncProducer
-from lmpool.prompts import digest_of, encode_prompt
-from lmpool.server import Server
+from lmpool.protocol.job import Failure, Job, unpack_failure
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.synthetic import synthetic_row
-from lmpool.workers import feeder
-from lmpool.workers.backend import Backend, Finished
+from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.queue import feeder
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, until

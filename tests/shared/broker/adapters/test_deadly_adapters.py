@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.adapters import Offer
+from lmpool.broker.server import Server
 from lmpool.errors import (
     AdapterRefused,
     WorkerError,
 )
-from lmpool.server import Server
+from lmpool.protocol.adapter import Offer
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -26,9 +26,9 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, WorkerProcess, until,
 DEADLY = """
 import os, signal, sys
 from pathlib import Path
-from lmpool.server import Server
+from lmpool.broker.server import Server
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.serving import serve
+from lmpool.workers.cli.serve import serve
 from lmpool.workers.settings import WorkerSettings
 
 class Engine(SyntheticBackend):

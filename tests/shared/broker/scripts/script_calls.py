@@ -6,9 +6,9 @@ from typing import Any
 
 import redis.asyncio as redis_async
 
-from lmpool import scripts
-from lmpool.keys import GROUP, LIFETIME_FIELD, Keys
-from lmpool.messages import Failure
+from lmpool.broker import scripts
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, Keys
 from tests.support.pool import entry_ids
 
 MODEL = Keys("test").model("m")

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.keys import GROUP
+from lmpool.protocol.keys import GROUP
 from tests.shared.broker.scripts.script_calls import JOBS
 from tests.support.pool import spoken
 

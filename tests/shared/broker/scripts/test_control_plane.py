@@ -8,15 +8,15 @@ from typing import Any, cast
 import pytest
 import redis.asyncio as redis_async
 
-from lmpool import scripts
-from lmpool.card import ModelCard
+from lmpool.broker import scripts
+from lmpool.broker.hashes import read_hashes
+from lmpool.broker.queue import read_alive, read_consumers
 from lmpool.errors import UnknownModel
-from lmpool.hashes import read_hashes
-from lmpool.keys import GROUP, Keys
-from lmpool.producer.lobby import Lobby
-from lmpool.queue import read_alive, read_consumers
-from lmpool.workers.loading import Loading
-from lmpool.workers.presence import Presence
+from lmpool.producer.client.discovery import Lobby
+from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.workers.membership.heartbeat import Presence
+from lmpool.workers.membership.loading import Loading
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
     DEAD,

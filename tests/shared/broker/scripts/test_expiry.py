@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import redis.asyncio as redis_async
 
-from lmpool import scripts
-from lmpool.keys import GROUP
+from lmpool.broker import scripts
+from lmpool.protocol.keys import GROUP
 from lmpool.synthetic import synthetic_row
 from tests.shared.broker.scripts.script_calls import (
     FAILURE,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis.asyncio as redis_async
 
-from lmpool import scripts
-from lmpool.keys import GROUP, JOB_FIELD
+from lmpool.broker import scripts
+from lmpool.protocol.keys import GROUP, JOB_FIELD
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,

@@ -9,11 +9,11 @@ import pytest
 import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError
 
-from lmpool import scripts
+from lmpool.broker import scripts
+from lmpool.broker.line import CommandLine, RowLine
+from lmpool.broker.server import Server
 from lmpool.errors import ServerError
-from lmpool.keys import GROUP, JOB_FIELD, Keys
-from lmpool.line import CommandLine, RowLine
-from lmpool.server import Server
+from lmpool.protocol.keys import GROUP, JOB_FIELD, Keys
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,

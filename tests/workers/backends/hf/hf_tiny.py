@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lmpool import vector_math
-from lmpool.prompts import encode_prompt
-from lmpool.rows import RowBlock, decode_row
-from lmpool.workers.backend import BackendJob, Finished
+from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.row import RowBlock, decode_row
+from lmpool.trie.kernels import vector_math
+from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.settings import HfSettings
 from tests.support.models.tiny_models import VOCAB_SIZE, write_model

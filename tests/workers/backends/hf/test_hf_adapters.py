@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool.adapters import qualify
 from lmpool.errors import AdapterRefused, SettingsError
-from lmpool.prompts import digest_of
-from lmpool.rows import decode_row
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.adapter import qualify
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import decode_row
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, Candidate, choose
 from lmpool.workers.backends.hf.settings import HfSettings

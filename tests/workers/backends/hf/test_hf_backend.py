@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from lmpool.errors import SettingsError
-from lmpool.prompts import digest_of, encode_prompt
-from lmpool.rows import Encoding, widen_bf16
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.row import Encoding, widen_bf16
+from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.hf import self_check
 from lmpool.workers.backends.hf.backend import HfBackend

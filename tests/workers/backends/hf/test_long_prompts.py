@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmpool.server import Server
-from lmpool.workers.backend import Finished
+from lmpool.broker.server import Server
+from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.hf.kv_pool import KVPool

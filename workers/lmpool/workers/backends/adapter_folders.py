@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmpool.adapters import MAX_ADAPTERS, check_adapter_name, check_source
-from lmpool.checks import check_texts, shown
 from lmpool.errors import SettingsError
+from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source
+from lmpool.settings import check_texts, shown
 
 
 def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.card import ModelCard
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
-from lmpool.prompts import digest_of
-from lmpool.rows import Encoding, decode_row
-from lmpool.workers.answers import check_answers
-from lmpool.workers.backend import Backend, BackendJob
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import Encoding, decode_row
+from lmpool.workers.backend.answers import check_answers
+from lmpool.workers.backend.contract import Backend, BackendJob
 
 Row = NDArray[np.float32]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.settings import shown
 from lmpool.workers.backends.places import (
     check_model_folder,
     hub_trouble,

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.settings import shown
 
 _WORDS = {"True": True, "False": False, "None": None}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import cast
 
-from lmpool.adapters import MAX_ADAPTERS
-from lmpool.checks import check_choice, check_name, check_number, check_texts, shown
 from lmpool.errors import SettingsError
-from lmpool.workers.backend import Backend, BackendSettings
+from lmpool.protocol.adapter import MAX_ADAPTERS
+from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
+from lmpool.workers.backend.contract import Backend, BackendSettings
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
+from lmpool.settings import shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
 MAX_RANK = 1024

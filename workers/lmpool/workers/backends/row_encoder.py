@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmpool.rows import Encoding, RowBlock
+from lmpool.protocol.row import Encoding, RowBlock
 
 _CACHED_NUMBERS = 1 << 19
 """Logits that the steps of narrowing find in the processor's cache again (2 MiB)."""

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.adapters import qualify, revision_of
-from lmpool.card import ModelCard
-from lmpool.checks import check_choice, check_name, check_number, shown
 from lmpool.errors import SettingsError
-from lmpool.prompts import decode_ids
-from lmpool.rows import Encoding, RowBlock, VectorBlock
+from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import Draw, base_rows, draw, fill, synthetic_vocabulary
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import Backend, BackendJob, BackendStats, Finished
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
 from lmpool.workers.backends.checkpoint import checkpoint_source
 

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from lmpool.card import ModelCard
 from lmpool.errors import InvalidVocabulary
-from lmpool.vocab import Vocabulary, decode_vocab
+from lmpool.protocol.model_info import ModelCard
+from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.places import hub_trouble
 from lmpool.workers.backends.requirements import first_line
 

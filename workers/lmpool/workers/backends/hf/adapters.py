@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
+from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_places, places_of

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lmpool.adapters import qualify
-from lmpool.card import ModelCard
 from lmpool.errors import SettingsError
-from lmpool.rows import Encoding, RowBlock, VectorBlock
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.protocol.adapter import qualify
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PART, BatchLimit, BatchRules, Candidate, choose, choose_shorter
@@ -51,7 +51,7 @@ class _Answer(NamedTuple):
 
 
 class HfBackend:
-    """Serves one model of transformers; see `lmpool.workers.backend.Backend`.
+    """Serves one model of transformers; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
         settings: what to load and how.

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from lmpool import vector_math
 from lmpool.errors import SettingsError
+from lmpool.trie.kernels import vector_math
 from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub, not_had
 from lmpool.workers.backends.device import log_threads, pick_device
 from lmpool.workers.backends.hf.revision import weights_revision

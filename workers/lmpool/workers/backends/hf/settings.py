@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmpool.checks import check_choice, check_name, check_number
 from lmpool.errors import SettingsError
-from lmpool.workers.backend import Backend
+from lmpool.settings import check_choice, check_name, check_number
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.adapter_folders import read_adapter_folders
 from lmpool.workers.backends.engine_settings import DTYPES, ENCODINGS, open_backend
 from lmpool.workers.backends.places import local_path

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.prompts import decode_ids
-from lmpool.workers.backend import BackendJob
+from lmpool.protocol.prompt import decode_ids
+from lmpool.workers.backend.contract import BackendJob
 
 
 @dataclass(slots=True)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmpool.adapters import qualify
-from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.protocol.adapter import qualify
+from lmpool.protocol.model_info import ModelCard
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.device import log_threads
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SglangBackend:
-    """Serves one model of SGLang; see `lmpool.workers.backend.Backend`.
+    """Serves one model of SGLang; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
         settings: what to load and how.

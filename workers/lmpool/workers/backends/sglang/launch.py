@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lmpool import vector_math
-from lmpool.adapters import qualify
 from lmpool.errors import LMPoolError, SettingsError
+from lmpool.protocol.adapter import qualify
+from lmpool.trie.kernels import vector_math
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.engine_args import parse_engine_args

@@ -22,7 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.prompts import decode_ids
+from lmpool.protocol.prompt import decode_ids
 
 _PLACE = {
     "gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from lmpool.checks import shown
 from lmpool.errors import SettingsError
-from lmpool.workers.backend import Backend
+from lmpool.settings import shown
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.engine_settings import EngineSettings, open_backend
 from lmpool.workers.backends.requirements import require, require_version
 

@@ -13,8 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from lmpool.adapters import qualify
 from lmpool.errors import SettingsError
+from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import (
     checkpoint_dtype,
     checkpoint_revision,

@@ -13,12 +13,12 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
-from lmpool.card import ModelCard
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.prompts import decode_ids
-from lmpool.rows import VectorBlock
-from lmpool.vocab import Vocabulary
-from lmpool.workers.backend import BackendJob, BackendStats, Finished
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.row import VectorBlock
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
 from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.vllm.capture import KEY
@@ -46,7 +46,7 @@ class _Request(NamedTuple):
 
 
 class VllmBackend:
-    """Serves one model of vLLM; see `lmpool.workers.backend.Backend`.
+    """Serves one model of vLLM; see `lmpool.workers.backend.contract.Backend`.
 
     Args:
         settings: what to load and how.

@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from lmpool.errors import WorkerError
-from lmpool.rows import RowBlock
+from lmpool.protocol.row import RowBlock
 from lmpool.workers.backends.row_encoder import RowEncoder
 
 KEY = "lmpool"

@@ -21,9 +21,9 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
-from lmpool import vector_math
-from lmpool.adapters import revision_of
 from lmpool.errors import SettingsError
+from lmpool.protocol.adapter import revision_of
+from lmpool.trie.kernels import vector_math
 from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.plugins import named_plugins, other_plugins
 from lmpool.workers.backends.requirements import first_line

@@ -7,8 +7,8 @@ import os
 import warnings
 from dataclasses import dataclass, field
 
-from lmpool.checks import check_number, check_texts
-from lmpool.workers.backend import Backend
+from lmpool.settings import check_number, check_texts
+from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.engine_settings import EngineSettings, open_backend
 from lmpool.workers.backends.requirements import require, require_version
 

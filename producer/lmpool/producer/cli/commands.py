@@ -1,0 +1,209 @@
+"""The client side of the command line: `lmpool logprobs`, `status`, `top`, `flush`, `bench`, `trie` and so on."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from redis.exceptions import RedisError
+from rich.table import Table
+
+from lmpool.broker.patch_level import read_doubt
+from lmpool.broker.server import Server
+from lmpool.broker.server_memory import ServerMemory, read_memory
+from lmpool.errors import SettingsError
+from lmpool.producer.cli.adapters import adapters_app
+from lmpool.producer.cli.dead_command import dead_app
+from lmpool.producer.cli.measuring import Measurement, measure
+from lmpool.producer.cli.options import (
+    AreIds,
+    AsJson,
+    ModelName,
+    Prefix,
+    RedisUrl,
+    Timeout,
+    Waits,
+    hint_at_file,
+    key_names,
+    run,
+    when_absent,
+)
+from lmpool.producer.cli.queue import queue_app
+from lmpool.producer.cli.survey import Survey, survey
+from lmpool.producer.cli.tables import status_models, status_workers
+from lmpool.producer.cli.top import top
+from lmpool.producer.cli.trie_show import trie_app
+from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.producer import Producer
+from lmpool.producer.tokenizer import load_tokenizer, parse_ids
+from lmpool.protocol.keys import Keys
+from lmpool.terminal import Terminal, say, say_json
+
+_GLOB = re.compile(rb"[\\*?\[\]]")
+
+FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this side."""
+    for command in (logprobs, status, top, flush, bench):
+        app.command()(command)
+    app.add_typer(trie_app)
+    app.add_typer(adapters_app)
+    app.add_typer(dead_app)
+    app.add_typer(queue_app)
+
+
+def logprobs(
+    text: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids.")
+    ],
+    ids: AreIds = False,
+    top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
+    adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show the likeliest next tokens of a prompt."""
+    if not ids:
+        hint_at_file(text)
+
+    async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
+            tokenizer = None if ids else load_tokenizer(producer.model)
+            tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
+            return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
+
+    tokens, row, tokenizer = run(ask())
+    best = np.argsort(row, kind="stable")[::-1][:top]
+    found: list[dict[str, Any]] = [
+        {
+            "id": int(token),
+            "token": None if tokenizer is None else tokenizer.decode([int(token)]),
+            # JSON has no infinity: a token that cannot come has null.
+            "logprob": float(row[token]) if np.isfinite(row[token]) else None,
+        }
+        for token in best
+    ]
+    if as_json:
+        say_json({"ids": tokens, "top": found})
+        return
+    table = Table("id", "token", "log-probability", "probability")
+    for item in found:
+        token = "" if item["token"] is None else repr(item["token"])
+        logprob = row[item["id"]]
+        table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
+    Terminal().print(table)
+
+
+def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
+    """Show models, workers, queue depths and rates."""
+    server, keys = Server(redis), key_names(prefix)
+
+    async def look() -> tuple[Survey, str | None, ServerMemory | None]:
+        return await survey(server, keys), await read_doubt(server), await _memory(server)
+
+    found, doubt, memory = run(look())
+    for one in (doubt, memory and memory.doubt()):
+        if one:
+            say(one, err=True)
+    if as_json:
+        say_json([{**model, "server_memory": memory and memory._asdict()} for model in found])
+        return
+    if found:
+        console = Terminal()
+        console.print(status_models(found, console.width))
+        console.print(status_workers(found, console.width))
+    else:
+        say(f"no model is served under the prefix {prefix!r} at {server}")
+    if memory:
+        say(f"server: {memory}")
+
+
+async def _memory(server: Server) -> ServerMemory | None:
+    """The server's memory, as far as this user is told."""
+    redis = server.client()
+    try:
+        return await read_memory(redis)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
+    """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
+    say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
+
+
+async def _flush(server: Server, keys: Keys, model: str | None) -> int:
+    redis = server.client()
+    try:
+        prefix = keys.rows() if model is None else keys.row((await Lobby(redis, keys).card(model)).fingerprint)
+        dropped = 0
+        batch: list[bytes] = []
+        async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):
+            batch.append(key)
+            if len(batch) == 500:
+                dropped += await redis.unlink(*batch)
+                batch.clear()
+        return dropped + (await redis.unlink(*batch) if batch else 0)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def bench(
+    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts to ask.")] = 1000,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 256,
+    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: new ones each time).")] = None,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
+
+    server = Server(redis)
+
+    async def ask() -> tuple[Measurement, int | None]:
+        before = await _memory(server)
+        if before and (doubt := before.doubt()):
+            say(doubt, err=True)
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
+        ) as producer:
+            if length > producer.model.max_prompt_tokens:
+                limit = producer.model.max_prompt_tokens
+                raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
+            say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
+            measured = await measure(producer, prompts, length, concurrency, seed)
+        after = await _memory(server)
+        # A server that was started anew counts from 0.
+        evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
+        if evicted:
+            text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
+            say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)
+        return measured, evicted
+
+    found, evicted = run(ask())
+    if as_json:
+        say_json({**found._asdict(), "evicted_keys": evicted})
+        return
+    table = Table("", "rows/s", "p50 ms", "p99 ms")
+    table.add_row("new", f"{found.new_per_s:.1f}", f"{found.new_p50_ms:.2f}", f"{found.new_p99_ms:.2f}")
+    table.add_row("cached", f"{found.cached_per_s:.1f}", f"{found.cached_p50_ms:.2f}", f"{found.cached_p99_ms:.2f}")
+    table.add_row("one new alone", "", f"{found.alone_p50_ms:.2f}", f"{found.alone_p99_ms:.2f}")
+    Terminal().print(table)

@@ -1,0 +1,66 @@
+"""What the commands of this side have in common: options, and running a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from lmpool.producer.client.session import WhenAbsent
+from lmpool.protocol.keys import Keys
+from lmpool.settings import check_name
+from lmpool.terminal import say
+
+T = TypeVar("T")
+
+ModelName = Annotated[str | None, typer.Option("--model", help="Name of the model (default: the only one served).")]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+Waits = Annotated[
+    bool,
+    typer.Option(
+        "--wait/--no-wait",
+        help="Wait for a server and a worker that are not there yet, for --timeout seconds, or fail at once.",
+    ),
+]
+AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
+
+
+def key_names(prefix: str) -> Keys:
+    """The key names of a deployment.
+
+    Raises:
+        SettingsError: the prefix is malformed.
+    """
+    check_name("prefix", prefix)
+    return Keys(prefix)
+
+
+def when_absent(waits: bool) -> WhenAbsent:
+    """What the option `--wait` means to a producer."""
+    return "wait" if waits else "raise"
+
+
+def hint_at_file(prompt: str) -> None:
+    """Say that a prompt is taken as text, where it is the name of a file."""
+    with suppress(OSError, ValueError):  # A text may be too long for a name, or have characters that none has.
+        if Path(prompt).is_file():
+            say(f'the prompt is the text {prompt!r}, not what is in this file: pass "$(cat FILE)" for that', err=True)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, by uvloop where that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

@@ -1,0 +1,255 @@
+"""The commands `lmpool queue show` and `clear`: what waits in a model's queue."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import typer
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, RedisError
+
+from lmpool.broker import scripts
+from lmpool.broker.server import Server
+from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
+from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
+from lmpool.producer.cli.tables import Column, fitting, seconds
+from lmpool.producer.client.discovery import Lobby
+from lmpool.protocol.job import Failure, unpack_job
+from lmpool.protocol.keys import GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
+from lmpool.protocol.prompt import ask_digest, digest_of
+from lmpool.settings import check_name
+from lmpool.terminal import Terminal, say, say_json
+
+T = TypeVar("T")
+
+_LATER = b"later"
+# A job may have 16 MB.
+_READ_AT_ONCE = 8
+_LISTED_AT_ONCE = 1000
+# Each takes the server several times as long as one that is submitted.
+_REMOVED_AT_ONCE = 50
+# What is queued while the queue is being emptied may be left, or this would never end.
+_MOST_ROUNDS = 3
+_MOST_CLIENTS = 50
+
+queue_app = typer.Typer(name="queue", help="What waits in a model's queue.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Argument(help="Name of the model, which need not be served.")]
+
+
+class Queued(NamedTuple):
+    """A prompt in a queue: its entry in the stream or "later", and its digest; b"" when it does not decode."""
+
+    entry: bytes
+    digest: bytes
+
+
+class Cleared(NamedTuple):
+    """What has become of a queue.
+
+    Attributes:
+        removed: prompts that were removed.
+        held: prompts that workers hold and answer.
+        queued: prompts that were queued meanwhile and are left.
+    """
+
+    removed: int
+    held: int
+    queued: int
+
+
+@queue_app.command()
+def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
+    """Show how many prompts wait, how many workers hold, and which clients have how many in the backlog."""
+
+    async def look(client: Redis, lobby: Lobby, keys: ModelKeys) -> tuple[dict[str, Any], str]:
+        state = await lobby.queue(model)
+        found = {
+            "queued": state.depth,
+            "held": await _held(client, keys),
+            "backlog": int(await client.zcard(keys.backlog)),
+            "age_s": state.age_s,
+            "clients": await _clients(client, keys),
+        }
+        return found, "" if state.depth else await _doubt(lobby, model)
+
+    found, doubt = run(_with_queue(model, redis, prefix, look))
+    if as_json:
+        say_json(found)
+        return
+    held, backlog = found["held"], found["backlog"]
+    oldest = f", the oldest of {seconds(found['age_s']) or '0 s'}" if found["queued"] else ""
+    say(
+        f"{found['queued']} prompts{oldest}: workers hold {held}, "
+        f"{found['queued'] - held - backlog} are next, {backlog} wait behind them{_joined(doubt)}"
+    )
+    if found["clients"]:
+        console, clients = Terminal(), found["clients"]
+        columns = [Column("client", list(clients), 0), Column("behind", [str(one) for one in clients.values()], 1)]
+        console.print(fitting(None, columns, console.width))
+
+
+@queue_app.command()
+def clear(
+    model: Model,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    as_json: AsJson = False,
+) -> None:
+    """Remove all prompts that wait for workers. Their clients' requests end at once, with QueueCleared.
+
+    What workers hold is computed and delivered.
+    """
+    if not yes:
+        if not sys.stdin.isatty():
+            raise SettingsError("yes: the requests of all clients of this queue would end: say --yes if that is meant")
+        typer.confirm(f"End the requests of all who wait in the queue of {model!r}?", abort=True)
+
+    async def change(client: Redis, lobby: Lobby, keys: ModelKeys) -> tuple[Cleared, str]:
+        card = await lobby.find(model)
+        cleared = await clear_queue(client, keys, model, lease_s=card.lease_s if card else 0.0)
+        return cleared, "" if cleared.removed else await _doubt(lobby, model)
+
+    cleared, doubt = run(_with_queue(model, redis, prefix, change, right="emptying a queue is a right of operators"))
+    if as_json:
+        say_json(cleared._asdict())
+    else:
+        rest = f"; workers hold {cleared.held}, which are answered" if cleared.held else ""
+        say(f"removed {cleared.removed} prompts from the queue of {model!r}{rest}{_joined(doubt)}")
+        if cleared.queued:
+            say(f"{cleared.queued} more were queued meanwhile: stop who asks, or run this again", err=True)
+
+
+async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: float) -> Cleared:
+    """Take what waits out of a queue, and tell the clients; what is queued meanwhile may be left.
+
+    Args:
+        redis: a client for control messages.
+        keys: the model's keys.
+        model: its name, for the text that clients get.
+        lease_s: seconds of silence after which what a worker holds counts as not held.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    failure = Failure(
+        QueueCleared.__name__,
+        f"an operator has cleared the queue of {model!r} (`lmpool queue clear`): ask again if the row is still wanted",
+    )
+    head: list[bytes | str | int] = [GROUP, failure.pack(), REPLY_CAP, REPLY_TTL_MS, int(lease_s * 1000)]
+    removed = queued = 0
+    for _ in range(_MOST_ROUNDS):
+        gone = held = 0
+        # The backlog first: what moves up meanwhile is found in the stream.
+        for listed in (_backlog(redis, keys), _stream(redis, keys)):
+            async for part in _parts(listed):
+                while part:
+                    names = [keys.jobs, keys.waiting, *(keys.waiting + one.digest for one in part)]
+                    counts = await scripts.CLEAR(redis, names, [*head, *(one.entry for one in part)])
+                    gone, held = gone + counts[0], held + counts[1]
+                    part = [part[number - 1] for number in counts[2]]
+        removed += gone
+        if not gone:
+            break
+    else:
+        queued = int(await redis.xlen(keys.jobs)) + int(await redis.zcard(keys.backlog)) - held
+    return Cleared(removed, held, max(0, queued))
+
+
+async def _parts(queued: AsyncIterator[Queued]) -> AsyncIterator[list[Queued]]:
+    """Portions for one call of a script."""
+    part: list[Queued] = []
+    async for one in queued:
+        part.append(one)
+        if len(part) == _REMOVED_AT_ONCE:
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
+    """What is in the backlog now."""
+    digests: set[bytes] = set()
+    async for digest, _ in redis.zscan_iter(keys.backlog, count=_LISTED_AT_ONCE):
+        digests.add(digest)
+    for digest in digests:
+        yield Queued(_LATER, digest)
+
+
+async def _stream(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
+    """What is in the stream now, a few jobs in memory at a time."""
+    first = "-"
+    newest: Any = await redis.xrevrange(keys.jobs, count=1)
+    while newest:
+        page: Any = await redis.xrange(keys.jobs, first, newest[0][0], _READ_AT_ONCE)
+        for entry, fields in page:
+            yield Queued(entry, _digest(fields.get(JOB_FIELD, b"")))
+        if not page:
+            break
+        first = f"({page[-1][0].decode('ascii')}"
+
+
+def _digest(data: bytes) -> bytes:
+    """What is waited for of a job, whatever that is."""
+    try:
+        job = unpack_job(data)
+        prompt = digest_of(job.ids, job.adapter)
+        return ask_digest(prompt, job.ask) if job.ask else prompt
+    except ProtocolError:
+        return b""
+
+
+async def _held(redis: Redis, keys: ModelKeys) -> int:
+    """How many prompts workers hold."""
+    try:
+        groups: Iterable[Any] = await redis.xinfo_groups(keys.jobs)
+    except RedisError as error:
+        if "no such key" in str(error):
+            return 0  # Nobody has served the model yet.
+        raise
+    return sum(int(group["pending"]) for group in groups if group["name"] == GROUP.encode())
+
+
+async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
+    """The clients that have most in the backlog, and how much that is: their last turns lie so far behind the clock."""
+    turns: Any = await redis.zrevrange(keys.turns, 0, _MOST_CLIENTS, withscores=True)
+    clock = float(await redis.zscore(keys.turns, "") or 0)
+    prefix = keys.reply("").decode()
+    behind = {name.decode("utf-8", "replace").removeprefix(prefix): int(turn - clock) for name, turn in turns}
+    return {name: count for name, count in behind.items() if count > 0}
+
+
+async def _doubt(lobby: Lobby, model: str) -> str:
+    """What to add of a queue that is empty: a name that is mistyped must not look like good news."""
+    try:
+        await lobby.card(model)
+    except UnknownModel as error:
+        return str(error)
+    return ""
+
+
+def _joined(doubt: str) -> str:
+    return f"; {doubt}" if doubt else ""
+
+
+async def _with_queue(
+    model: str, redis: str | None, prefix: str, work: Callable[[Redis, Lobby, ModelKeys], Awaitable[T]], right: str = ""
+) -> T:
+    """Do something with a queue; `right`: what to say to users who may not."""
+    names = key_names(prefix)
+    check_name("model", model)
+    server = Server(redis)
+    client = server.client()
+    try:
+        return await work(client, Lobby(client, names), names.model(model))
+    except (RedisError, OSError) as error:
+        explained = server.explain(error)
+        if right and isinstance(error, NoPermissionError):
+            raise AuthenticationFailed(f"{explained}: {right}") from error
+        raise explained from error
+    finally:
+        await client.aclose()

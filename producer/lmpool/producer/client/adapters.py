@@ -1,0 +1,166 @@
+"""What a client knows of a model's adapters: which weights each name stands for at present."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lmpool.backoff import delays
+from lmpool.broker.adapter_registry import KNOWN_FOR_S, AdapterRegistry
+from lmpool.broker.line import CommandLine
+from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
+from lmpool.producer.client.connections import TROUBLE, Channel
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.together import own
+from lmpool.protocol.adapter import Generation, Registered, qualify
+from lmpool.settings import shown
+
+_NEVER = float("-inf")
+_IN_USE_S = 60.0
+_LOST = "the server has lost the adapters, or has those of other weights"
+_FORGETFUL = (
+    "the server has forgotten a change of the adapters that this client has read of, as after a failover, and no "
+    "worker has written it down again: make the change once more (`lmpool adapters add` or `remove`)"
+)
+
+
+class Adapters:
+    """Knows which weights the adapters of one session's model have at present.
+
+    What was read may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter waits for as
+    long, so that afterwards nobody asks for what was replaced, nor takes it from a cache. What forgets a change
+    that was read before is not believed: workers that know of it write it down again.
+
+    Args:
+        channel: the connections.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._seen = Registered("", {}, {})
+        self._as_of = _NEVER
+        self._doubted: tuple[Generation, float] | None = None
+        self._used = _NEVER
+        self._reading = asyncio.Lock()
+
+    @property
+    def registry(self) -> AdapterRegistry:
+        """The adapters of the model as it is now."""
+        channel = self._channel
+        return AdapterRegistry(channel.redis, channel.model.keys, channel.model.fingerprint)
+
+    def own_line(self) -> CommandLine:
+        """A connection for what keeps one busy; its user closes it."""
+        return self._channel.own_line()
+
+    async def qualified(self, name: object, deadline: Deadline) -> str:
+        """What a job calls an adapter: "name@revision".
+
+        Raises:
+            UnknownAdapter: the model has no adapter of that name.
+            DeadlineExceeded, ServerError: the server does not tell in time.
+            ProducerClosed: the producer was closed meanwhile.
+        """
+        loop = self._loop
+        self._used = loop.time()
+        if self._is_fresh and isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
+            return qualify(name, found.revision)
+        await self._read_since(loop.time(), deadline)
+        if isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
+            return qualify(name, found.revision)
+        served = ", ".join(self._seen.adapters) or "none"
+        raise UnknownAdapter(
+            f"the model {self._channel.model.card.name!r} has no adapter {shown(name)}; it has: {served}"
+        )
+
+    async def all(self, deadline: Deadline) -> dict[str, str]:
+        """All adapters in service now: name -> revision.
+
+        Raises:
+            DeadlineExceeded, ServerError: the server does not tell in time.
+        """
+        await self._read_since(self._loop.time(), deadline)
+        return {name: adapter.revision for name, adapter in self._seen.adapters.items()}
+
+    def changed(self, made: Registered) -> None:
+        """A change of our own has made this of the registry."""
+        self._seen, self._as_of = made, _NEVER
+
+    def doubt(self) -> None:
+        """What is known has turned out to be old."""
+        self._as_of = _NEVER
+
+    async def renew(self) -> None:
+        """Read again if that is likely to spare a request the time.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        if self._loop.time() - self._used < _IN_USE_S and not self._reading.locked():
+            async with self._reading:
+                await self._read()
+
+    @property
+    def _is_fresh(self) -> bool:
+        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.model.fingerprint
+
+    async def _read_since(self, begin: float, deadline: Deadline) -> None:
+        """Read what the server says now or has said since `begin`; tries until the deadline."""
+        deadline = deadline.bounded()
+        seen: BaseException | None = None
+        doubt = ""
+        try:
+            async with deadline.limit(), self._reading:
+                for wait in delays():
+                    self._channel.check_open()
+                    if self._as_of >= begin and self._is_fresh:
+                        return
+                    try:
+                        doubt = await self._read()
+                        if not doubt:
+                            return
+                        seen = None
+                    except TROUBLE as trouble:
+                        seen = trouble
+                        self._channel.note(trouble)
+                    await asyncio.sleep(wait)
+        except DeadlineExceeded:
+            raise
+        except TimeoutError as late:
+            if seen is None and doubt == _FORGETFUL:
+                raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
+            # Who waited for another to read has seen no error.
+            if (why := seen or self._channel.trouble) is not None:
+                raise own(self._channel.explain(why)) from late
+            card = self._channel.model.card
+            raise NoWorker(
+                f"within {deadline.seconds:g} s no worker has said which adapters {card.name!r} has: "
+                f"is one running? start it with `{card.start_command}`"
+            ) from late
+
+    async def _read(self) -> str:
+        """Read once; returns why what the server has is not to be used, "" when it is."""
+        begin = self._loop.time()
+        fingerprint = self._channel.model.fingerprint
+        found = await self.registry.read()
+        if found.owner != fingerprint:
+            return _LOST
+        if not self._is_credible(found, begin):
+            return _FORGETFUL
+        self._seen, self._as_of, self._doubted = found, begin, None
+        return ""
+
+    def _is_credible(self, found: Registered, now: float) -> bool:
+        """Whether nothing is missing that this client has read of, or nobody else knows of it any more.
+
+        Where workers have started anew or somebody has made a change since, and no worker has written down for a lease
+        what is missing, that is how it is. What is merely older is never believed.
+        """
+        seen = self._seen
+        if seen.owner != found.owner or seen.generation.is_of_a_start or not found.forgets(seen):
+            return True
+        if self._doubted is None or self._doubted[0] != found.generation:
+            self._doubted = found.generation, now
+        if found.generation < seen.generation and not found.generation.is_of_a_start:
+            return False
+        return now - self._doubted[1] > self._channel.model.card.lease_s

@@ -1,0 +1,272 @@
+"""A producer's connections, and the names that it uses for one model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from time import monotonic
+
+import numpy as np
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
+
+from lmpool.broker.line import CommandLine, reply_timeout
+from lmpool.broker.server import Server
+from lmpool.broker.server_memory import ServerMemory, read_memory
+from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.requests import Flight, FlightTable
+from lmpool.protocol.keys import Keys, ModelKeys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import encoded_size
+from lmpool.rows.cache import Found, RowCache
+from lmpool.rows.cluster import rows_on
+
+TROUBLE = (RedisError, OSError, LMPoolError)
+"""What any use of the server may raise."""
+
+CLOSED = "the producer was closed while the request was under way"
+
+_NO_ROW = np.empty(0, np.float32)
+_MEMORY_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The model that a session uses.
+
+    Attributes:
+        card: as it was read last.
+        fingerprint: of the card.
+        keys: the model's keys.
+        reply: this client's reply stream.
+        rows: where the model's rows are.
+    """
+
+    card: ModelCard
+    fingerprint: str
+    keys: ModelKeys
+    reply: bytes
+    rows: RowCache
+
+
+class Channel:
+    """Connections of one session.
+
+    Args:
+        server: the pool's Redis.
+        keys: the deployment's key names.
+        flights: take the rows that are fetched.
+
+    Attributes:
+        line: connection for the scripts on the path of a request.
+        redis: client for what is off that path.
+        reader: connection for the blocking reads of the reply stream, used by nothing else.
+        lobby: what is served.
+        adopted: the model; None until it is known.
+        closed: whether the session has ended; nothing may be asked any more.
+        trouble: why the server cannot be used at present, or None.
+    """
+
+    def __init__(self, server: Server, keys: Keys, flights: FlightTable) -> None:
+        self._server = server
+        self._keys = keys
+        self._flights = flights
+        self._client_id = secrets.token_hex(8)
+        self.adopted: Adopted | None = None
+        self.redis = server.client()
+        self.reader = CommandLine(server)
+        self.line = CommandLine(server)
+        self.lobby = Lobby(self.redis, keys)
+        self.closed = False
+        self._memory: ServerMemory | None = None
+        self._next_memory_look = 0.0
+        self.trouble: LMPoolError | None = None
+
+    def adopt(self, card: ModelCard) -> None:
+        """Use a model, or the same one with other weights."""
+        if self.adopted is not None:
+            self.adopted.rows.close()
+        self.reader.reply_timeout_s = self.line.reply_timeout_s = reply_timeout(card.lease_s)
+        fingerprint, keys = card.fingerprint, self._keys.model(card.name)
+        self._flights.follow(fingerprint)
+        self.line.key = self.reader.key = keys.jobs
+        rows = rows_on(self._server, self._keys, card)
+        self.adopted = Adopted(card, fingerprint, keys, keys.reply(self._client_id), rows)
+        self._flights.figures.model = card.name
+
+    def renew(self, card: ModelCard) -> None:
+        """Take over the card of the same weights: what it promises may have changed."""
+        self.adopted = replace(self.model, card=card)
+
+    def own_line(self) -> CommandLine:
+        """One more connection to who has the model's keys; its user closes it."""
+        return CommandLine(self._server, self.model.keys.adapters)
+
+    @property
+    def model(self) -> Adopted:
+        """The model.
+
+        Raises:
+            LMPoolError: none has been adopted yet.
+        """
+        if self.adopted is None:
+            raise LMPoolError("the model is not known yet")
+        return self.adopted
+
+    async def fetch(self, digests: Sequence[bytes]) -> None:
+        """Look for rows in the cache and give what is found to the flights.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        adopted, lengths, wanted = self.adopted, {}, []
+        for digest in digests:
+            flight = self._flights.get(digest)
+            if flight is not None and not flight.is_touch:
+                wanted.append(digest)
+                if flight.prompt.length:
+                    lengths[digest] = flight.prompt.length
+        if not wanted or adopted is None:
+            return
+        rows = adopted.rows
+
+        def deliver(digests: Sequence[bytes], found: Sequence[Found]) -> None:
+            # What was fetched from the namespace of other weights must not land after the change.
+            if self.model.rows is rows:
+                self._flights.deliver(digests, found)
+
+        fetched = await rows.get_many(wanted, deliver, lengths)
+        self._flights.figures.fetched_bytes += fetched
+        self.trouble = None
+
+    async def settle(self, digests: Sequence[bytes]) -> None:
+        """As `fetch`, for rows that the server says are there: who does not want the row itself is done.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        for digest in digests:
+            flight = self._flights.get(digest)
+            if flight is not None and flight.is_touch:
+                self._flights.land(flight, _NO_ROW)
+        await self.fetch(digests)
+
+    async def upload(self, flights: Sequence[Flight]) -> bool:
+        """Store the weights of those flights that have some and are still under way; returns whether there were any.
+
+        Raises:
+            ServerError: the server cannot be used, or refuses.
+        """
+        loaded = [flight.weights for flight in flights if flight.weights is not None and flight.waiters]
+        if not loaded or self.adopted is None:
+            return False
+        refused = await self.adopted.rows.put_weights(loaded)
+        if refused:
+            raise self._server.explain(ResponseError(next(iter(refused.values()))))
+        for flight in flights:
+            flight.weights = None
+        return True
+
+    def spent(self, flights: Sequence[Flight]) -> list[bytes]:
+        """The keys that nobody needs once these flights have ended: private answers, and weights; told once."""
+        keys: list[bytes] = []
+        for flight in flights:
+            if flight.is_private:
+                keys += self.model.rows.keys_of([flight.prompt.digest])
+                flight.is_private = False
+            if flight.weights_name:
+                keys += self.model.rows.keys_of_weights([flight.weights_name])
+                flight.weights_name = b""
+        return keys
+
+    async def unlink(self, keys: Sequence[bytes]) -> None:
+        """Remove answers and weights.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        if keys and self.adopted is not None:
+            await self.adopted.rows.drop(keys)
+
+    def check_open(self) -> None:
+        """Raise ProducerClosed if the session has ended."""
+        if self.closed:
+            raise ProducerClosed(CLOSED)
+
+    def full(self) -> str:
+        """What to say when the queue has no room for a prompt."""
+        card = self.model.card
+        return (
+            f"the queue of {card.name!r} is at its limit of {card.queue_limit} prompts; "
+            "ask for less at once, add workers, or raise the workers' --queue-limit"
+        )
+
+    def note_lost(self, flights: Iterable[Flight]) -> bool:
+        """Remember that jobs had ended and their rows were gone; returns whether to look at the server's memory."""
+        lost = [one for one in flights if not one.damaged and self._flights.is_open(one)]
+        self._flights.count_lost(lost)
+        if not lost or (now := monotonic()) < self._next_memory_look:
+            return False
+        self._next_memory_look = now + _MEMORY_LOOK_S
+        return True
+
+    async def look_at_memory(self) -> None:
+        """Read how full the server is, for the end of requests whose rows were gone."""
+        with suppress(*TROUBLE):
+            self._memory = await read_memory(self.redis)
+            if self._memory is None:
+                self._next_memory_look = inf  # This user is not told.
+
+    def lost(self, flight: Flight) -> str:
+        """What to say of a row that was gone before it could be fetched, as evicted ones are; "" when it was not."""
+        times = self._flights.times_lost(flight)
+        if not times:
+            return ""
+        gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
+        if self._memory is not None and not (self._memory.evicted_keys and self._memory.is_nearly_full):
+            but = "the server's memory is not full" if self._memory.evicted_keys else "the server has evicted nothing"
+            why = "was it started anew, or does somebody drop rows?"
+            return f"{gone}, although {but} ({self._memory}): {why}"
+        memory = f" ({self._memory})" if self._memory is not None else ""
+        card = self.model.card
+        size = encoded_size(card.vocab_size, card.row_encoding) / 1e6
+        rows = "" if card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
+        return (
+            f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
+            "rows under way at once, or serve rows of a smaller dtype"
+        )
+
+    async def check_writes(self, model: str) -> None:
+        """Write something that is gone at once, to see whether the server takes writes; a user's rights do not count.
+
+        Args:
+            model: whose server is meant.
+
+        Raises:
+            RedisError, OSError: it does not, or cannot be used.
+        """
+        with suppress(NoPermissionError):
+            await self.redis.set(self._keys.probe(model, self._client_id), b"", px=1)
+
+    def note(self, error: BaseException) -> None:
+        """Remember why the server cannot be used; a request whose deadline passes tells it."""
+        self.trouble = self._server.explain(error)
+
+    async def reconnect(self, error: BaseException) -> None:
+        """Open new connections, if that is what the server's answer means."""
+        await self._server.reconnect(self.redis, error)
+
+    def explain(self, error: BaseException) -> LMPoolError:
+        """The exception of our tree for one of redis-py's or the system's."""
+        return self._server.explain(error)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self.adopted is not None:
+            self.adopted.rows.close()
+        self.line.close()
+        self.reader.close()
+        await self.redis.aclose()

@@ -1,0 +1,206 @@
+"""Reading what a pool serves: model cards, live workers, queue depths."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+
+from lmpool.broker.hashes import read_hashes, read_texts
+from lmpool.broker.queue import Alive, QueueState, read_alive, read_queue
+from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
+from lmpool.settings import shown
+
+_log = logging.getLogger("lmpool.producer")
+
+_MOST_TOLD = 100
+_MOST_NAMED = 8
+
+
+class WorkerInfo(NamedTuple):
+    """One live worker: its id and the fields of its heartbeat."""
+
+    worker_id: str
+    fields: Mapping[str, str]
+
+
+class Lobby:
+    """Looks around in one pool.
+
+    Args:
+        redis: a client for control messages.
+        keys: the deployment's key names.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._told: set[str] = set()
+
+    async def cards(self) -> dict[str, ModelCard]:
+        """The cards of all models that are served, by name; those that cannot be read are left out."""
+        return (await self._read_cards())[0]
+
+    async def card(self, name: str | None) -> ModelCard:
+        """The card of one model; None means the only one there is.
+
+        Raises:
+            UnknownModel: no such model, or none at all.
+            AmbiguousModel: `name` is None and there are several.
+            ProtocolError: the card of that model, or every card there is, cannot be read.
+        """
+        if name is not None and (card := await self.find(name)) is not None:
+            return card
+        cards, unreadable = await self._read_cards()
+        if name is None and unreadable and not cards:
+            raise _unreadable(*next(iter(unreadable.items())))
+        if name == TRIE_SERVICE and name not in cards:
+            raise UnknownModel(
+                "no trie worker serves: start one with `lmpool trie-worker`, or pass local=True "
+                "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
+            )
+        if name != TRIE_SERVICE:
+            cards.pop(TRIE_SERVICE, None)
+        served = ", ".join(cards) or "none"
+        if not cards:
+            wanted = f"the model {name!r} is not served" if name else "no model is served"
+            raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
+        if name is None:
+            # The card of a model whose workers were killed may still be there.
+            live = [card for card in cards.values() if await self._is_served(card.name)] if len(cards) > 1 else []
+            if len(cards) > 1 and len(live) != 1:
+                raise AmbiguousModel(f"several models are served, name one of them: {served}")
+            return live[0] if live else next(iter(cards.values()))
+        if name not in cards:
+            otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
+            raise await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
+        return cards[name]
+
+    async def find(self, name: str) -> ModelCard | None:
+        """The card of one model; None when there is none.
+
+        Raises:
+            ProtocolError: it cannot be read.
+        """
+        cards, unreadable = await self._read_cards([name])
+        if name in unreadable:
+            raise _unreadable(name, unreadable[name])
+        return cards.get(name)
+
+    async def _is_served(self, model: str) -> bool:
+        """Whether a model has live workers; one that this user may not ask has none for it."""
+        try:
+            return bool((await self.alive(model)).serving)
+        except NoPermissionError:
+            return False
+
+    async def _unknown(self, name: str | None, what: str, otherwise: str) -> UnknownModel:
+        """That a model is not served, and what to do: wait, when a worker is loading it just now.
+
+        However many workers load, this costs the same, for who waits for a model looks again every second.
+        """
+        loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
+        models = ", ".join(sorted(map(repr, loading)))
+        if loading and (name is None or name in loading):
+            error = UnknownModel(f"{what}a worker is loading {models}, try again in a moment")
+            error.is_loading = True
+            return error
+        return UnknownModel(f"{what}{otherwise} (being loaded: {models})" if loading else f"{what}{otherwise}")
+
+    async def _some_loading(self) -> set[str]:
+        """Some of the models that workers are loading: those that this user may look at."""
+        key, found = self._keys.loading(), set[str]()
+        try:
+            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MOST_NAMED))
+            if not names:
+                return found
+            models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
+            for model in sorted(set(models.values())):
+                # Of those that were killed as they loaded, some may not have been swept yet.
+                if (await self.alive(model)).loading:
+                    found.add(model)
+        except NoPermissionError:
+            pass  # The rights of a user may end at its own models.
+        return found
+
+    async def _read_cards(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
+        """The cards by name, and why others cannot be read: one bad card must not take down every other model.
+
+        Args:
+            names: of these models alone; none for all.
+        """
+        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES, fields=names)
+        cards: dict[str, ModelCard] = {}
+        unreadable: dict[str, ProtocolError] = {}
+        for key, data in sorted(found.items()):
+            name = key.decode(errors="backslashreplace")
+            try:
+                cards[name] = _read_card(name, data)
+            except ProtocolError as error:
+                unreadable[name] = error
+                # Once: clients look every second.
+                if len(self._told) < _MOST_TOLD and name not in self._told:
+                    self._told.add(name)
+                    _log.warning("the card of the model %r is left out: %s", name, error)
+        return cards, unreadable
+
+    async def alive(self, model: str) -> Alive:
+        """How many workers serve a model and load it: a look that costs the same however many there are."""
+        return await read_alive(self._redis, self._keys.model(model))
+
+    async def workers(self, model: str) -> list[WorkerInfo]:
+        """The live workers of a model, with what they tell; this reads one heartbeat after the other."""
+        return await self._alive((await read_alive(self._redis, self._keys.model(model), names=True)).names)
+
+    async def loading(self) -> list[WorkerInfo]:
+        """The workers that load their models, of all models."""
+        loading = await read_texts(self._redis, self._keys.loading())
+        found = await self._alive(loading)
+        return [worker for worker in found if worker.fields.get("state") == "loading"]
+
+    async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
+        """Those of some workers that have given a sign of life, and say what they serve."""
+        found = []
+        for name in sorted(names):
+            try:
+                fields = await read_texts(self._redis, self._keys.worker(name))
+            except ProtocolError as error:
+                # One key that holds something else must not keep clients from all other workers.
+                _log.warning("the worker %r is left out: %s", name, error)
+                continue
+            if "model" in fields:
+                found.append(WorkerInfo(name, fields))
+        return found
+
+    async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
+        """Seconds since the last heartbeat of each of some workers, of those that tell their lease."""
+        found = {}
+        for worker in workers:
+            left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
+            with contextlib.suppress(KeyError, ValueError):
+                found[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
+        return found
+
+    async def queue(self, model: str) -> QueueState:
+        """The state of a model's queue."""
+        return await read_queue(self._redis, self._keys.model(model))
+
+
+def _read_card(name: str, data: bytes | int) -> ModelCard:
+    if isinstance(data, int):
+        raise ProtocolError(f"a model card of {data} bytes is over the limit of {MAX_CARD_BYTES}")
+    card = ModelCard.unpack(data)
+    if card.name != name:
+        # Its queue would be that of another model.
+        raise ProtocolError(f"it is that of {shown(card.name)}")
+    return card
+
+
+def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
+    return ProtocolError(f"the card of the model {name!r} cannot be read: {error}")

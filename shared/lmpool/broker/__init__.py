@@ -1,0 +1,4 @@
+"""The Redis server: reaching it, talking to it, and what happens inside it (`lua/`).
+
+Imports `protocol`; imported by `rows`, producers and workers.
+"""

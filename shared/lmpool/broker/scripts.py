@@ -1,0 +1,106 @@
+"""The Lua scripts of `lua/`: what must happen in Redis at once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+
+from lmpool.broker.link import Argument
+from lmpool.broker.replies import is_refusal
+
+Call = Callable[..., Awaitable[Any]]
+"""Runs one command: `call` of a line."""
+
+# In folders by what they work on; names are unique all the same.
+_FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
+_INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
+
+
+def _text(name: str, told: set[str]) -> str:
+    """A file with the texts of those that it includes, each where it is first named."""
+    if name in told:
+        return ""
+    told.add(name)
+    return _INCLUDE.sub(lambda found: _text(found[1], told), _FILES[name].read_text("utf-8"))
+
+
+class Script:
+    """One script, sent whole only when the server does not know it yet.
+
+    In its text, a line "-- include NAME" stands for the text of another file of `lua/`.
+
+    Args:
+        name: its file in `lua/`.
+    """
+
+    __slots__ = ("name", "sha", "source")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.source = _text(name, set())
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+    async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
+        """Run the script on the path of a request.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        try:
+            return await call(b"EVALSHA", self.sha, len(keys), *keys, *args)
+        except NoScriptError:
+            return await call(b"EVAL", self.source, len(keys), *keys, *args)
+
+    async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
+        """Run the script off that path; returns what it returns.
+
+        Raises:
+            NoPermissionError: the server's user may not do what the script does.
+            RedisError, OSError: the server cannot be used.
+        """
+        try:
+            try:
+                return await redis.evalsha(self.sha, len(keys), *keys, *args)
+            except NoScriptError:
+                return await redis.eval(self.source, len(keys), *keys, *args)
+        except ResponseError as error:
+            # Servers tell of it as of any other error in a script.
+            if is_refusal(error):
+                raise NoPermissionError(str(error)) from error
+            raise
+
+
+SUBMIT = Script("submit")
+CANCEL = Script("cancel")
+FINISH = Script("finish")
+REFILL = Script("refill")
+UNWANTED = Script("unwanted")
+CLAIM = Script("claim")
+BEAT = Script("beat")
+REGISTER = Script("register")
+ALIVE = Script("alive")
+NOTICE = Script("notice")
+RENEW = Script("renew")
+RELEASE = Script("release")
+RETRY = Script("retry")
+SWEEP = Script("sweep")
+SWAP = Script("swap")
+ENTRIES = Script("entries")
+OFFER = Script("offer")
+ADOPT = Script("adopt")
+RESTORE = Script("restore")
+FIELDS = Script("fields")
+SURVEY = Script("survey")
+KEEP = Script("keep")
+RETIRE = Script("retire")
+TRIAL = Script("trial")
+CLEAR = Script("clear")
+
+MOST_AT_ONCE = 200
+"""Prompts in one call of a script: while it runs, the server serves nobody else."""

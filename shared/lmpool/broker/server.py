@@ -1,0 +1,311 @@
+"""The Redis server of a pool: from a URL, a client or nothing at all to connections and clear errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from typing import Any, cast
+
+import redis as redis_sync
+import redis.asyncio as redis_async
+from redis.asyncio import connection as connections
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from lmpool.broker import replies, tls
+from lmpool.broker.address import CLUSTER, cluster_nodes, mask, parse_url
+from lmpool.broker.cluster import Cluster, Place, client_settings
+from lmpool.broker.link import CommandLink
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
+from lmpool.rows.connection import Bulk, RowLink, fresh_bulk
+from lmpool.runtime_folder import find, runtime_dir
+
+RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
+"""What names a server: a URL, or a client of redis-py."""
+
+URL_VARIABLE = "LMPOOL_REDIS_URL"
+
+REPLY_TIMEOUT_S = 15.0
+"""Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
+
+_CONNECT_TIMEOUT_S = 5.0
+# What a client's own connections may carry that ours must not.
+_NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
+             "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
+             "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
+# redis-py tells a server its own name and version, for which users with few rights have none; the log of refusals is
+# to show what matters.
+_OWN_NAME = ("driver_info", "lib_name", "lib_version")
+_UNNAMED: dict[str, Any] = (
+    {"driver_info": None}
+    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+    else {"lib_name": None, "lib_version": None}
+)
+_MOST_CUTS = 2
+# asyncio connections cannot check OCSP, nor, in redis-py 5, read an encrypted key. A client that asks for it is
+# refused; one that does not has these all the same.
+_SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
+              "ssl_ocsp_expected_cert")  # fmt: skip
+
+
+class _TlsConnection(connections.SSLConnection):
+    """Asks again when it is cut as it opens: a server that does not let a client in says why and hangs up, and when the
+    client has sent more meanwhile, the system forgets what the server said.
+    """
+
+    async def connect(self) -> None:
+        for _ in range(_MOST_CUTS):
+            try:
+                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except redis_sync.ConnectionError as error:
+                if not replies.was_cut(error):
+                    raise
+            await self.disconnect(nowait=True)
+        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Server:
+    """Where a pool's Redis is and how to connect to it. Holds no connection itself.
+
+    Args:
+        redis: URL (`redis://`, `rediss://`, `unix://`; of a cluster `redis+cluster://` or `rediss+cluster://` with one
+            node or several, with commas between), a redis-py client whose settings are taken over (the client itself is
+            not used), or None for `LMPOOL_REDIS_URL` and then this user's embedded server.
+
+    Raises:
+        SettingsError: `redis` is malformed.
+        ServerUnreachable: nothing was named and no embedded server runs.
+    """
+
+    def __init__(self, redis: RedisLike | None = None) -> None:
+        nodes: list[Place] = []
+        self._class: type[connections.AbstractConnection]
+        if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
+            nodes, kwargs, is_tls = client_settings(redis)
+            self._class = connections.SSLConnection if is_tls else connections.Connection
+        elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
+            taken = redis.connection_pool.connection_kwargs
+            kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
+            self._class = _async_class(redis.connection_pool.connection_class)
+        else:
+            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
+            nodes, url = cluster_nodes(url)
+            kwargs = parse_url(url)
+            self._class = kwargs.pop("connection_class", connections.Connection)
+        if self._class is connections.SSLConnection:
+            self._class = _TlsConnection
+        if self._is_tls:
+            tls.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
+        for name in (*_NOT_OURS, *_OWN_NAME):
+            kwargs.pop(name, None)
+        if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.
+            kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
+        if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
+            kwargs["protocol"] = 2
+        self._kwargs: dict[str, Any] = kwargs
+        self._is_node = False
+        self._nodes: dict[Place, Server] = {}
+        self._cluster: Cluster | None = None
+        tls.check_files(kwargs)
+        if nodes:
+            for name in ("host", "port", "db", "path"):
+                kwargs.pop(name, None)
+            self._cluster = Cluster(nodes, kwargs, is_tls=self._is_tls)
+        self._connection()
+
+    def __str__(self) -> str:
+        """The address, without user or password."""
+        if path := self._kwargs.get("path"):
+            return f"unix://{path}"
+        if self.is_cluster:
+            return f"{self._scheme}{CLUSTER}://{self._cluster}"
+        return f"{self._scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
+
+    def __repr__(self) -> str:
+        return f"Server({str(self)!r})"
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are on several masters."""
+        return self._cluster is not None and not self._is_node
+
+    @property
+    def _is_tls(self) -> bool:
+        return issubclass(self._class, connections.SSLConnection)
+
+    @property
+    def _scheme(self) -> str:
+        return "rediss" if self._is_tls else "redis"
+
+    async def at(self, key: bytes) -> Server:
+        """The server that has a key: this one, or one master of the cluster; equal places give the same object.
+
+        Raises:
+            ServerError: the cluster does not say.
+        """
+        if self._cluster is None or self._is_node:
+            return self
+        try:
+            place = await self._cluster.place(key)
+        except (RedisError, OSError) as error:
+            raise self.explain(error) from error
+        node = self._nodes.get(place)
+        if node is None:
+            node = self._nodes[place] = copy(self)
+            node._is_node = True
+            node._kwargs = {**self._kwargs, "host": place[0], "port": place[1]}
+        return node
+
+    def is_not_now(self, error: BaseException) -> bool:
+        """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
+        found = replies.is_not_now(error)
+        if found:
+            self.forget_places()
+        return found
+
+    async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
+        """Have a client open new connections after an answer that means so: the address may be another's by now."""
+        if self.is_not_now(error) and not self.is_cluster:
+            with suppress(RedisError, OSError):
+                await client.connection_pool.disconnect(inuse_connections=False)
+
+    def forget_places(self) -> None:
+        """Look up anew which master has which keys, if this is a cluster."""
+        if self._cluster is not None:
+            self._cluster.forget()
+
+    def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
+        """A client for control messages. It does not retry: retrying is its user's decision."""
+        if self._cluster is not None and self.is_cluster:
+            # It has the methods of Redis, but is no subclass of it.
+            return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
+        pool = connections.ConnectionPool(
+            connection_class=self._class,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=reply_timeout_s,
+            **self._kwargs,
+            **_UNNAMED,
+        )
+        return redis_async.Redis.from_pool(pool)
+
+    async def row_link(self, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> RowLink:
+        """A new connection for rows; see `RowLink` for the arguments.
+
+        Raises:
+            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
+        """
+        return RowLink(await self._open(), max_bulk, allocate, one_by_one=self._is_node)
+
+    async def command_link(self) -> CommandLink:
+        """A new connection for any commands.
+
+        Raises:
+            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
+        """
+        return CommandLink(await self._open())
+
+    async def _open(self) -> connections.AbstractConnection:
+        connection = self._connection()
+        try:
+            # What redis-py says and asks first on a new connection waits for replies without a limit of its own.
+            async with asyncio.timeout(self._kwargs["socket_connect_timeout"]):
+                await connection.connect()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError) as error:
+            await connection.disconnect(nowait=True)
+            self.forget_places()  # Another may have taken its place.
+            raise self.explain(error) from error
+        except asyncio.CancelledError:
+            await connection.disconnect(nowait=True)
+            raise
+        return connection
+
+    def _connection(self) -> connections.AbstractConnection:
+        try:
+            return self._class(retry=Retry(NoBackoff(), 0), socket_timeout=None, **self._kwargs, **_UNNAMED)
+        except (TypeError, ValueError, RedisError) as error:
+            unknown = re.search("unexpected keyword argument ('[^']*')", str(error))
+            why = f"{unknown[1]} is not known" if unknown else str(error)
+            raise SettingsError(f"redis: an option of {self} is not known or malformed: {why}") from error
+
+    def explain(self, error: BaseException) -> LMPoolError:
+        """The exception of our tree for one of redis-py's or the system's."""
+        if isinstance(error, LMPoolError):
+            return error
+        text, what, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
+        if replies.is_refusal(error):
+            hint = "; is this the prefix of its pool, and a user for this part of it?" if " key" in text else ""
+            return AuthenticationFailed(f"{self} {what or 'refuses this user, password or command'} ({text}){hint}")
+        if why := tls.refusal(links):
+            return AuthenticationFailed(f"{self} refuses this client: {why}")
+        if self._is_tls and (why := tls.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+            return ServerUnreachable(f"no TLS connection with {self}: {why}")
+        if "DB index is out of range" in text or text == "Invalid Database":
+            return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
+        if "Cluster mode is not enabled" in text:
+            return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
+        if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self._is_node:
+            return ServerError(
+                f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
+            )
+        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
+        if what:
+            return (ServerUnreachable if is_lost else ServerError)(f"{self} {what} ({text})")
+        if is_lost:
+            # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
+            is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
+            why = replies.loss(error)
+            return ServerUnreachable(
+                f"no Redis server answers at {self}: {f'{why} ({text})' if why else text}"
+                f"{'; is it a port with TLS?' if is_mute else ''}"
+            )
+        return ServerError(f"{self} answered with an error: {text}")
+
+
+def where(redis: RedisLike | None) -> str:
+    """Where the server is that somebody has named, without password; nothing but the environment is read.
+
+    Args:
+        redis: as `Server` takes it, good or not.
+    """
+    if isinstance(redis, (redis_async.RedisCluster, redis_sync.RedisCluster)):
+        nodes, _, is_tls = client_settings(redis)
+        return f"{'rediss' if is_tls else 'redis'}{CLUSTER}://{','.join(f'{host}:{port}' for host, port in nodes)}"
+    if isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
+        taken = redis.connection_pool.connection_kwargs
+        if path := taken.get("path"):
+            return f"unix://{path}"
+        kind = redis.connection_pool.connection_class
+        is_tls = issubclass(kind, (connections.SSLConnection, redis_sync.SSLConnection))
+        place = f"{taken.get('host', 'localhost')}:{taken.get('port', 6379)}"
+        return f"{'rediss' if is_tls else 'redis'}://{place}"
+    url = os.environ.get(URL_VARIABLE) if redis is None else redis
+    return mask(url) if url else "your embedded server"
+
+
+def _embedded_url() -> str:
+    url = find()
+    if url is None:
+        raise ServerUnreachable(
+            f"no Redis server was named and none of yours runs in {runtime_dir()}: "
+            f"start one with `lmpool up MODEL`, or set redis= or {URL_VARIABLE}"
+        )
+    return url
+
+
+def _async_class(kind: type) -> type[connections.AbstractConnection]:
+    """The asyncio connection class that corresponds to a client's own."""
+    if issubclass(kind, connections.AbstractConnection):
+        return kind
+    if issubclass(kind, redis_sync.UnixDomainSocketConnection):
+        return connections.UnixDomainSocketConnection
+    if issubclass(kind, redis_sync.SSLConnection):
+        return connections.SSLConnection
+    if issubclass(kind, redis_sync.Connection):
+        return connections.Connection
+    raise SettingsError(f"redis: a client with connections of the type {kind.__name__} cannot be used here")

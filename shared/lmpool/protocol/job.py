@@ -1,0 +1,147 @@
+"""Control messages: MessagePack with explicit size limits, never pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from lmpool.errors import ProtocolError
+
+_VERSION = 2
+MAX_JOB_BYTES = 16 * 1024 * 1024
+"""Most bytes of an encoded job."""
+
+_MAX_ERROR_TEXT = 4096
+_MAX_FIELDS = 8
+_A_JOB = f"a job of version {_VERSION}"
+_A_FAILURE = f"a failure of version {_VERSION}"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """What travels as a MessagePack array: its tag, if the class has one, and then its fields."""
+
+    def pack(self) -> bytes:
+        """The message as MessagePack; bytes are one `bin` each."""
+        packed: bytes = msgpack.packb(msgspec.to_builtins(self, builtin_types=(bytes,)))
+        return packed
+
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Job(Message, frozen=True, tag=_VERSION):
+    """What a producer asks of a worker. The digest is not carried: the worker derives it from the ids.
+
+    Attributes:
+        ids: the prompt as little-endian uint32 bytes.
+        adapter: name of the adapter, or "".
+        fingerprint: the fingerprint that the producer expects the row to have.
+        overwrite: replace a row that is stored already (it was found to be corrupt).
+        ask: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
+    """
+
+    ids: bytes
+    adapter: str
+    fingerprint: str
+    overwrite: bool = False
+    ask: bytes = b""
+
+
+def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
+    """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
+    packer = msgpack.Packer()
+    # Field by field it takes half the time of `Message.pack`.
+    return [packer.pack((_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.ask)) for job in jobs]
+
+
+def unpack_job(data: bytes) -> Job:
+    """Read a job.
+
+    Raises:
+        ProtocolError: too large, not MessagePack, or not a job of this wire version.
+    """
+    return checked(Job, unpack_flat(data, MAX_JOB_BYTES, "job"), _A_JOB)
+
+
+class Failure(Message, frozen=True, tag=_VERSION):
+    """Why a job ended without a row.
+
+    Attributes:
+        kind: name of an exception class of `lmpool.errors`.
+        text: its message.
+    """
+
+    kind: str
+    text: str
+
+    def pack(self) -> bytes:
+        """The failure as MessagePack, its text cut."""
+        packed: bytes = msgpack.packb((_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
+        return packed
+
+
+def unpack_failure(data: bytes) -> Failure:
+    """Read a failure.
+
+    Raises:
+        ProtocolError: too large, not MessagePack, or not a failure of this wire version.
+    """
+    return checked(Failure, unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure"), _A_FAILURE)
+
+
+def checked(kind: type[_M], values: Any, what: str) -> _M:
+    """What `unpack_flat` has read as a message.
+
+    Raises:
+        ProtocolError: another tag, too few or too many fields, or one of another type or out of its bounds.
+    """
+    try:
+        # Unless it is told that bytes come as bytes, msgspec takes a text for their base64.
+        found = msgspec.convert(values, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"not {what}: {described(values)}: {error}") from error
+    # For msgspec, fields with defaults may be missing, and others may follow.
+    expected = len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
+    if len(values) != expected:
+        raise ProtocolError(f"not {what}: {described(values)}: expected {expected} fields, got {len(values)}")
+    return found
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Refuses lists in lists as soon as the first is read: a tree of them takes far more memory than bytes."""
+    for value in values:
+        if type(value) is list:
+            raise ValueError("a list within a list")
+    return values
+
+
+def described(value: object) -> str:
+    """What a message holds, for an error: texts and bytes are cut before they are printed, for each may have 16 MB."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(described, value))}]"[:80]
+    return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:80]
+
+
+def unpack_flat(data: bytes, limit: int, what: str) -> Any:
+    """Read a MessagePack array of up to 8 numbers, texts and bytes.
+
+    Raises:
+        ProtocolError: over `limit` bytes, not MessagePack, or with anything else in it.
+    """
+    if len(data) > limit:
+        raise ProtocolError(f"a {what} of {len(data)} bytes is over the limit of {limit}")
+    try:
+        return msgpack.unpackb(
+            data,
+            max_array_len=_MAX_FIELDS,
+            max_map_len=0,
+            max_ext_len=0,
+            max_bin_len=limit,
+            max_str_len=limit,
+            list_hook=_flat,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"a {what} does not decode: {error}") from error

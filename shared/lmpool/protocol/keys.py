@@ -1,0 +1,185 @@
+"""Every Redis key that lmpool uses, in one place.
+
+The text in braces is a Redis Cluster hash tag: what belongs to one model's queue is on one master. Rows have no tag,
+so that they spread over all of them; on one server `submit.lua` and `finish.lua` look at rows too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = "workers"
+"""The one consumer group of every job stream."""
+
+JOB_FIELD = b"m"
+"""The field of a job entry that holds the encoded job."""
+
+LIFETIME_FIELD = b"u"
+"""The field of a job entry that says for how long it was waited for at first: a number of ms from its queueing.
+
+In an entry that may have to go back to the backlog, a space and the digest follow."""
+
+SINCE_FIELD = b"t"
+"""The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
+
+
+REPLY_CAP = 1000
+"""About the most messages in a reply stream."""
+
+REPLY_TTL_MS = 120_000
+"""Lifetime of a reply stream behind its last message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Names the keys of one deployment.
+
+    Args:
+        prefix: what every key starts with; two prefixes on one server are two pools.
+    """
+
+    prefix: str = "lmpool"
+
+    def models(self) -> bytes:
+        """Hash: model name -> encoded model card."""
+        return f"{self.prefix}:models".encode()
+
+    def worker(self, worker_id: str) -> bytes:
+        """Hash: heartbeat and counters of one worker; expires."""
+        return f"{self.prefix}:worker:{worker_id}".encode()
+
+    def loading(self) -> bytes:
+        """Hash: id of a worker that loads its model -> the model's name; expires with the last such worker."""
+        return f"{self.prefix}:loading".encode()
+
+    def rows(self) -> bytes:
+        """Prefix of the rows of all models."""
+        return f"{self.prefix}:row:".encode()
+
+    def row(self, fingerprint: str) -> bytes:
+        """Prefix of the strings that hold encoded rows (append the digest); each has a TTL."""
+        return f"{self.prefix}:row:{fingerprint}:".encode()
+
+    def vocabulary(self, digest: str) -> bytes:
+        """String: one packed vocabulary; has a TTL."""
+        return f"{self.prefix}:trie:{digest}".encode()
+
+    def weights(self) -> bytes:
+        """Prefix of the strings that hold the weights of trie jobs (append their name); each has a TTL."""
+        return f"{self.prefix}:weights:".encode()
+
+    def probe(self, model: str, client_id: str) -> bytes:
+        """String: what a client writes to see whether the server of a model's queue takes writes; expires at once.
+
+        Among the weights, for those are what every client may write; with the model's tag, to be on its master.
+        """
+        return f"{self.prefix}:weights:{{{model}}}{client_id}".encode()
+
+    def model(self, name: str) -> ModelKeys:
+        """The keys of one model, all in one cluster slot."""
+        return ModelKeys(f"{self.prefix}:{{{name}}}".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKeys:
+    """Names the keys of one model. Digests are appended as their 16 raw bytes."""
+
+    base: bytes
+
+    @property
+    def jobs(self) -> bytes:
+        """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take."""
+        return self.base + b":jobs"
+
+    @property
+    def backlog(self) -> bytes:
+        """Sorted set: digests of prompts that wait behind the stream, in the order of their clients' turns."""
+        return self.base + b":backlog"
+
+    @property
+    def backlog_jobs(self) -> bytes:
+        """Hash: digest of a prompt in the backlog -> when it was queued and until when it is waited for (in ms since
+        1970), and its encoded job, with spaces between."""
+        return self.base + b":backlog:jobs"
+
+    @property
+    def turns(self) -> bytes:
+        """Sorted set: reply key with its client's last turn in the backlog; "" with the turn of who moved up last."""
+        return self.base + b":turns"
+
+    @property
+    def flood(self) -> bytes:
+        """String: reply key of a client that asks alone and has more in the stream than is usual; with "-" before it
+        while that goes back; expires."""
+        return self.base + b":flood"
+
+    @property
+    def rooms(self) -> bytes:
+        """Hash: worker id -> how many prompts it computes at once; "" -> the sum of these; expires."""
+        return self.base + b":rooms"
+
+    @property
+    def workers(self) -> bytes:
+        """Sorted set: worker id with its deadline: the server's time in ms until which it is alive; expires."""
+        return self.base + b":workers"
+
+    @property
+    def loading(self) -> bytes:
+        """Sorted set: id of a worker that loads this model, with its deadline; expires."""
+        return self.base + b":loading"
+
+    @property
+    def claims(self) -> bytes:
+        """String: the entry at which the next look for jobs of silent workers begins; expires."""
+        return self.base + b":claims"
+
+    @property
+    def dead(self) -> bytes:
+        """Stream of jobs that were given up, with the reason; capped."""
+        return self.base + b":dead"
+
+    @property
+    def reasons(self) -> bytes:
+        """Hash: entry id -> why the worker ended that held it at its last delivery; capped, expires."""
+        return self.base + b":reasons"
+
+    @property
+    def waiting(self) -> bytes:
+        """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
+
+        "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
+        for an operator who has queued the job again.
+        """
+        return self.base + b":waiting:"
+
+    @property
+    def adapters(self) -> bytes:
+        """Hash: adapter -> encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the fingerprint of their model;
+        "@" -> the generation of this state and, after a space, that in whose place it was put."""
+        return self.base + b":adapters"
+
+    @property
+    def offers(self) -> bytes:
+        """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
+        return self.base + b":offers"
+
+    def replaced(self, adapter: str) -> bytes:
+        """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""
+        return self.base + b":replaced:" + adapter.encode()
+
+    def reply(self, client_id: str) -> bytes:
+        """Stream of finished digests for one client; capped, expires."""
+        return self.base + b":reply:" + client_id.encode()
+
+    @property
+    def queue(self) -> list[bytes]:
+        """The keys that have no expiry while workers serve the model, the stream of jobs first."""
+        return [self.jobs, self.dead, self.backlog, self.backlog_jobs, self.turns]
+
+    def trying(self, load: str) -> bytes:
+        """Hash: id of a worker that loads an adapter now -> since when, in ms since 1970; expires.
+
+        Args:
+            load: the nonce of an offer, or an adapter in service as "name@revision".
+        """
+        return self.base + b":trying:" + load.encode()

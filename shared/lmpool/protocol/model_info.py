@@ -1,0 +1,155 @@
+"""The model card: what workers promise about a model, and what decides the value of its rows."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, get_type_hints
+
+import msgpack
+import msgspec
+
+from lmpool.errors import ProtocolError
+from lmpool.protocol.row import WIRE_VERSION, Encoding
+from lmpool.settings import CONTROLS, shown
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**32 - 1),
+    "max_prompt_tokens": (1, 2**32 - 1),
+    "queue_limit": (1, 10**10),
+    "lease_s": (0.1, 3600),
+    "row_ttl_s": (1, 10**9),
+}
+"""Least and most of each number on a card, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
+
+TRIE_SERVICE = "trie"
+"""The name under which trie workers serve; no model can have it."""
+
+MAX_CARD_BYTES = 64 * 1024
+"""Most bytes of an encoded card."""
+
+# What programs and people know a model by; the other texts may be paths and sentences.
+_NAMES = ("name", "backend", "revision", "dtype")
+_CONTROL = re.compile(f"[{CONTROLS}]")
+
+
+def _limited(name: str) -> msgspec.Meta:
+    least, most = LIMITS[name]
+    return msgspec.Meta(ge=least, le=most)  # They refuse NaN too.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One served model.
+
+    Attributes:
+        name: what it is served as.
+        backend: what computes its rows: "hf", "synthetic", ...
+        vocab_size: V, the length of every row (of the model, not of the tokenizer).
+        max_prompt_tokens: longest prompt it takes.
+        revision: names the weights exactly.
+        dtype: the dtype of the computation, such as "float32".
+        encoding: how rows travel: "f32", "bf16" or "f16".
+        lossy: True when the encoding loses bits that the backend computed.
+        source: hub name or folder of the model, for its tokenizer; or "".
+        gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
+        vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`), which the pool has; or "".
+        answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
+        scores: its workers answer what a continuation's tokens score from one forward.
+        note: a sentence for people, such as that rows are synthetic.
+        queue_limit: prompts that may wait at once; more are refused.
+        lease_s: seconds after which the jobs of a silent worker are given to another.
+        row_ttl_s: seconds that a row stays in the cache.
+    """
+
+    name: str
+    backend: str
+    vocab_size: Annotated[int, _limited("vocab_size")]
+    max_prompt_tokens: Annotated[int, _limited("max_prompt_tokens")]
+    revision: str
+    dtype: str
+    encoding: str = "f32"
+    lossy: bool = False
+    source: str = ""
+    gguf_file: str = ""
+    vocabulary: str = ""
+    answers_tries: bool = False
+    scores: bool = False
+    note: str = ""
+    queue_limit: Annotated[int, _limited("queue_limit")] = 100_000
+    lease_s: Annotated[float, _limited("lease_s")] = 15.0
+    row_ttl_s: Annotated[float, _limited("row_ttl_s")] = 3600.0
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide a row's value; two workers of one model must agree on all of them."""
+        return {
+            "backend": self.backend,
+            "vocab_size": self.vocab_size,
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "lossy": self.encoding if self.lossy else "",
+            # Adapters are in the names of the prompts that name them. The field stays: caches outlive releases.
+            "adapter": "",
+            "wire_version": WIRE_VERSION,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of `identity` (32 hexadecimal digits): the namespace of the model's rows in the cache."""
+        return hashlib.blake2b(msgpack.packb(sorted(self.identity.items())), digest_size=16).hexdigest()
+
+    @property
+    def is_trie(self) -> bool:
+        """Whether this is no model but the trie workers, whose answers are of any length."""
+        return self.name == TRIE_SERVICE
+
+    @property
+    def start_command(self) -> str:
+        """What starts a worker that serves this."""
+        return "lmpool trie-worker" if self.is_trie else "lmpool worker"
+
+    @property
+    def row_encoding(self) -> Encoding:
+        """`encoding` as the wire's code."""
+        return Encoding[self.encoding.upper()]
+
+    def differences(self, other: ModelCard) -> list[str]:
+        """The identity fields in which two cards differ, as "field: ours, theirs"."""
+        mine, theirs = self.identity, other.identity
+        return [f"{name}: {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
+
+    def pack(self) -> bytes:
+        """The card as MessagePack."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> ModelCard:
+        """Read a card.
+
+        Raises:
+            ProtocolError: too large, not MessagePack, or fields missing, unknown, of the wrong type or impossible.
+        """
+        if len(data) > MAX_CARD_BYTES:
+            raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {MAX_CARD_BYTES}")
+        try:
+            values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ProtocolError(f"a model card does not decode: {error}") from error
+        if not isinstance(values, dict) or values.keys() != _TYPES.keys():
+            raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
+        for name, value in values.items():
+            try:  # One by one, so that the error can name the field and the value.
+                msgspec.convert(value, _TYPES[name])
+            except msgspec.ValidationError as error:
+                raise ProtocolError(f"a model card has {name} = {shown(value)}: {error}") from error
+            if name in _NAMES and _CONTROL.search(value):
+                raise ProtocolError(f"a model card has {name} = {shown(value)}: expected no control characters")
+        if values["encoding"].upper() not in Encoding.__members__:
+            raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
+        return cls(**values)
+
+
+_TYPES = get_type_hints(ModelCard, include_extras=True)

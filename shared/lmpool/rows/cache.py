@@ -1,0 +1,506 @@
+"""Where rows live: one small interface, and the Redis strings behind it today.
+
+Neither the producer nor the worker's loop knows that a row is a Redis string; a shared-memory plane for
+clients on the worker's own host can stand behind the same interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from redis.exceptions import ResponseError
+
+from lmpool.broker import scripts
+from lmpool.broker.line import CommandLine, RowLine, RowLines, reply_timeout
+from lmpool.broker.scripts import Call
+from lmpool.broker.server import Server
+from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, decode_rows, encoded_size
+from lmpool.rows.connection import Bulk, RowLink, RowWrite, fresh_bulk
+from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
+
+Row = NDArray[np.float32]
+Found = Row | CorruptRow | None
+"""A row, None when there is none, or why what is there is no row (an error is a value here)."""
+Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
+"""Called with digests and what was found of each; once for each digest."""
+
+Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
+"""Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
+
+# A chunk costs its client some 90 µs, whatever is in it; what is under way takes memory of the server.
+_CHUNK_BYTES = 4 * 1024 * 1024
+_CHUNK_ROWS = 512
+_CHUNKS_UNDER_WAY = 2
+_MOST_SPARE = 64
+_WEIGHTS_TTL_MS = 120_000
+_ANSWER_TTL_MS = 60_000
+"""Answers to asks live shorter than rows: computed again from the row in no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """Where the rows of one fingerprint are, and what they are like.
+
+    Attributes:
+        prefix: what their keys start with.
+        weights_prefix: what the keys of weights start with.
+        jobs: the job stream of the model, whose scripts may look at rows.
+        vocab_size: V.
+        encoding: how rows travel, as far as is known.
+        ttl_ms: milliseconds that a row stays.
+        reply_timeout_s: seconds after which a server that is silent counts as gone.
+    """
+
+    prefix: bytes
+    weights_prefix: bytes
+    jobs: bytes
+    vocab_size: int
+    encoding: Encoding
+    ttl_ms: int
+    reply_timeout_s: float
+
+    @classmethod
+    def of(cls, keys: Keys, card: ModelCard) -> RowSpace:
+        """That of a model.
+
+        Args:
+            keys: the deployment's key names.
+            card: decides the namespace, the size and the lifetime of rows.
+        """
+        return cls(
+            prefix=keys.row(card.fingerprint),
+            weights_prefix=keys.weights(),
+            jobs=keys.model(card.name).jobs,
+            vocab_size=card.vocab_size,
+            encoding=card.row_encoding,
+            ttl_ms=int(card.row_ttl_s * 1000),
+            reply_timeout_s=reply_timeout(card.lease_s),
+        )
+
+
+class RowCache(Protocol):
+    """Stores the rows of one model under one fingerprint."""
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether scripts on the model's queue can look at the rows."""
+        ...
+
+    @property
+    def queue(self) -> Call:
+        """Calls scripts on the model's queue; where they can look at rows, behind those that are being stored."""
+        ...
+
+    async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
+        """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
+
+        Args:
+            block: the rows; must not change meanwhile.
+            overwrite: digests whose rows are replaced.
+            then: sends more right behind the rows; what it calls finds the rows, or fails together with them. Where
+                scripts can look at the rows it is called without waiting for them to be stored.
+
+        Returns:
+            digest -> reason, for the rows that were refused.
+        """
+        ...
+
+    async def get_many(
+        self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
+    ) -> int:
+        """Fetch rows in chunks bounded by bytes and deliver each as it comes; returns the bytes that were fetched.
+
+        Args:
+            digests: whose rows.
+            deliver: takes them.
+            lengths: digest -> entries, of those that are no rows but answers to asks.
+        """
+        ...
+
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
+        """Store what trie jobs work on, in a place of its own and for a shorter time than rows.
+
+        Returns:
+            name -> reason, for the weights that were refused.
+        """
+        ...
+
+    async def there(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Those digests whose rows are there."""
+        ...
+
+    async def entries(
+        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+    ) -> list[bytes | None]:
+        """Some entries of rows, as `entries.lua` gives them.
+
+        Args:
+            digests: whose rows.
+            encoding: that of the rows, as far as is known.
+            ranges: where the entries of each are (`lmpool.protocol.row.entry_ranges`).
+        """
+        ...
+
+    def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
+        """The keys of rows and answers: for scripts that look at them, and for `drop`."""
+        ...
+
+    def keys_of_weights(self, names: Iterable[bytes]) -> list[bytes]:
+        """The keys of weights, for `drop`."""
+        ...
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """Remove answers and weights, of any model."""
+        ...
+
+    def close(self) -> None:
+        """Close all connections."""
+        ...
+
+
+class ChunkReader:
+    """Reads values in chunks, of which two are under way at a time, over one line.
+
+    Args:
+        server: what explains errors.
+        line: where to; values that are larger than it accepts are cut.
+        apart: what refuses a whole chunk for the sake of one value: each is then asked for by itself.
+    """
+
+    def __init__(
+        self, server: Server, line: RowLine, apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError
+    ) -> None:
+        self._server = server
+        self._line = line
+        self._apart = apart
+        self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
+
+    async def read(self, keys: Sequence[bytes], most: Sequence[int] | None = None) -> Sequence[object]:
+        """One chunk: bytes or an array for each key, None where there is nothing, or what the server says of it.
+
+        Args:
+            keys: whose values.
+            most: bytes that each may have, and one more; what is longer may be cut to that. None for the line's limit.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        async with self._window:
+            link = await self._line.open()
+            try:
+                values: Sequence[object] = await self._line.wait_for(link, link.mget(keys))
+            except (
+                self._apart
+            ):  # A ProtocolError is what a value over the limit ends the link with, for the others too.
+                bounded = await self._line.get_ranges(keys, most or [self._line.max_bulk] * len(keys))
+                # An empty string is what GETRANGE finds where there is nothing.
+                values = [bytes(one) or None if isinstance(one, (bytes, np.ndarray)) else one for one in bounded]
+        for value in values:
+            if isinstance(value, ResponseError) and self._line.check(link, value):
+                raise self._server.explain(value)
+        return values
+
+
+def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Parts of values of these sizes, each as large as one chunk may be."""
+    begin = size = 0
+    for at, own in enumerate(sizes):
+        if at > begin and (size + own > _CHUNK_BYTES or at - begin == _CHUNK_ROWS):
+            yield slice(begin, at)
+            begin, size = at, 0
+        size += own
+    if begin < len(sizes):
+        yield slice(begin, len(sizes))
+
+
+class RedisRows:
+    """Rows as Redis strings with a TTL, on one server.
+
+    Args:
+        server: where they are.
+        space: names them, and says what they are like.
+
+    Attributes:
+        is_seen: see `RowCache.is_seen`.
+    """
+
+    is_seen = True
+
+    def __init__(self, server: Server, space: RowSpace) -> None:
+        self._server = server
+        self._prefix = space.prefix
+        self._weights_prefix = space.weights_prefix
+        self._vocab_size = space.vocab_size
+        self._ttl_ms = space.ttl_ms
+        # A script's reply must fit too where rows are tiny.
+        # And a row that is too long must be told from one of the right length.
+        self._line = RowLine(server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate)
+        self._commands = CommandLine(server)
+        self._line.reply_timeout_s = self._commands.reply_timeout_s = space.reply_timeout_s
+        self._spare: list[Bulk] = []
+        self._row_size = encoded_size(space.vocab_size, space.encoding)
+        self._reader = ChunkReader(server, self._line)
+
+    async def put(
+        self,
+        block: Block,
+        overwrite: Collection[bytes] = (),
+        then: Then | None = None,
+        some: Sequence[int] | None = None,
+    ) -> dict[bytes, str]:
+        """See `RowCache.put`; `some`: the numbers of those rows of the block that are to be stored, None for all.
+
+        Raises:
+            ServerError: the server cannot be used; nothing is known of the rows.
+        """
+        link = await self._line.open()
+        writes = _writes(self._prefix, block, overwrite, some)
+        ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
+        stored = link.set(writes, ttl_ms)
+        if then is not None:
+            await then(partial(self._line.call_on, link), ())
+        digests = block.digests if some is None else [block.digests[index] for index in some]
+        return self._refused(link, digests, await self._line.wait_for(link, stored))
+
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
+        """See `RowCache.put_weights`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        link = await self._line.open()
+        block = VectorBlock([one.name for one in weights], [one.values for one in weights])
+        writes = [
+            write._replace(header=one.secret + write.header)
+            for one, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
+        ]
+        stored = link.set(writes, _WEIGHTS_TTL_MS)
+        return self._refused(link, block.digests, await self._line.wait_for(link, stored))
+
+    def _refused(self, link: RowLink, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
+        """What the server refused for good; raises ServerError when it refused something for now."""
+        refused = {
+            digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
+        }
+        for reply in refused.values():
+            if self._line.check(link, reply):
+                raise self._server.explain(reply)
+        return {digest: str(reply) for digest, reply in refused.items()}
+
+    @property
+    def queue(self) -> Call:
+        """See `RowCache.queue`."""
+        return self._line.call
+
+    async def there(self, digests: Sequence[bytes]) -> list[bytes]:
+        """See `RowCache.there`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        sizes = await asyncio.gather(*(self._line.call(b"STRLEN", self._prefix + digest) for digest in digests))
+        return [digest for digest, size in zip(digests, sizes, strict=True) if size]
+
+    async def entries(
+        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+    ) -> list[bytes | None]:
+        """See `RowCache.entries`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        keys = [self._prefix + digest for digest in digests]
+        found: list[bytes | None] = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
+        return found
+
+    def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
+        """See `RowCache.keys_of`."""
+        prefix = self._prefix
+        return [prefix + digest for digest in digests]
+
+    def keys_of_weights(self, names: Iterable[bytes]) -> list[bytes]:
+        """See `RowCache.keys_of_weights`."""
+        return [self._weights_prefix + name for name in names]
+
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        """See `RowCache.drop`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        # On the connection that weights take: behind those that are still on their way.
+        await self._line.call(b"UNLINK", *keys)
+
+    async def get_many(
+        self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
+    ) -> int:
+        """See `RowCache.get_many`.
+
+        Raises:
+            ServerError: the server cannot be used; the rest is not delivered.
+        """
+        lengths = lengths or {}
+        if lengths:
+            self._line.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
+        chunks = list(self._chunks(digests, lengths))
+        if len(chunks) == 1:
+            return await self._get_chunk(chunks[0], deliver, lengths)
+        return sum(await asyncio.gather(*(self._get_chunk(chunk, deliver, lengths) for chunk in chunks)))
+
+    def _chunks(self, digests: Sequence[bytes], lengths: Mapping[bytes, int]) -> Iterator[Sequence[bytes]]:
+        if not lengths:
+            count = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // self._row_size))
+            yield from (digests[at : at + count] for at in range(0, len(digests), count))
+            return
+        sizes = [encoded_size(lengths[one], Encoding.F32) if one in lengths else self._row_size for one in digests]
+        yield from (digests[part] for part in cut_chunks(sizes))
+
+    async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
+        values = await self._reader.read(self.keys_of(digests))
+        # Read when all have come: the server would have to wait for room in the socket with each.
+        rows = None if lengths else decode_rows(values, self._vocab_size)
+        if rows is None:
+            found = [self._found(digest, value, lengths) for digest, value in zip(digests, values, strict=True)]
+            deliver(digests, found)
+        else:
+            deliver(digests, rows)
+        return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
+
+    def _found(self, digest: bytes, value: object, lengths: Mapping[bytes, int]) -> Found:
+        """What was found of one row, or one answer."""
+        if isinstance(value, (bytes, np.ndarray)):
+            return self._decode(digest, value, lengths.get(digest, self._vocab_size), is_answer=digest in lengths)
+        if isinstance(value, ResponseError):
+            return CorruptRow(f"what the cache holds for prompt {digest.hex()} is no row: {value}")
+        return None
+
+    def _decode(self, digest: bytes, value: bytes | Bulk, length: int, *, is_answer: bool) -> Row | CorruptRow:
+        if isinstance(value, bytes):
+            value = np.frombuffer(value, np.uint8)
+        try:
+            row = decode_row(value, length)
+            if not is_answer:
+                check_row(row)
+        except ProtocolError as error:
+            return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
+        received = value.base  # No array for a value that had come whole: its memory is of another size.
+        if isinstance(received, np.ndarray) and received.flags.writeable and len(self._spare) < _MOST_SPARE:
+            # The row does not live in it. Memory that the processor has in its cache is worth keeping.
+            self._spare.append(received)
+        return row
+
+    def _allocate(self, size: int) -> Bulk:
+        if self._spare and self._spare[-1].size == size:
+            return self._spare.pop()
+        return fresh_bulk(size)
+
+    def close(self) -> None:
+        """Close the connections; what is under way fails."""
+        self._line.close()
+        self._commands.close()
+
+
+def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes], some: Sequence[int] | None) -> list[RowWrite]:
+    digests = block.digests if some is None else [block.digests[index] for index in some]
+    pairs = zip(digests, block.encoded(some), strict=True)
+    return [RowWrite(prefix + digest, header, numbers, digest in overwrite) for digest, (header, numbers) in pairs]
+
+
+class Source(NamedTuple):
+    """What a trie job may name.
+
+    Attributes:
+        fingerprint: of the model whose row it is; "" for weights.
+        name: digest of the prompt, or name of the weights.
+        length: how many numbers it must have.
+    """
+
+    fingerprint: str
+    name: bytes
+    length: int
+
+    @property
+    def most_bytes(self) -> int:
+        """What it may take, and one byte more: what is too long must be told from what is right."""
+        return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
+
+
+class Sources:
+    """Rows of any models, and weights, on a server or on all masters of a cluster.
+
+    Args:
+        server: where they are.
+        keys: the deployment's key names.
+        reply_timeout_s: seconds after which a server that is silent counts as gone.
+    """
+
+    def __init__(self, server: Server, keys: Keys, reply_timeout_s: float) -> None:
+        self._server = server
+        self._keys = keys
+        self._lines = RowLines(server, 0, reply_timeout_s)
+        self._readers: dict[RowLine, ChunkReader] = {}
+
+    async def get_many(self, sources: Sequence[Source]) -> tuple[dict[Source, Row | LMPoolError], int]:
+        """Fetch in chunks bounded by bytes.
+
+        Args:
+            sources: which; each once.
+
+        Returns:
+            each with its numbers, or with why they cannot be used (an error is a value here); and the bytes fetched.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        if not sources:
+            return {}, 0
+        self._lines.allow(max(one.most_bytes for one in sources))
+        parts: list[tuple[RowLine, list[Source]]] = []
+        for line, numbers in await self._lines.of([self._key(one) for one in sources]):
+            ours = [sources[number] for number in numbers]
+            parts += [(line, ours[part]) for part in cut_chunks([one.most_bytes for one in ours])]
+        found = await asyncio.gather(*(self._read(line, part) for line, part in parts))
+        values = [value for some in found for value in some]
+        size = sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
+        asked = [one for _, part in parts for one in part]
+        return {one: _decoded(one, value) for one, value in zip(asked, values, strict=True)}, size
+
+    async def _read(self, line: RowLine, part: Sequence[Source]) -> Sequence[object]:
+        reader = self._readers.get(line)
+        if reader is None:
+            # One that this worker may not read must not keep it from what other jobs name.
+            reader = self._readers[line] = ChunkReader(self._server, line, (ServerError, ProtocolError))
+        return await reader.read([self._key(one) for one in part], [one.most_bytes for one in part])
+
+    def _key(self, source: Source) -> bytes:
+        return (self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()) + source.name
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._lines.close()
+
+
+def _decoded(source: Source, value: object) -> Row | LMPoolError:
+    is_row = bool(source.fingerprint)
+    what = f"the row of prompt {source.name.hex()}" if is_row else f"the weights {source.name.hex()}"
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, np.uint8)
+    if not isinstance(value, np.ndarray):
+        return SourceMissing(f"{what} is not in the cache" if is_row else f"{what} are not in the cache")
+    try:
+        if is_row:
+            return check_row(decode_row(value, source.length))
+        if name_of(value[:SECRET_SIZE].tobytes()) != source.name:
+            return SourceMissing(f"{what} are not in the cache: somebody else has written there")
+        return decode_row(value[SECRET_SIZE:], source.length)
+    except ProtocolError as error:
+        return CorruptRow(f"{what}: {error}")

@@ -1,0 +1,4 @@
+"""The prefix tree over a vocabulary, and the kernels that sum up weights below its nodes.
+
+Imports `protocol` and `vocabulary`.
+"""

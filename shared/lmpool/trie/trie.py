@@ -1,0 +1,254 @@
+"""The prefix tree over the byte strings of a vocabulary, as flat arrays."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.errors import UnknownNode
+from lmpool.settings import shown
+from lmpool.trie.trie_arrays import build_arrays
+from lmpool.vocabulary import Vocabulary
+
+_MOST_SHOWN = 120
+
+
+class Trie:
+    """The trie of V tokens: N nodes, one for every distinct prefix of a token, the empty one among them.
+
+    Nodes are numbered in the order of their prefixes as byte strings, which is preorder with children by byte value:
+    the root, b"", is node 0, a parent precedes its children, and all that is below a node follows it without a gap. The
+    numbers depend on nothing but the set of byte strings, so whoever has the vocabulary has the same ones.
+
+    Unary chains carry equal values, so kernels compute those of the inner nodes only. An inner node is the root, a
+    node with two or more children, one with a token of its own and a child, or one with two or more tokens. They are
+    numbered in preorder too, M of them. Every other node has the value of one inner node or of one token below it.
+
+    All arrays are read-only. Two tries are equal when their vocabularies are.
+
+    Attributes:
+        vocabulary: the byte strings, by token id. Duplicates share a node; an empty one is at the root.
+        parent: int32 (N,), -1 at the root; always smaller than the node.
+        label: uint8 (N,), the byte of the edge into the node, 0 at the root.
+        depth: int32 (N,), the length of the node's prefix.
+        leaf: int32 (V,), the node of each token.
+        child_start: int32 (N + 1,); the children of n are `child[child_start[n] : child_start[n + 1]]`, by label.
+        child: int32 (N - 1,).
+        home: int32 (V,), the inner node that a token's weight is added to: its own, or the nearest above it.
+        inner_parent: int32 (M,), the nearest inner node above each inner node, -1 at 0; always smaller than the index.
+        value_of: int32 (N,), where each node's value is in the vector [M values of inner nodes | V weights].
+    """
+
+    def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
+        """Build the trie.
+
+        Args:
+            vocabulary: byte strings by token id.
+
+        Raises:
+            InvalidVocabulary: as `Vocabulary`.
+        """
+        self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
+        self._arrays = arrays = build_arrays(self.vocabulary)
+        for array in arrays:
+            array.flags.writeable = False
+        self.parent, self.label, self.depth, self.leaf, self.child_start, self.child = arrays[:6]
+        self.home, self.inner_parent, self.value_of = arrays[6:]
+        # Python reads single numbers from a memoryview in half the time that an array takes.
+        self._parents, self._labels = self.parent.data, self.label.data
+        self._starts, self._children = self.child_start.data, self.child.data
+
+    @property
+    def digest(self) -> str:
+        """The vocabulary's: 32 hex digits."""
+        return self.vocabulary.digest
+
+    @property
+    def n_tokens(self) -> int:
+        """V."""
+        return self.leaf.size
+
+    @property
+    def n_nodes(self) -> int:
+        """N."""
+        return self.parent.size
+
+    @property
+    def n_inner(self) -> int:
+        """M."""
+        return self.inner_parent.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays and the vocabulary."""
+        return sum(array.nbytes for array in self._arrays) + self.vocabulary.nbytes
+
+    def node(self, prefix: bytes) -> int:
+        """The node of a prefix.
+
+        Raises:
+            UnknownNode: no token begins like that; the message names the longest prefix that one does begin with.
+        """
+        if not isinstance(prefix, (bytes, bytearray, memoryview)):
+            raise UnknownNode(
+                f"the prefix is {shown(prefix, _MOST_SHOWN)} ({type(prefix).__name__}): prefixes are bytes"
+            )
+        node = 0
+        for at, byte in enumerate(bytes(prefix)):
+            low, high = self._starts[node], self._starts[node + 1]
+            found = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
+            if found == high or self._labels[self._children[found]] != byte:
+                raise UnknownNode(
+                    f"no token begins with {shown(bytes(prefix), _MOST_SHOWN)}; the most of it that one begins with "
+                    f"is {shown(bytes(prefix[:at]), _MOST_SHOWN)}, node {node}"
+                )
+            node = self._children[found]
+        return node
+
+    def children(self, node: int | np.integer[Any]) -> NDArray[np.int32]:
+        """The children of a node by their label: int32, of shape (0,) to (256,).
+
+        Raises:
+            UnknownNode: as `check_node`.
+        """
+        node = self.check_node(node)
+        return self.child[self._starts[node] : self._starts[node + 1]]
+
+    def prefix(self, node: int | np.integer[Any]) -> bytes:
+        """The byte string that leads from the root to a node.
+
+        Raises:
+            UnknownNode: as `check_node`.
+        """
+        node = self.check_node(node)
+        labels = bytearray()
+        while node:
+            labels.append(self._labels[node])
+            node = self._parents[node]
+        labels.reverse()
+        return bytes(labels)
+
+    def check_node(self, node: Any) -> int:
+        """A node as an int.
+
+        Raises:
+            UnknownNode: not an integer, or not from 0 to N - 1.
+        """
+        if not isinstance(node, (int, np.integer)) or isinstance(node, bool):
+            raise UnknownNode(f"node {shown(node, _MOST_SHOWN)} is of type {type(node).__name__}: nodes are integers")
+        if not 0 <= node < self.n_nodes:
+            raise self._out_of_range(node)
+        return int(node)
+
+    def check_nodes(self, nodes: Any) -> NDArray[np.int32]:
+        """Several nodes as an int32 array of shape (k,).
+
+        Args:
+            nodes: a sequence of integers or a 1-D integer array; it may be empty and may repeat nodes.
+
+        Raises:
+            UnknownNode: as `check_node`, with the first that is at fault.
+        """
+        if not hasattr(nodes, "__array__"):
+            return self._check_list(nodes)
+        array = np.asarray(nodes)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UnknownNode(f"the nodes are {array.dtype} of shape {array.shape}: they must be 1-D and integers")
+        wrong = np.flatnonzero((array < 0) | (array >= self.n_nodes))
+        if wrong.size:
+            raise self._out_of_range(array[wrong[0]])
+        return array.astype(np.int32)
+
+    def _check_list(self, nodes: Any) -> NDArray[np.int32]:
+        """Not through numpy, which makes integers of bools."""
+        if isinstance(nodes, (str, bytes, bytearray)) or not isinstance(nodes, Sequence):
+            raise UnknownNode(f"the nodes are {shown(nodes, _MOST_SHOWN)}: they must be a sequence of integers")
+        # Checking node by node takes several times as long.
+        if set(map(type, nodes)) == {int} and min(nodes) >= 0 and max(nodes) < self.n_nodes:
+            return np.array(nodes, np.int32)
+        return np.array([self.check_node(node) for node in nodes], np.int32)
+
+    def _out_of_range(self, node: Any) -> UnknownNode:
+        return UnknownNode(
+            f"node {shown(int(node), _MOST_SHOWN)} is out of range: nodes go from 0 to {self.n_nodes - 1}"
+        )
+
+    def expand(
+        self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None
+    ) -> NDArray[np.float32]:
+        """The values of all nodes.
+
+        Args:
+            inner: values of the inner nodes, float32 (M,) or (B, M).
+            ws: the weights they were computed from, float32 (V,) or (B, V).
+            out: where to put the values, float32 of the result's shape.
+
+        Returns:
+            float32 (N,) or (B, N).
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        self._check_shapes(inner, ws)
+        shape = (*inner.shape[:-1], self.n_nodes)
+        values = np.empty(shape, np.float32) if out is None else out
+        if values.shape != shape or values.dtype != np.float32:
+            raise ValueError(f"{values.dtype} of shape {values.shape} cannot take values of shape {shape} and float32")
+        # One row at a time stays in the processor's cache; a clipping take writes without a buffer between.
+        row = np.empty(self.n_inner + self.n_tokens, np.float32)
+        for target, of_inner, of_tokens in zip(*map(np.atleast_2d, (values, inner, ws)), strict=True):
+            row[: self.n_inner], row[self.n_inner :] = of_inner, of_tokens
+            row.take(self._index, out=target, mode="clip")
+        return values
+
+    def pick(self, inner: NDArray[np.float32], ws: NDArray[np.float32], nodes: Any) -> NDArray[np.float32]:
+        """The values of some nodes.
+
+        Args:
+            inner: values of the inner nodes, float32 (M,) or (B, M).
+            ws: the weights they were computed from, float32 (V,) or (B, V).
+            nodes: k nodes, as `check_nodes` takes them.
+
+        Returns:
+            float32 (k,) or (B, k), in the order of `nodes`.
+
+        Raises:
+            UnknownNode: as `check_nodes`.
+            ValueError: the shapes do not fit.
+        """
+        self._check_shapes(inner, ws)
+        index = self.value_of[self.check_nodes(nodes)]
+        of_inner = index < self.n_inner
+        picked = np.empty((*inner.shape[:-1], index.size), np.float32)
+        picked[..., of_inner] = inner[..., index[of_inner]]
+        picked[..., ~of_inner] = ws[..., index[~of_inner] - self.n_inner]
+        return picked
+
+    @cached_property
+    def _index(self) -> NDArray[np.intp]:
+        """`value_of` in numpy's own index type, which it would otherwise convert at every call."""
+        return self.value_of.astype(np.intp)
+
+    def _check_shapes(self, inner: NDArray[np.float32], ws: NDArray[np.float32]) -> None:
+        if inner.shape[-1:] != (self.n_inner,) or ws.shape != (*inner.shape[:-1], self.n_tokens) or inner.ndim > 2:
+            raise ValueError(
+                f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit a trie of "
+                f"{self.n_inner} inner nodes and {self.n_tokens} tokens"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return self.vocabulary == other.vocabulary if isinstance(other, Trie) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.vocabulary)
+
+    def __repr__(self) -> str:
+        return f"<Trie {self.digest[:8]}: {self.n_tokens} tokens, {self.n_nodes} nodes, {self.n_inner} inner>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trie, (self.vocabulary,)

@@ -1,0 +1,179 @@
+"""What a backend is: the one protocol that engines that batch and engines that schedule look alike behind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from lmpool.errors import SettingsError
+from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.row import RowBlock, VectorBlock
+from lmpool.vocabulary import Vocabulary
+
+
+class BackendJob(NamedTuple):
+    """One prompt for a backend; it has been checked against the card.
+
+    Attributes:
+        digest: names the prompt; unique among the jobs that the backend holds.
+        ids: the token ids as little-endian uint32 bytes (`lmpool.protocol.prompt.decode_ids` reads them).
+        adapter: one of the backend's adapters ("name@revision"), or "" for none.
+        payload: what else the job comes with, which only who made it and its backend know; None for a prompt.
+        score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
+            `Finished.answers`; 0 for the row. Only backends whose card says that they score are asked.
+        fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
+    """
+
+    digest: bytes
+    ids: bytes
+    adapter: str = ""
+    payload: object | None = None
+    score_from: int = 0
+    fresh: bool = False
+
+
+class Finished(NamedTuple):
+    """What one step brought.
+
+    Attributes:
+        blocks: the rows that are ready.
+        failures: digest -> message of the prompts that the backend cannot answer.
+        answers: vectors that are ready: scores, and what trie workers answer.
+        stale: prompts whose adapter the backend does not have; told by the backend's thread, not by backends.
+    """
+
+    blocks: list[RowBlock]
+    failures: dict[bytes, str]
+    answers: VectorBlock | None = None
+    stale: tuple[bytes, ...] = ()
+
+    @property
+    def digests(self) -> list[bytes]:
+        """What was answered, one way or another."""
+        answered = [digest for block in self.blocks for digest in block.digests]
+        return [*answered, *(self.answers.digests if self.answers else ()), *self.failures]
+
+
+class BackendStats(NamedTuple):
+    """Counters since the start, for the log and the heartbeat.
+
+    Attributes:
+        steps: forwards that were run.
+        rows: rows that were computed.
+        tokens: tokens that were asked for.
+        reused: tokens among them that a prefix cache already held.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    reused: int = 0
+
+
+class BackendSettings(Protocol):
+    """What a backend is told; the entry points `lmpool.backends` name such a class for each kind of backend.
+
+    A dataclass whose fields become options of `lmpool worker`, each described under "Attributes:" in its
+    docstring. The MODEL of the command is its field `model`, or `name` where there is no such field.
+    """
+
+    @property
+    def served_as(self) -> str:
+        """Under which name the model is served."""
+        ...
+
+    def open(self) -> Backend:
+        """Make the backend; called in the backend's thread. What is heavy is imported here."""
+        ...
+
+
+class Backend(Protocol):
+    """Turns prompts into rows. All methods but `card` and `batch` are called in the backend's thread only."""
+
+    @property
+    def card(self) -> ModelCard:
+        """What the backend serves."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters that prompts may name now: "name@revision" -> folder or hub name."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Prompts that make a full step; a worker with nothing to do takes no more than this at once."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where the rows are computed: "cpu", or a torch device such as "cuda:0"."""
+        ...
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The byte strings of the model's tokens; None where there is no tokenizer that tells them."""
+        ...
+
+    def capacity(self) -> int:
+        """How many more prompts the backend has room for now, one step ahead included."""
+        ...
+
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """Take jobs. They stay the backend's until a step returns them or `abort` drops them."""
+        ...
+
+    def step(self) -> Finished:
+        """Run one step over what was submitted and return what finished; called only when jobs are held.
+
+        A prompt that cannot be answered is a failure of that prompt alone. Exceptions mean that the
+        backend is broken.
+        """
+        ...
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Drop jobs that nobody waits for; unknown digests are ignored."""
+        ...
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """Have prompts name an adapter; called between steps.
+
+        It is served beside others of that name with other weights, until these are dropped. Loading what is loaded
+        does nothing.
+
+        Args:
+            name: what people call it.
+            source: folder or hub name.
+
+        Returns:
+            its revision, a digest of its weights: the same on every machine.
+
+        Raises:
+            SettingsError: it cannot be had, does not fit the model, or this backend cannot load adapters.
+        """
+        ...
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Forget an adapter ("name@revision"); called between steps, when no job that is held names it."""
+        ...
+
+    def stats(self) -> BackendStats:
+        """Counters since the start."""
+        ...
+
+    def close(self) -> None:
+        """Free what the backend holds."""
+        ...
+
+
+class WithoutAdapters:
+    """What a backend inherits that cannot serve adapters."""
+
+    adapters: Mapping[str, str] = MappingProxyType({})
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`; refuses."""
+        raise SettingsError(f"adapters: {name!r} cannot be loaded: this backend serves no adapters")
+
+    def drop_adapter(self, adapter: str) -> None:
+        """See `Backend.drop_adapter`."""

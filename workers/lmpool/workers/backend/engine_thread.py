@@ -1,0 +1,326 @@
+"""The backend's own thread: takes jobs, steps, hands rows back to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from lmpool.errors import LMPoolError, WorkerError
+from lmpool.protocol.model_info import ModelCard
+from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.answers import check_answers
+from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished
+from lmpool.workers.metrics.counters import Figures
+
+_log = logging.getLogger("lmpool.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """An adapter to load, and who waits for its revision."""
+
+    name: str
+    source: str
+    loaded: asyncio.Future[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """An adapter to forget."""
+
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """Prompts that nobody waits for any more."""
+
+    digests: Collection[bytes]
+
+
+_Order = Sequence[BackendJob] | _Load | _Drop | _Abort
+
+
+class Opened(NamedTuple):
+    """What a backend is, read in its thread: see the properties of `Backend`."""
+
+    card: ModelCard
+    batch: int
+    device: str
+    vocabulary: Vocabulary | None
+    adapters: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of the backend that is under way; each is an object of its own.
+
+    Attributes:
+        order: what it was asked to do; None for a step.
+    """
+
+    order: _Order | None = None
+
+    @property
+    def what(self) -> str:
+        """What it does, for people."""
+        return "step" if self.order is None else _called(self.order)
+
+
+class Stepper:
+    """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
+
+    Args:
+        make: makes the backend; called in the thread, for engines bind to the thread they start in.
+        on_finished: called in the event loop with what each step brought.
+        on_broken: called in the event loop with the exception that ended the thread.
+        figures: counts steps.
+
+    Attributes:
+        batch: prompts that make a full step.
+        stats: the backend's counters after its last step.
+        call: what the backend has been asked to do and has not done yet.
+        is_hung: the thread does not return from the backend; only the end of the process ends it.
+        stepping_since: monotonic time when the step that runs now began, or None.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Backend],
+        on_finished: Callable[[Finished], None],
+        on_broken: Callable[[BaseException], None],
+        figures: Figures | None = None,
+    ) -> None:
+        self._make = make
+        self._on_finished = on_finished
+        self._on_broken = on_broken
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Opened] = self._loop.create_future()
+        self._closed = asyncio.Event()
+        self._sent = 0
+        self._owed: set[bytes] = set()
+        self._capacity = 0
+        self._capacity_seen_at = 0
+        self.batch = 1
+        self.stats = BackendStats()
+        self.call: Call | None = None
+        self.is_hung = False
+        self._loads: set[asyncio.Future[str]] = set()
+        self.stepping_since: float | None = None
+        self._figures = figures or Figures()
+        # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
+        self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
+
+    async def start(self) -> Opened:
+        """Make the backend; returns what it is. Raises what making it raised."""
+        self._thread.start()
+        opened = await self._ready
+        self.batch = opened.batch
+        return opened
+
+    @property
+    def room(self) -> int:
+        """Prompts that the backend can take now, those already on their way to it counted."""
+        return self._capacity - (self._sent - self._capacity_seen_at)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backend owes results."""
+        return bool(self._owed)
+
+    @property
+    def owed(self) -> Set[bytes]:
+        """The digests of the prompts that the backend has not answered yet."""
+        return self._owed
+
+    def submit(self, jobs: Sequence[BackendJob]) -> None:
+        """Hand jobs to the backend."""
+        self._sent += len(jobs)
+        self._owed.update([job.digest for job in jobs])
+        self._orders.put(jobs)
+
+    def abort(self, digests: Collection[bytes]) -> None:
+        """Have the backend drop prompts before its next step; those of the present one may be answered all the same."""
+        self._owed.difference_update(digests)
+        self._orders.put(_Abort(digests))
+
+    async def load_adapter(self, name: str, source: str) -> str:
+        """Have the backend load an adapter between two steps; returns its revision.
+
+        Raises:
+            LMPoolError: it cannot be loaded.
+        """
+        order = _Load(name, source, self._loop.create_future())
+        self._orders.put(order)
+        self._loads.add(order.loaded)
+        try:
+            return await order.loaded
+        finally:
+            self._loads.discard(order.loaded)
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
+        self._orders.put(_Drop(adapter))
+
+    def abandon(self, error: WorkerError) -> None:
+        """Wait for the thread no more: it hangs. Who waits for an adapter is told."""
+        self.is_hung = True
+        for loaded in self._loads:
+            _tell(loaded, error)
+
+    def stack(self) -> str:
+        """Where the thread is, as in a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+    async def close(self, patience_s: float | None = None) -> None:
+        """End the thread after its present step and free the backend; one that takes longer than this hangs."""
+        self._orders.put(None)
+        if self._thread.is_alive() and not self.is_hung:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._closed.wait()
+            except TimeoutError:
+                _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", patience_s)
+                self.is_hung = True
+
+    def _post(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            pass  # The loop is closed: the process is on its way out and nobody needs the result.
+
+    def _run(self) -> None:
+        # Whatever fails, the event loop must hear of it: it waits for `_ready` and for `_closed`.
+        try:
+            backend = self._make()
+            try:
+                opened = Opened(
+                    backend.card, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
+                )
+                self._post(self._set_ready, opened, backend.capacity())
+                self._serve(backend)
+            except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
+                self._post(self._fail, error)
+            finally:
+                self.call = None
+                backend.close()
+        except BaseException as error:  # noqa: BLE001  making or closing it failed
+            self._post(self._fail, error)
+        finally:
+            self._post(self._closed.set)
+
+    def _serve(self, backend: Backend) -> None:
+        card = backend.card
+        held: dict[bytes, str] = {}
+        taken = 0
+        while True:
+            try:
+                order = self._orders.get(block=not held)
+                if order is None:
+                    return
+                self.call = Call(order)
+                stale = self._obey(backend, order, held)
+                self.call = None
+                taken += len(order) if isinstance(order, Sequence) else 0
+                if stale or isinstance(order, _Abort):  # There is room again.
+                    self._post(
+                        self._step_done, Finished([], {}, stale=stale), backend.stats(), backend.capacity(), taken
+                    )
+                continue  # Take all that has come before the next step, so that it runs full.
+            except Empty:
+                pass
+            self.call = Call()
+            self.stepping_since = began = time.monotonic()
+            finished = backend.step()
+            self.stepping_since = self.call = None
+            self._figures.step_s.observe(time.monotonic() - began)
+            done = check_answers(finished, held, card)
+            self._figures.batch.observe(len(done))
+            for digest in done:
+                del held[digest]
+            self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
+
+    def _obey(self, backend: Backend, order: _Order, held: dict[bytes, str]) -> tuple[bytes, ...]:
+        """Do what is ordered; returns the jobs that name an adapter that the backend does not have."""
+        match order:
+            case _Load():
+                self._load(backend, order)
+                return ()
+            case _Drop():
+                stale = tuple(digest for digest, adapter in held.items() if adapter == order.adapter)
+                backend.abort(stale)
+                backend.drop_adapter(order.adapter)
+                for digest in stale:
+                    del held[digest]
+            case _Abort():
+                aborted = [digest for digest in order.digests if digest in held]
+                backend.abort(aborted)
+                for digest in aborted:
+                    del held[digest]
+                return ()
+            case jobs:
+                stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
+                served = [job for job in jobs if job.digest not in stale] if stale else jobs
+                backend.submit(served)
+                held.update((job.digest, job.adapter) for job in served)
+        return stale
+
+    def _load(self, backend: Backend, order: _Load) -> None:
+        try:
+            revision = backend.load_adapter(order.name, order.source)
+        except LMPoolError as error:
+            self._post(_tell, order.loaded, error)
+        except BaseException as error:
+            self._post(_tell, order.loaded, error)
+            raise  # The backend is broken.
+        else:
+            self._post(_tell, order.loaded, revision)
+
+    def _set_ready(self, opened: Opened, capacity: int) -> None:
+        self._capacity = capacity
+        if not self._ready.done():  # Who waited may have been cancelled.
+            self._ready.set_result(opened)
+
+    def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
+        self._capacity, self._capacity_seen_at = capacity, taken
+        self._owed.difference_update(finished.digests, finished.stale)
+        self.stats = stats
+        self._on_finished(finished)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell whoever waits for the backend, or whoever uses it."""
+        if self._ready.done():
+            self._on_broken(error)
+        else:
+            self._ready.set_exception(error)
+
+
+def _called(order: _Order) -> str:
+    match order:
+        case _Load():
+            return f"load of the adapter {order.name!r}"
+        case _Drop():
+            return f"drop of the adapter {order.adapter!r}"
+        case _Abort():
+            return f"abort of {len(order.digests)} prompts"
+        case jobs:
+            return f"submission of {len(jobs)} prompts"
+
+
+def _tell(future: asyncio.Future[str], outcome: str | BaseException) -> None:
+    if future.done():
+        return  # Who waited has been cancelled.
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

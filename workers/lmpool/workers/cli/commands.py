@@ -1,0 +1,155 @@
+"""The serving side of the command line: `lmpool up`, `lmpool worker` and `lmpool trie-worker`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+
+from lmpool.broker.server import URL_VARIABLE, Server
+from lmpool.errors import SettingsError
+from lmpool.protocol.model_info import TRIE_SERVICE
+from lmpool.settings import check_choice
+from lmpool.terminal import say
+from lmpool.workers.backend.contract import BackendSettings
+from lmpool.workers.cli.options import build, check_options, option_parameters
+from lmpool.workers.cli.serve import exit_without_server, serve
+from lmpool.workers.cli.shared_server import SharedServer
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.trie.backend import TrieSettings
+
+_log = logging.getLogger("lmpool.worker")
+
+_OURS = ("hf", "vllm", "sglang", "synthetic")
+_COMMON = ("backend", "redis", "memory_mb")
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name."
+    ),
+]
+BackendName = Annotated[
+    str, typer.Option(help=f"What computes the rows: {', '.join(_OURS)}, or one of a package of yours.")
+]
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+MemoryMb = Annotated[
+    int | None, typer.Option(help="Megabytes that the server may hold (default: a quarter of the machine's).")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this side."""
+    app.command("worker")(_with_settings(worker, {"every worker": WorkerSettings, **_backends()}))
+    app.command("up")(_with_settings(up, {"every worker": WorkerSettings, **_backends()}))
+    tries = {"every worker": WorkerSettings, "tries": TrieSettings}
+    app.command("trie-worker")(
+        _with_settings(
+            trie_worker, tries, leave_out={"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
+        )
+    )
+
+
+def worker(model: Model, backend: BackendName = "hf", redis: RedisUrl = None, **given: Any) -> None:
+    """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    settings, chosen = _configure(model, backend, given)
+    serve(Server(redis), chosen, settings)
+
+
+def trie_worker(redis: RedisUrl = None, **given: Any) -> None:
+    """Answer trie jobs, for any vocabulary, from this process, until Ctrl-C, SIGTERM or SIGHUP."""
+    settings, given = _split(given)
+    serve(Server(redis), build(TrieSettings, given, "trie workers"), settings)
+
+
+def up(model: Model, backend: BackendName = "hf", memory_mb: MemoryMb = None, **given: Any) -> None:
+    """Start a private server of yours and one worker that serves MODEL, until Ctrl-C.
+
+    Clients of yours on this machine find it by themselves. When your server runs already, this adds a
+    worker to it; the server stays until the last of them has ended.
+    """
+    if os.environ.get(URL_VARIABLE):
+        raise SettingsError(
+            f"{URL_VARIABLE}: it is set, so your programs in this shell would not find the private server that "
+            "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
+        )
+    settings, chosen = _configure(model, backend, given)
+    shared = SharedServer(None if memory_mb is None else memory_mb * 2**20)
+    if shared.join():
+        _tell(settings, f"your server runs at {shared.url}")
+    else:
+        _tell(settings, f"your server runs already at {shared.url}: adding a worker to it")
+        if memory_mb is not None:
+            _tell(settings, "--memory-mb has no effect on a server that runs already")
+    try:
+        shared.watch(exit_without_server)
+        serve(Server(shared.url), chosen, settings, before_exit=shared.leave)
+    finally:
+        if shared.leave():
+            _log.info("your server goes on for the other `lmpool up` that use it")
+
+
+def _tell(settings: WorkerSettings, text: str) -> None:
+    """Tell people. Whoever has JSON logged reads the log alone, which has the server's address too."""
+    if settings.log_format == "text":
+        say(text, err=True)
+
+
+def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
+    """Settings of the worker and of its backend, from the options that were given."""
+    check_choice("backend", backend, tuple(_backends()))
+    settings, given = _split(given)
+    kind = _backends()[backend]
+    names = {field.name for field in fields(kind)}
+    given = {"model": model, **given} if "model" in names else {"name": model, **given}
+    chosen: BackendSettings = build(kind, given, f"the {backend} backend")
+    if chosen.served_as == TRIE_SERVICE:
+        raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: give the model another --name")
+    return settings, chosen
+
+
+def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
+    """The settings that every worker has, and the other options that were given."""
+    # By identity: a zero is a value.
+    given = {name: value for name, value in options.items() if value is not None and value is not False and value != []}
+    common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
+    return build(WorkerSettings, common, "workers"), given
+
+
+@cache
+def _backends() -> dict[str, type]:
+    """The backends that are installed: name -> settings class (`BackendSettings`); ours come first."""
+    found = {}
+    for entry in entry_points(group="lmpool.backends"):
+        try:
+            kind = entry.load()
+            if entry.name not in _OURS:
+                check_options(entry.name, kind, _COMMON)
+        except Exception as error:  # noqa: BLE001  others' packages may raise anything; they break their own backend
+            whose = f" ({entry.dist.name})" if entry.dist is not None else ""
+            text = f"the backend {entry.name!r} of {entry.value}{whose} is left out: {type(error).__name__}: {error}"
+            say(" ".join(text.split()), err=True)
+        else:
+            found[entry.name] = kind
+    return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
+
+
+def _with_settings(
+    command: Callable[..., None], classes: dict[str, type], leave_out: Collection[str] = ()
+) -> Callable[..., None]:
+    """Replace a command's `**given` by the options of settings classes."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = option_parameters(classes, leave_out={"model", *leave_out})
+    command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
+    return command

@@ -1,0 +1,173 @@
+"""A worker as a process: event loop, signals, allocator and log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from lmpool.broker.server import Server
+from lmpool.errors import AuthenticationFailed, LMPoolError, ServerUnreachable, SettingsError
+from lmpool.protocol.model_info import ModelCard
+from lmpool.terminal import say
+from lmpool.workers.backend.contract import BackendSettings
+from lmpool.workers.backend.watchdog import ProcessWatchdog
+from lmpool.workers.metrics.http import monitoring
+from lmpool.workers.metrics.logs import LogFormat, start_log
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+
+_log = logging.getLogger("lmpool.worker")
+
+# Their messages say all there is to say.
+_PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)
+_FAILED = 2
+_STOPPED_NOW = 130
+_HUNG = 2
+_WITHOUT_SERVER = 1
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def serve(
+    server: Server,
+    backend: BackendSettings,
+    settings: WorkerSettings,
+    before_exit: Callable[[], object] = lambda: None,
+) -> None:
+    """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
+
+    Args:
+        server: the pool's Redis.
+        backend: what the backend is told.
+        settings: see `WorkerSettings`.
+        before_exit: called before the process is ended at once.
+
+    Raises:
+        SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
+        As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2; when it holds the
+        interpreter lock, with `watchdog.EXIT_CODE`.
+    """
+    log = start_log(settings.log_format, backend.served_as)
+    _exit_on_signals(before_exit)
+    keep_freed_memory()
+    # The backend's thread and the event loop hand over many times per batch; the default of 5 ms is a batch.
+    sys.setswitchinterval(0.0005)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            runner.run(_serve(server, backend, settings, before_exit, log))
+        except LMPoolError as error:
+            if log is None:
+                raise
+            _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
+            raise SystemExit(_FAILED) from error
+
+
+async def _serve(
+    server: Server,
+    backend: BackendSettings,
+    settings: WorkerSettings,
+    before_exit: Callable[[], object],
+    log: LogFormat | None,
+) -> None:
+    worker = Worker(server, backend, settings)
+    if log is not None:
+        log.static_fields["worker"] = worker.worker_id
+    is_ready = is_stopping = False
+
+    def on_ready(card: ModelCard) -> None:
+        nonlocal is_ready
+        is_ready = True
+        if card.is_trie:
+            _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
+            return
+        _log.info(
+            "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
+            card.name, card.backend, card.dtype, card.vocab_size, card.max_prompt_tokens, card.encoding,
+            ", with tries" if card.answers_tries else "", server, worker.worker_id,
+        )  # fmt: skip
+
+    def on_signal() -> None:
+        nonlocal is_stopping
+        if is_stopping or not is_ready:
+            _exit_now(before_exit)
+        is_stopping = True
+        worker.stop()
+
+    def on_hangup() -> None:
+        # The shell and the kernel each send one when a terminal closes.
+        if not is_stopping:
+            on_signal()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if _hears_hangup():
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    with monitoring(settings, worker):
+        try:
+            await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
+        except LMPoolError as error:
+            if worker.is_hung:
+                _exit_hung(error, before_exit)
+            raise
+        if worker.is_hung:
+            _exit_hung(None, before_exit)
+    _log.info("stopped; nothing was left unfinished")
+
+
+def _exit_on_signals(before_exit: Callable[[], object]) -> None:
+    """Until the event loop takes over: a KeyboardInterrupt would wait for a backend that is just being loaded."""
+    for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if _hears_hangup() else [])):
+        signal.signal(number, lambda *_: _exit_now(before_exit))
+
+
+def _hears_hangup() -> bool:
+    """Whether the end of the terminal is to end this process, which `nohup` says it is not."""
+    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def _exit_now(before_exit: Callable[[], object]) -> NoReturn:
+    _log.info("stopped at once")
+    before_exit()
+    os._exit(_STOPPED_NOW)
+
+
+def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> NoReturn:
+    """End although the backend's thread does not: an ordinary end might wait for what that thread holds."""
+    if error is not None:
+        say(f"lmpool: {error}", err=True)
+    before_exit()
+    logging.shutdown()
+    os._exit(_HUNG)
+
+
+def exit_without_server(reason: str) -> NoReturn:
+    """End at once, with exit code 1: what the worker holds can be given to nobody."""
+    _log.critical("%s", reason)
+    logging.shutdown()
+    os._exit(_WITHOUT_SERVER)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: without it storing rows takes two to four times as long."""
+    try:
+        import uvloop
+    except ImportError:
+        _log.warning("uvloop is not installed: rows are stored more slowly")
+        return None
+    return uvloop.new_event_loop
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed blocks of rows: mapping them afresh costs a page fault per 4 KB of every row."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_TOP_PAD, 64 * 1024 * 1024)

@@ -1,0 +1,304 @@
+"""The adapters that a worker serves: kept as the server says, loaded before they are needed, dropped when replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from redis.exceptions import RedisError, ResponseError
+
+from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.replies import sentence
+from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
+from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter, Offer, Registered, name_of, qualify, revision_of
+from lmpool.protocol.job import Failure
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backend.engine_thread import Stepper
+from lmpool.workers.backends.checkpoint import is_on_hub
+from lmpool.workers.backends.lora import adapter_folder
+from lmpool.workers.membership.adapter_sources import AdapterSources
+from lmpool.workers.membership.adapter_trials import AdapterTrials
+
+_log = logging.getLogger("lmpool.worker")
+
+_LOOK_S = 0.5
+_START_LOOK_S = 0.1
+_AGAIN_S = 5.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class _Refusal(NamedTuple):
+    """An adapter that is in service and cannot be loaded.
+
+    Attributes:
+        why: the reason.
+        pause: seconds from the last try to the next.
+        again: the event loop's time of the next.
+    """
+
+    why: str
+    pause: float
+    again: float
+
+
+class AdapterKeeper:
+    """Has the backend serve the adapters that the server names, no others.
+
+    Args:
+        registry: what the server names.
+        stepper: the backend.
+        loaded: what the backend has loaded by itself: "name@revision" -> source.
+        sources: where others may come from.
+        trials: tells other workers what is being loaded.
+        on_change: called when what `shown` tells has changed.
+        others: what the other live workers tell by a field of theirs: worker id -> value, "" when it has none.
+    """
+
+    def __init__(
+        self,
+        registry: AdapterRegistry,
+        stepper: Stepper,
+        loaded: Mapping[str, str],
+        sources: AdapterSources,
+        trials: AdapterTrials,
+        on_change: Callable[[], Awaitable[object]],
+        others: Callable[[str], Awaitable[Mapping[str, str]]],
+    ) -> None:
+        self._registry = registry
+        self._stepper = stepper
+        self._sources = sources
+        self._trials = trials
+        self._on_change = on_change
+        self._others = others
+        self._loaded = dict(loaded)
+        self._seen = Registered("", {}, {})
+        self._in_service: dict[str, Adapter] = {}
+        self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
+        self._refused: dict[str, _Refusal] = {}  # Of those in service.
+        self._waiting: list[BackendJob] = []
+        self._wake = asyncio.Event()
+
+    async def start(self) -> None:
+        """Register what the backend was started with, and load what else is in service.
+
+        Raises:
+            ModelMismatch: an adapter of that name with other weights is in service.
+            SettingsError: an adapter that is in service cannot be loaded, or other workers serve the model without one
+                that the backend was started with.
+        """
+        own = {name_of(adapter): Adapter(source, revision_of(adapter)) for adapter, source in self._loaded.items()}
+        registry = self._registry
+        known = await registry.read()
+        await self._check_others(own.keys() - (known.adapters if known.owner == registry.fingerprint else {}))
+        while own.keys() - (known := await self._registry_with(own)).adapters.keys():
+            if len(known.adapters.keys() | own.keys()) > MAX_ADAPTERS:
+                raise SettingsError(
+                    f"adapters: the model has {len(known.adapters)} already, and may have {MAX_ADAPTERS}: start with "
+                    "less, or remove some first"
+                )
+            name = min(own.keys() - known.adapters.keys())
+            told = (await self._others("adapters_seen")).values()
+            # Who has seen another state is about to write that down, or to follow; "" has just been started too.
+            if any(seen not in ("", str(known.generation)) for seen in told):
+                await asyncio.sleep(_START_LOOK_S)
+            else:
+                await registry.register(name, own[name], known)
+        for name, adapter in own.items():
+            served = known.adapters.get(name)
+            if served is not None and served.revision != adapter.revision:
+                raise ModelMismatch(
+                    f"adapters: {name!r} is in service with other weights (revision {served.revision} of "
+                    f"{served.source}, not {adapter.revision}): replace it with `lmpool adapters add` first, or give "
+                    "yours another name"
+                )
+        for name, adapter in known.adapters.items():
+            if qualify(name, adapter.revision) not in self._loaded:
+                async with self._trials.in_service(qualify(name, adapter.revision)):
+                    await self._load(name, adapter.source, adapter.revision)
+                await self._on_change()
+        self._seen, self._in_service = known, known.adapters
+        await self._on_change()
+
+    async def _registry_with(self, own: Mapping[str, Adapter]) -> Registered:
+        """The model's registry; one with its own adapters is made where there is none."""
+        registry = self._registry
+        while (known := await registry.read()).owner != registry.fingerprint:
+            # The card is ours by now, so what is there are the adapters of other weights.
+            await registry.create(own, known)
+        return known
+
+    async def _check_others(self, names: Set[str]) -> None:
+        """Refuse to put adapters in service that not every worker has: jobs that name them go to all.
+
+        By what they have loaded, for of workers that start together none may have registered anything yet.
+        """
+        if not names:
+            return
+        wanted = [adapter for adapter in self._loaded if name_of(adapter) in names]
+        for worker, loaded in (await self._others("adapters_loaded")).items():
+            for adapter in wanted:
+                if adapter not in _listed(loaded):
+                    name, source = name_of(adapter), self._loaded[adapter]
+                    raise SettingsError(
+                        f"adapters: {name!r} is not in service, and the worker {worker} serves the model without it: "
+                        f"start without it and have all workers load it (`lmpool adapters add {name} {source}`), or "
+                        "stop the others first and start them with it too"
+                    )
+
+    async def leave(self, *, is_broken: bool) -> None:
+        """The worker ends, over what it loads at present if its backend is broken."""
+        await self._trials.leave(is_broken=is_broken)
+
+    async def run(self) -> None:
+        """Follow the server; never returns."""
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                waiting = len(self._waiting)
+                await self._follow()
+            except (RedisError, OSError, LMPoolError) as error:
+                why = error if isinstance(error, LMPoolError) else sentence(error)
+                _log.warning("cannot look for adapters, will try again: %s", why)
+                await asyncio.sleep(_LOOK_S)
+                if not isinstance(error, (ProtocolError, ResponseError)):
+                    continue
+                # The server has answered, with what is no registry: jobs must not wait, and take up room, until
+                # somebody mends it.
+            # Those that came since had better wait for the next look.
+            jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
+            if jobs:
+                self._stepper.submit(jobs)
+
+    def served_among(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
+        """The jobs that the backend can have now; the others get it as soon as the server has been looked at again."""
+        if missing := [job for job in jobs if job.adapter and job.adapter not in self._loaded]:
+            self._waiting += missing
+            self._wake.set()
+            return [job for job in jobs if job not in missing]
+        return jobs
+
+    def failure_of(self, adapter: str) -> Failure:
+        """Why a job that names an adapter which the backend does not have ends."""
+        if adapter in self._refused:
+            text = f"a worker that serves the model cannot load the adapter {name_of(adapter)!r}"
+            return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter].why}")
+        return Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
+
+    def shown(self) -> dict[str, str]:
+        """What clients that load and remove adapters must know, for the heartbeat."""
+        served = [qualify(name, one.revision) for name, one in self._in_service.items()]
+        return {
+            "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
+            "adapters_seen": str(self._seen.generation),
+            "adapters_loaded": json.dumps(list(self._loaded)),
+            "adapter_offers": json.dumps(self._offered),
+        }
+
+    async def _follow(self) -> None:
+        """Read what the server names, load what is new and drop what is gone."""
+        registry, before = self._registry, self.shown()
+        while (known := await registry.read()).owner != registry.fingerprint or known.forgets(self._seen):
+            await self._write_back(known)
+        self._seen = known
+        for name, adapter in known.adapters.items():
+            await self._serve(name, adapter)
+        for name, offer in known.offers.items():
+            await self._try(name, offer)
+        self._in_service = known.adapters
+        self._offered = {name: self._offered[name] for name in known.offers if name in self._offered}
+        self._drop_others(known)
+        if self.shown() != before:
+            await self._on_change()
+
+    async def _write_back(self, known: Registered) -> None:
+        """Write down what this worker has seen, for the server has forgotten it."""
+        if known.owner not in ("", self._registry.fingerprint):
+            # Others may serve the model's name by now: a sign of life finds out, and raises then.
+            await self._on_change()
+        has_any = bool(self._seen.adapters or known.adapters)
+        if await self._registry.write_back(self._seen, known) and has_any:
+            _log.warning("the server had forgotten changes of the adapters: they are written down again")
+
+    async def _serve(self, name: str, adapter: Adapter) -> None:
+        """Have an adapter that is in service."""
+        qualified, loop = qualify(name, adapter.revision), asyncio.get_running_loop()
+        refused = self._refused.get(qualified)
+        if qualified in self._loaded or (refused is not None and loop.time() < refused.again):
+            return
+        try:
+            async with self._trials.in_service(qualified):
+                await self._load(name, adapter.source, adapter.revision)
+        except SettingsError as error:
+            _log.warning("the adapter %r is in service and cannot be loaded: %s", name, error)
+            # From now on: loading may take longer than the pause, and prompts are computed in between only.
+            pause = min(_LONGEST_PAUSE_S, 2 * refused.pause) if refused else _AGAIN_S
+            self._refused[qualified] = _Refusal(str(error), pause, loop.time() + pause)
+        else:
+            self._refused.pop(qualified, None)
+
+    async def _try(self, name: str, offer: Offer) -> None:
+        """Load an adapter that is offered, and say what came of it."""
+        if (seen := self._offered.get(name)) is not None and seen[0] == offer.nonce:
+            return
+        try:
+            async with self._trials.offered(offer.nonce, is_first=not offer.revision) as is_our_turn:
+                if not is_our_turn:
+                    return
+                revision = await self._load(name, offer.source, offer.revision)
+        except SettingsError as error:
+            _log.warning("cannot load the adapter %r: %s", name, error)
+            self._offered[name] = (offer.nonce, "", str(error))
+            return
+        self._offered[name] = (offer.nonce, revision, "")
+        if not offer.revision:
+            await self._registry.fill(name, offer, revision)
+
+    async def _load(self, name: str, source: str, expected: str) -> str:
+        """Load an adapter; returns its revision.
+
+        Raises:
+            SettingsError: it cannot be loaded, or has another revision than the other workers have found.
+        """
+        place = await asyncio.to_thread(self._sources.place, source)
+        # In the backend's thread a download would keep prompts waiting. Backends that take names on the hub have
+        # imported its package.
+        if "huggingface_hub" in sys.modules and is_on_hub(source):
+            folder = await asyncio.to_thread(adapter_folder, source)
+            await asyncio.to_thread(self._sources.check_size, folder, source)
+            place = str(folder)
+        revision = await self._stepper.load_adapter(name, place)
+        self._loaded[qualify(name, revision)] = source
+        if expected and revision != expected:
+            raise SettingsError(
+                f"adapters: {source} has other weights on this worker (revision {revision}) than on others "
+                f"({expected}): has it changed? `lmpool adapters add` loads it anew"
+            )
+        _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
+        return revision
+
+    def _drop_others(self, known: Registered) -> None:
+        wanted = {qualify(name, adapter.revision) for name, adapter in known.adapters.items()}
+        wanted |= {qualify(name, revision) for name, (_, revision, _) in self._offered.items()}
+        for adapter in [adapter for adapter in self._loaded if adapter not in wanted]:
+            _log.info("dropping the adapter %r", adapter)
+            del self._loaded[adapter]
+            self._stepper.drop_adapter(adapter)
+        self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
+
+
+def _listed(told: str) -> list[object]:
+    """The adapters that a heartbeat lists; none where it is no such list."""
+    try:
+        listed = json.loads(told or "[]")
+    except (ValueError, RecursionError):
+        return []
+    return listed if isinstance(listed, list) else []

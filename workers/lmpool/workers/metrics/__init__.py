@@ -1,0 +1,1 @@
+"""What a worker has done: counted, told over HTTP, logged."""

@@ -1,0 +1,154 @@
+"""What a worker tells over HTTP: metrics for Prometheus, and health for whoever restarts it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socketserver
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import AF_INET, AF_INET6
+from typing import NamedTuple
+
+from lmpool.errors import SettingsError
+from lmpool.workers.metrics.prometheus import WorkerCollector
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+
+_log = logging.getLogger("lmpool.worker")
+
+_PATIENCE_S = 10.0
+_TEXT = "text/plain; charset=utf-8"
+
+
+class _Page(NamedTuple):
+    status: int
+    content_type: str
+    body: bytes
+
+
+Show = Callable[[str], _Page]
+"""Makes a page; called with the request's Accept header."""
+
+
+@contextmanager
+def monitoring(settings: WorkerSettings, worker: Worker) -> Iterator[None]:
+    """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
+
+    Raises:
+        SettingsError: the port cannot be used, or prometheus_client is not installed.
+    """
+    if not settings.metrics_port:
+        yield
+        return
+    health = worker.health
+    pages = {
+        "/metrics": _metrics(worker),
+        "/healthz": lambda _: _verdict(health.why_dead()),
+        "/readyz": lambda _: _verdict(health.why_not_ready()),
+    }
+    server = _open(settings, pages)
+    # A daemon, and so are those of its requests: nobody who watches may keep a worker from ending.
+    thread = threading.Thread(target=server.serve_forever, name="lmpool-monitor", daemon=True)
+    thread.start()
+    _log.info("metrics and health on port %d of %s", settings.metrics_port, settings.metrics_host)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
+    host, port = settings.metrics_host, settings.metrics_port
+    try:
+        return _Server((host, port), pages)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise SettingsError(f"metrics_host: {host} is no address of this machine: {why}") from error
+        raise SettingsError(
+            f"metrics_port: port {port} of {host} cannot be used: {why}; "
+            "every worker of a machine needs a port of its own"
+        ) from error
+
+
+def _metrics(worker: Worker) -> Show:
+    collector = WorkerCollector(worker.look)  # Says what to install when the library is not there.
+    from prometheus_client import CollectorRegistry, ProcessCollector
+    from prometheus_client.exposition import choose_encoder
+
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+
+    def show(accept: str) -> _Page:
+        encode, content_type = choose_encoder(accept)
+        return _Page(200, content_type, encode(registry))
+
+    return show
+
+
+def _verdict(why_not: str) -> _Page:
+    return _Page(503 if why_not else 200, _TEXT, f"{why_not or 'ok'}\n".encode())
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves pages, a thread for each request."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], pages: dict[str, Show]) -> None:
+        self.address_family = AF_INET6 if ":" in address[0] else AF_INET
+        self.pages = pages
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who asked may have gone: that is not worth a line, and nothing is ever printed beside the log."""
+        error = sys.exc_info()[1]
+        is_gone = isinstance(error, (ConnectionError, TimeoutError))
+        _log.log(
+            logging.DEBUG if is_gone else logging.ERROR, "monitor: a request failed: %s", error, exc_info=not is_gone
+        )
+
+    def server_bind(self) -> None:
+        """Bind, without asking the network for this machine's name as the base class does."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[0], self.server_address[1]  # type: ignore[assignment]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: _Server
+    timeout = _PATIENCE_S
+    server_version = "lmpool"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        """Answer with the page, or 404."""
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        """As GET, without the page."""
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        show = self.server.pages.get(self.path.partition("?")[0])
+        known = ", ".join(self.server.pages)
+        page = show(self.headers.get("Accept", "")) if show else _Page(404, _TEXT, f"there are {known}\n".encode())
+        self.send_response(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(page.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  named so by the base class
+        """Requests are not worth a line."""
+        _log.debug("monitor: " + format, *args)

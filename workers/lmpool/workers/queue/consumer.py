@@ -1,0 +1,339 @@
+"""Taking jobs from a model's queue: new ones, and those of workers that fell silent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+
+from lmpool.broker import scripts
+from lmpool.broker.line import CommandLine
+from lmpool.broker.streams import Fields, stream_entries
+from lmpool.errors import (
+    InvalidPrompt,
+    ModelMismatch,
+    ProtocolError,
+    ServerError,
+    SourceMissing,
+    UnknownAdapter,
+    WorkerError,
+)
+from lmpool.protocol.adapter import is_qualified
+from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
+from lmpool.protocol.keys import GROUP, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
+from lmpool.protocol.model_info import LIMITS, ModelCard
+from lmpool.protocol.prompt import ask_digest, check_encoded, decode_ids, digest_of
+from lmpool.protocol.query import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.settings import shown
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.queue.unwanted import EVER_MS, STALE_S, Doubtful, Unwanted, milliseconds, queued_ms
+
+_log = logging.getLogger("lmpool.worker")
+
+# A server's clock that is set back by less leaves the queue alone.
+_MOST_AHEAD_MS = 3_600_000
+_MOST_CLAIMED_BYTES = 512 * 1024
+_CURSOR_TTL_MS = 3_600_000
+_LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
+_REASONS_TTL_MS = 3_600_000
+_MOST_REASONS = 1000
+_MOST_REASON_TEXT = 500
+_NO_FIELDS: Fields = {}
+
+
+class Taken(NamedTuple):
+    """One entry of the queue that this worker now holds.
+
+    Attributes:
+        entry: its id in the stream.
+        job: what the backend is asked, or None when the entry cannot be served.
+        overwrite: the stored row is damaged and must be replaced.
+        digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
+        ask: what is wanted instead of the row and made from it.
+        failure: why it cannot be served.
+        is_dead: it goes to the dead letters.
+        fields: what else its entry says, of one that can be served.
+    """
+
+    entry: bytes
+    digest: bytes
+    job: BackendJob | None = None
+    overwrite: bool = False
+    failure: Failure | None = None
+    is_dead: bool = False
+    ask: TrieAsk | PickAsk | None = None
+    fields: Fields = _NO_FIELDS
+
+
+class Claimed(NamedTuple):
+    """Jobs taken over from silent workers.
+
+    Attributes:
+        taken: the jobs.
+        alone: it is one job that must run with no other beside it; when there is none, such a job waits
+            for a worker that holds nothing.
+        further: how many more looks are this worker's share of a look at all that workers hold.
+    """
+
+    taken: list[Taken]
+    alone: bool
+    further: int = 0
+
+
+class Intake:
+    """Reads the queue of one model.
+
+    Args:
+        redis: a client for what is rare.
+        line: a connection for blocking reads, used by nothing else.
+        keys: the model's keys.
+        card: the model's card.
+        worker_id: the name of this consumer.
+        max_deliveries: deliveries after which a job is given up.
+        unwanted: removes what nobody waits for.
+        figures: are told since when jobs have waited.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        line: CommandLine,
+        keys: ModelKeys,
+        card: ModelCard,
+        worker_id: str,
+        max_deliveries: int,
+        unwanted: Unwanted,
+        figures: Figures,
+    ) -> None:
+        self._redis = redis
+        self._line = line
+        self._keys = keys
+        self._card = card
+        self._fingerprint, self._is_trie = card.fingerprint, card.is_trie
+        self._worker_id = worker_id
+        self._max_deliveries = max_deliveries
+        self._unwanted = unwanted
+        self._figures = figures
+        # By how much the server's clock is ahead of this machine's.
+        self._ahead_s = 0.0
+
+    async def ensure_group(self) -> None:
+        """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
+        seconds, micros = await self._line.call(b"TIME")
+        self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
+        try:
+            await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+        await self.keep_queue()
+
+    async def keep_queue(self) -> None:
+        """Have the queue not expire, and replace its stream when ids have run ahead of the clock: see `keep.lua`."""
+        dropped = await scripts.KEEP(self._redis, self._keys.queue, [GROUP, _MOST_AHEAD_MS])
+        if dropped >= 0:
+            _log.warning(
+                "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
+                "%d prompts were dropped, and clients ask for them again after a lease",
+                self._card.name,
+                dropped,
+            )
+
+    async def take(self, count: int, block_ms: int) -> list[Taken]:
+        """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
+
+        Entries that are too large for the connection end it; once their lease has passed they come by way of `claim`,
+        which looks at sizes first, and so do those that were sent along with them.
+        """
+        command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
+        try:
+            reply = await self._line.call(*command, b"STREAMS", self._keys.jobs, b">")
+        except ServerError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.ensure_group()
+            return []
+        try:
+            entries = stream_entries(reply)
+        except ProtocolError as error:
+            self._line.hang_up(error)
+            raise
+        if not entries:
+            await self._refill()
+            return []
+        decoded = [(entry, _decoded(fields.pop(JOB_FIELD, b"")), fields) for entry, fields in entries]
+        are_valid = self._are_valid([job.ids for _, job, _ in decoded if isinstance(job, Job)])
+        taken = []
+        for entry, job, fields in decoded:
+            taken.append(self._read(entry, job, fields, is_valid=are_valid))
+            if SINCE_FIELD in fields and milliseconds(since := fields[SINCE_FIELD]) < EVER_MS:
+                self._figures.queued_ms[entry] = since
+        return await self._wanted(taken)
+
+    def _are_valid(self, prompts: list[bytes]) -> bool:
+        """Whether all prompts are within the limits of the model, seen at a fraction of the time of one by one."""
+        most = 4 * self._card.max_prompt_tokens
+        if not prompts or not all(0 < len(ids) <= most and len(ids) % 4 == 0 for ids in prompts):
+            return False
+        return int(decode_ids(b"".join(prompts)).max()) < self._card.vocab_size
+
+    async def _refill(self) -> None:
+        """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
+        while await scripts.REFILL(self._redis, [self._keys.jobs], []):
+            pass
+
+    async def _wanted(self, taken: list[Taken]) -> list[Taken]:
+        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at."""
+        before = (time.time() + self._ahead_s - STALE_S) * 1000
+        if not taken or queued_ms(taken[0].entry) >= before:
+            return taken  # Entries come in the order of their ages.
+        stale = [one for one in taken if one.job is not None and queued_ms(one.entry) < before]
+        removed = await self._unwanted.remove([Doubtful(one.entry, one.digest, one.fields) for one in stale])
+        return [one for one in taken if one.entry not in removed]
+
+    async def claim(self, count: int, held: Collection[bytes]) -> Claimed:
+        """Take over up to `count` jobs whose lease has passed, but none of `held`, which this worker is at work on."""
+        reply = await scripts.CLAIM(
+            self._redis,
+            [self._keys.jobs, self._keys.claims],
+            [
+                GROUP,
+                self._worker_id,
+                int(self._card.lease_s * 1000),
+                self._max_deliveries,
+                count,
+                int(not held),
+                MAX_JOB_BYTES,
+                _MOST_CLAIMED_BYTES,
+                _CURSOR_TTL_MS,
+                *held,
+            ],
+        )
+        alone, entries, further = reply
+        taken = []
+        for entry, data, deliveries, lifetime, since in entries:
+            fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
+            one = self._read(entry, _decoded(data), fields) if isinstance(data, bytes) else _too_large(entry, data)
+            if deliveries >= self._max_deliveries:
+                text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
+                one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
+                _log.warning("a prompt is %s; see `lmpool dead list`", text)
+            taken.append(one)
+        return Claimed(await self._wanted(taken), bool(alone), int(further))
+
+    async def _reason(self, entry: bytes) -> str:
+        """Why the last worker that held a job ended."""
+        try:
+            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
+        except (RedisError, OSError):
+            reason = None  # The jobs have been taken: they must not be forgotten for want of a reason.
+        if reason is None:
+            return "its workers died or hung while they held it"
+        return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
+
+    async def hand_back(self, reason: str) -> int:
+        """Give all that this worker still holds to others at once; returns how many jobs that were.
+
+        Their deliveries stay counted.
+
+        Args:
+            reason: why this worker ends; clients hear of it if a job is given up.
+        """
+        # As long as any lease may be: workers of one model may have different ones.
+        head = [GROUP, self._worker_id, _LONG_SILENT_MS, scripts.MOST_AT_ONCE]
+        tail = [self._max_deliveries, reason[:_MOST_REASON_TEXT], _REASONS_TTL_MS, _MOST_REASONS]
+        count, begin = 0, b"-"
+        while begin:
+            keys = [self._keys.jobs, self._keys.reasons]
+            handed, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail])
+            count += handed
+        return count
+
+    def _read(self, entry: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False) -> Taken:
+        """Check one job in the one place where this is done for all backends.
+
+        Args:
+            entry: its id in the stream.
+            job: as decoded, or why it does not decode.
+            fields: what else the entry says.
+            is_valid: its prompt is known to be within the limits of the model.
+        """
+        if isinstance(job, ProtocolError):
+            return Taken(entry, bytes(16), failure=Failure(type(job).__name__, str(job)), is_dead=True)
+        prompt = digest_of(job.ids, job.adapter)
+        if is_valid and not (job.ask or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
+            return Taken(entry, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
+        digest = ask_digest(prompt, job.ask) if job.ask else prompt
+        try:
+            ask = unpack_ask(job.ask) if job.ask else None
+        except ProtocolError as error:
+            return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
+        failure = self._refusal(job) or self._ask_refusal(job, ask)
+        if failure is not None:
+            return Taken(entry, digest, failure=failure)
+        backend_job, ask = self._backend_job(job, prompt, digest, ask)
+        return Taken(entry, digest, backend_job, job.overwrite, ask=ask, fields=fields)
+
+    def _backend_job(
+        self, job: Job, prompt: bytes, digest: bytes, ask: Ask | None
+    ) -> tuple[BackendJob, TrieAsk | PickAsk | None]:
+        """What the backend is asked, and what is then made from the row."""
+        if isinstance(ask, ScoreAsk):
+            return BackendJob(digest, job.ids, job.adapter, score_from=ask.start), None
+        if isinstance(ask, FreshAsk):
+            return BackendJob(digest, job.ids, job.adapter, fresh=True), None
+        # A trie worker computes the very thing that is asked for; others the row that it is made from.
+        return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), ask
+
+    def _refusal(self, job: Job) -> Failure | None:
+        card = self._card
+        if job.fingerprint != self._fingerprint:
+            text = f"the model {card.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
+            return Failure(ModelMismatch.__name__, text)
+        if self._is_trie:
+            return None
+        try:
+            check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+        except InvalidPrompt as error:
+            return Failure(type(error).__name__, str(error))
+        # Whether this worker has it is seen when the backend is to compute it.
+        if job.adapter and not is_qualified(job.adapter):
+            text = f"{shown(job.adapter)} names no adapter: a job calls one name@revision"
+            return Failure(UnknownAdapter.__name__, text)
+        return None
+
+    def _ask_refusal(self, job: Job, ask: Ask | None) -> Failure | None:
+        card = self._card
+        if self._is_trie:
+            if isinstance(ask, TrieAsk):
+                return None
+            what = "a row" if ask is None else "something else than values of a trie"
+            return Failure(ProtocolError.__name__, f"a trie worker was asked for {what}")
+        if isinstance(ask, TopAsk) and ask.k > card.vocab_size:
+            text = f"the {ask.k} largest entries of a row that has {card.vocab_size}"
+            return Failure(ProtocolError.__name__, text)
+        if isinstance(ask, ScoreAsk):
+            if not card.scores:
+                return Failure(SourceMissing.__name__, "this worker does not score: ask for the rows of all prefixes")
+            if ask.start >= len(job.ids) // 4:
+                text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
+                return Failure(ProtocolError.__name__, text)
+        return None
+
+
+def _decoded(data: bytes) -> Job | ProtocolError:
+    """A job, or why it is none (an error is a value here)."""
+    try:
+        return unpack_job(data)
+    except ProtocolError as error:
+        return error
+
+
+def _too_large(entry: bytes, size: int) -> Taken:
+    text = f"a job of {size} bytes is over the limit of {MAX_JOB_BYTES}"
+    return Taken(entry, bytes(16), failure=Failure(ProtocolError.__name__, text), is_dead=True)

@@ -1,0 +1,232 @@
+"""Publishing: rows to the cache, then one script that ends the jobs and tells the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from redis.exceptions import RedisError, ResponseError
+
+from lmpool.backoff import delays
+from lmpool.broker import scripts
+from lmpool.broker.replies import sentence
+from lmpool.broker.server import Server
+from lmpool.errors import LMPoolError, ProtocolError, ServerError
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
+from lmpool.protocol.row import Block, RowBlock
+from lmpool.rows.cache import RowCache
+from lmpool.settings import shown
+from lmpool.workers.held import Asks, doubtful
+from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.unwanted import Unwanted
+
+T = TypeVar("T")
+
+_log = logging.getLogger("lmpool.worker")
+
+_DEAD_CAP = 10_000
+_MARK_MS = 10_000
+_FRUITLESS_TRIES = 6
+_FEWER = 4
+
+
+class Ending(NamedTuple):
+    """How one entry of the queue ends: with a row in the cache, or with a failure."""
+
+    entry: bytes
+    digest: bytes
+    failure: Failure | None = None
+    is_dead: bool = False
+
+
+class Publisher:
+    """Publishes for one model.
+
+    Args:
+        server: to explain errors.
+        rows: the cache.
+        keys: the model's keys.
+        fingerprint: the model's fingerprint, told to clients with each digest.
+        worker_id: the consumer that holds the jobs.
+        unwanted: removes what nobody waits for.
+        figures: counts what is published.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        rows: RowCache,
+        keys: ModelKeys,
+        fingerprint: str,
+        worker_id: str,
+        unwanted: Unwanted,
+        figures: Figures,
+    ) -> None:
+        self._server = server
+        self._rows = rows
+        self._keys = keys
+        self._fingerprint = fingerprint
+        self._worker_id = worker_id
+        self._unwanted = unwanted
+        self._figures = figures
+
+    async def publish(self, block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+        """Store a block and end the jobs that asked for it; tries until the server takes them.
+
+        Jobs fail whose rows the server refuses, or evicts again and again as soon as they are stored.
+
+        Args:
+            block: the rows, or the answers to asks.
+            wants: digest -> the entries of the queue that asked for it.
+            overwrite: digests whose stored rows must be replaced.
+        """
+        began = time.monotonic()
+        if gone := await self._store(block, wants, overwrite, began):
+            await self._store_again(block, wants, overwrite, gone, began)
+
+    async def _store(self, block: Block, wants: Asks, overwrite: Collection[bytes], began: float) -> list[bytes]:
+        """Store rows and end their jobs; returns the digests of rows that are gone again, whose jobs are left.
+
+        Args:
+            block: the rows.
+            wants: see `publish`.
+            overwrite: see `publish`.
+            began: monotonic time when the rows were ready.
+        """
+        endings = [Ending(entry, digest) for digest in block.digests for entry in wants.get(digest, ())]
+        refused, left = await self.insist(partial(self._attempt, block, endings, overwrite))
+        self._count(block, endings, left, began)
+        if not (refused or left):
+            return []
+        if refused:
+            self._figures.refused += len(refused)
+            reason = sentence(ResponseError(next(iter(refused.values()))), "it")
+            _log.warning("the server refused %d rows: %s", len(refused), reason)
+            failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
+            await self.end([ending._replace(failure=failure) for ending in left if ending.digest in refused])
+        return list(dict.fromkeys(ending.digest for ending in left if ending.digest not in refused))
+
+    async def _store_again(
+        self, block: Block, wants: Asks, overwrite: Collection[bytes], gone: list[bytes], began: float
+    ) -> None:
+        """Store those rows again that were evicted at once, as long as they are waited for and some of them stay.
+
+        Fewer at a time, so that clients can fetch some before the next ones come.
+        """
+        numbers = {digest: number for number, digest in enumerate(block.digests)}
+        missing, at_once, fruitless, waits = gone, len(gone), 0, delays()
+        while gone:
+            self._figures.evicted += len(gone)
+            _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(gone))
+            if fruitless == _FRUITLESS_TRIES:
+                failure = Failure(ServerError.__name__, _evicted_text(block))
+                await self.end([Ending(entry, digest, failure) for digest in missing for entry in wants[digest]])
+                return
+            await asyncio.sleep(next(waits))
+            wants = await self.wanted({digest: wants[digest] for digest in missing})
+            missing, gone = list(wants), []
+            at_once = max(1, at_once // _FEWER)
+            while missing and not gone:
+                part, missing = missing[:at_once], missing[at_once:]
+                gone = await self._store(block.select([numbers[one] for one in part]), wants, overwrite, began)
+                missing += gone
+                if len(gone) < len(part):
+                    fruitless, waits = 0, delays()
+            fruitless += 1
+
+    async def wanted(self, wants: Asks) -> Asks:
+        """Those jobs that somebody waits for; the others are removed."""
+        removed = await self._unwanted.remove(doubtful(wants))
+        left: dict[bytes, dict[bytes, Taken]] = {}
+        for digest, ours in wants.items():
+            if still := {entry: one for entry, one in ours.items() if entry not in removed}:
+                left[digest] = still
+        return left
+
+    def _count(self, block: Block, endings: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
+        outcome = "row" if isinstance(block, RowBlock) else "answer"
+        ended = [one.entry for one in endings]
+        if left:
+            still = {one.entry for one in left}
+            ended = [entry for entry in ended if entry not in still]
+        if ended or not left:
+            self._figures.published(outcome, ended, time.monotonic() - began)
+
+    async def _attempt(
+        self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
+    ) -> tuple[dict[bytes, str], list[Ending]]:
+        """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
+        left: list[Ending] = []
+
+        async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
+            left.extend(ending for ending in endings if ending.digest in refused)
+            stored = [ending for ending in endings if ending.digest not in refused] if refused else endings
+            left.extend(await self._end(stored, call))
+
+        # Sent together, not one after the other: the script itself looks whether the rows are there.
+        self._figures.published_bytes += block.nbytes
+        refused = await self._rows.put(block, overwrite, then=end)
+        return refused, left
+
+    async def end(self, endings: Sequence[Ending]) -> None:
+        """End jobs that failed; tries until the server has done it."""
+        self._figures.failed((one.failure, one.is_dead) for one in endings)
+        for one in endings:
+            self._figures.queued_ms.pop(one.entry, None)
+        await self.insist(partial(self._end, endings, self._rows.queue))
+
+    async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
+        """End jobs; returns those whose rows are not there."""
+        left: list[Ending] = []
+        parts = [endings[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(endings), scripts.MOST_AT_ONCE)]
+        while parts:
+            part = parts.pop(0)
+            keys = [self._keys.jobs, self._keys.dead]
+            keys += [self._keys.waiting + ending.digest for ending in part]
+            if self._rows.is_seen:
+                keys += self._rows.keys_of(ending.digest for ending in part)
+            mark_ms = 0 if self._rows.is_seen else _MARK_MS
+            args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
+            args += (self._worker_id, mark_ms, len(part), *(ending.entry for ending in part))
+            for number, ending in enumerate(part, 1):
+                if ending.failure is not None:
+                    args += (number, ending.failure.pack(), int(ending.is_dead))
+            outcome = await scripts.FINISH.on(call, keys, args)
+            if not isinstance(outcome, bytes):
+                raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
+            told, *numbers = outcome.split()
+            left += [part[int(number) - 1] for number in numbers if not number.startswith(b"+")]
+            if unfinished := [part[int(number) - 1] for number in numbers if number.startswith(b"+")]:
+                if len(unfinished) == len(part) and told == b"0":
+                    raise ProtocolError(f"the server tells none of the clients that wait for {len(part)} jobs")
+                parts.insert(0, unfinished)
+        return left
+
+    async def insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until the server answers. Repeating is harmless: the first stored row stays the row."""
+        waits = delays()
+        while True:
+            try:
+                return await attempt()
+            except (RedisError, OSError, LMPoolError) as error:
+                self._figures.server_errors += 1
+                _log.warning("will try again: %s", self._server.explain(error))
+                await asyncio.sleep(next(waits))
+
+
+def _evicted_text(block: Block) -> str:
+    """Why jobs fail whose rows the server evicts, and what to do."""
+    # One that is stored, and one that is fetched.
+    more = max(1, math.ceil(2 * block.nbytes / 1e6))
+    return (
+        f"the server has evicted the row as soon as it was stored, {_FRUITLESS_TRIES} times: its memory is full. "
+        f"A batch of {len(block.digests)} takes {block.nbytes / 1e6:.1f} MB: give the server at least {more} MB more "
+        "(maxmemory), or run the worker with a smaller --max-batch"
+    )
