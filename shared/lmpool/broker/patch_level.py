@@ -1,13 +1,18 @@
-"""Whether a server is so old that whoever may run scripts, as every user of a pool may, can take it over."""
+"""Whether a server suits a pool: one that is so old that whoever may run scripts, as every user of a pool may, can take
+it over does not, nor one whose memory is not set up for it.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from lmpool.broker.line import CommandLine
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
+from lmpool.broker.server_memory import read_memory
 
 Version = tuple[int, int, int]
 
@@ -58,6 +63,25 @@ async def read_doubt(server: Server) -> str | None:
     finally:
         line.close()
     return doubt_of(told.get("server", ""), told.get("version", ""))
+
+
+async def read_doubts(server: Server) -> list[str]:
+    """Whether a server can be used, and what is to be said of its version and its memory: sentences without an end.
+
+    Raises:
+        ServerError: it cannot be used.
+    """
+    # With a client of its own: a connection that idles while the model loads may be cut meanwhile.
+    redis = server.client()
+    try:
+        await redis.ping()
+        memory = await read_memory(redis)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+    doubts = (await read_doubt(server), memory and memory.doubt())
+    return [doubt for doubt in doubts if doubt]
 
 
 def _told(reply: Any) -> dict[str, str]:
