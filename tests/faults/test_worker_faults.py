@@ -222,8 +222,10 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     ids = np.array([1, 2], "<u4").tobytes()
     digest, jobs = digest_of(ids, ""), pool.keys.model("syn").jobs
-    fingerprint = worker._card.fingerprint
-    publish = worker._publisher.publish
+    serving = worker._serving
+    assert serving is not None
+    fingerprint = serving.card.fingerprint
+    publish = serving.publisher.publish
     overwritten: list[bool] = []
 
     async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
@@ -233,15 +235,15 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
             pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
 
             async def taken() -> bool:
-                return len(worker._held[digest].entries) == 2
+                return len(serving.held[digest].entries) == 2
 
             await until_async(taken, "the second entry is held")
 
-    worker._publisher.publish = slow_publish  # type: ignore[method-assign]
+    serving.publisher.publish = slow_publish  # type: ignore[method-assign]
     pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
 
     async def ended() -> bool:
-        return len(overwritten) == 2 and not worker._held
+        return len(overwritten) == 2 and not serving.held
 
     await until_async(ended, "both entries have ended")
     assert overwritten == [False, True]
@@ -263,7 +265,9 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     ready, go = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
-    publish, take = worker._publisher.publish, worker._intake.take
+    serving = worker._serving
+    assert serving is not None
+    publish, take = serving.publisher.publish, serving.intake.take
     asked: list[int] = []
 
     async def held_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
@@ -274,9 +278,9 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
         asked.append(count)
         return await take(count, block_ms)
 
-    worker._publisher.publish = held_publish  # type: ignore[method-assign]
-    worker._intake.take = noted_take  # type: ignore[method-assign]
-    jobs, fingerprint = pool.keys.model("syn").jobs, worker._card.fingerprint
+    serving.publisher.publish = held_publish  # type: ignore[method-assign]
+    serving.intake.take = noted_take  # type: ignore[method-assign]
+    jobs, fingerprint = pool.keys.model("syn").jobs, serving.card.fingerprint
     # Nearly all that may be unpublished: what is left is less than a batch.
     with pool.redis.pipeline(transaction=True) as pipe:
         for token in range(4 * batch - 2):
@@ -290,7 +294,7 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     go.set()
 
     async def ended() -> bool:
-        return not worker._held
+        return not serving.held
 
     await until_async(ended, "all have ended")
     worker.stop()

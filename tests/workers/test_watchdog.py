@@ -200,17 +200,19 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     backend = Breaking(SyntheticSettings(name="syn", vocab_size=V, max_batch=2))
     running = Running(pool, backend, limit_s=600)
     await running.ready()
-    publish = running.worker._publisher.publish
+    serving = running.worker._serving
+    assert serving is not None
+    publish = serving.publisher.publish
 
     async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
-            return running.worker._duty.broken is not None and not fetches
+            return running.worker._lifecycle.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more")
         await publish(block, wants, overwrite)
 
-    running.worker._publisher.publish = slow_publish  # type: ignore[method-assign]
+    serving.publisher.publish = slow_publish  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:
         asked = [asyncio.create_task(producer.logprobs([token])) for token in range(4)]
         with pytest.raises(WorkerError, match="the backend broke: MemoryError: no memory"):

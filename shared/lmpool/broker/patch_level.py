@@ -11,8 +11,8 @@ from redis.exceptions import RedisError
 
 from lmpool.broker.line import CommandLine
 from lmpool.broker.server import Server
-from lmpool.errors import LMPoolError
 from lmpool.broker.server_memory import read_memory
+from lmpool.errors import LMPoolError
 
 Version = tuple[int, int, int]
 

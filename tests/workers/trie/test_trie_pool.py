@@ -25,7 +25,7 @@ from lmpool.rows.connection import RowLink
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
-from lmpool.workers.queue import feeder
+from lmpool.workers import worker as worker_module
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
@@ -263,7 +263,7 @@ def _has_jobs(pool: Pool, count: int) -> Any:
 
 
 async def test_the_row_of_an_adapter_is_its_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder, "_BLOCK_MS", 20)
+    monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
     async with serving(pool, adapted(write_adapters(tmp_path))), trie_worker(pool), pool.producer("syn") as producer:
         trie = await producer.trie()
         told = answers_of(trie.structure)

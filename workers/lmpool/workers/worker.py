@@ -4,54 +4,165 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.backoff import delays
-from lmpool.broker import scripts
-from lmpool.broker.adapter_registry import AdapterRegistry
-from lmpool.broker.line import CommandLine, reply_timeout
-from lmpool.broker.patch_level import read_doubt
-from lmpool.broker.queue import read_queue
 from lmpool.broker.server import Server
-from lmpool.broker.server_memory import read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
-from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
-from lmpool.rows.cluster import rows_on
+from lmpool.protocol.model_info import ModelCard
 from lmpool.tasks import end_tasks
-from lmpool.workers.asked import Asked
+from lmpool.workers.assembly import Identity, Serving, assemble, check_before_loading
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
 from lmpool.workers.backend.engine_thread import Opened, Stepper
 from lmpool.workers.backend.watchdog import Watchdog
-from lmpool.workers.dispatch import Delivery
-from lmpool.workers.duty import Duty
-from lmpool.workers.held import Holdings
-from lmpool.workers.membership.adapter_sources import AdapterSources
-from lmpool.workers.membership.adapter_trials import AdapterTrials
-from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.membership.heartbeat import Presence, new_worker_id
+from lmpool.workers.membership.heartbeat import new_worker_id
 from lmpool.workers.membership.loading import Loading
 from lmpool.workers.metrics.counters import Figures
 from lmpool.workers.metrics.health import Health
 from lmpool.workers.metrics.meter import Meter
 from lmpool.workers.metrics.prometheus import Look
-from lmpool.workers.queue.consumer import Intake
-from lmpool.workers.queue.feeder import Feeder
-from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.unwanted import STALE_S, Unwanted
+from lmpool.workers.queue.unwanted import STALE_S
 from lmpool.workers.settings import WorkerSettings
-from lmpool.workers.trie.backend import warm_up
-from lmpool.workers.trie.inputs import Larder
 
 _log = logging.getLogger("lmpool.worker")
 
 _PUBLISHERS = 2
 _LEAVE_S = 10.0
+_BLOCK_MS = 500
+_GIVE_WAY_S = 0.001
+_UNPUBLISHED_BATCHES = 4
+
+
+class Lifecycle:
+    """Whether a worker goes on, and when its parts look again.
+
+    Attributes:
+        stopping: set when the worker is to take nothing more and to finish what it holds.
+        broken: why the backend is of no use any more, or None.
+    """
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self.broken: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take nothing more, and finish."""
+        self.stopping.set()
+        self.look_again()
+
+    def give_up(self, error: BaseException) -> None:
+        """The backend is of no use any more; the first reason counts. What is held stays so until it is handed back."""
+        self.broken = self.broken or error
+
+    def look_again(self) -> None:
+        """Something has changed that somebody may wait for."""
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something; not any longer once the backend is broken."""
+        while self.broken is None and not condition():
+            await self.change()
+
+    async def change(self, within_s: float | None = None) -> None:
+        """Wait until something changes, or until some seconds have passed."""
+        self._changed.clear()
+        if within_s is None:
+            await self._changed.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(within_s, self._changed.set)
+        await self._changed.wait()
+        timer.cancel()
+
+
+class FetchLoop:
+    """Brings jobs to the backend as long as it has room: new ones, and those of workers that fell silent.
+
+    Args:
+        worker: for what errors of its server mean, and to count them.
+        lifecycle: whether to go on.
+        serving: where jobs are taken, and where they go.
+    """
+
+    def __init__(self, worker: Identity, lifecycle: Lifecycle, serving: Serving) -> None:
+        self._server = worker.server
+        self._figures = worker.figures
+        self._lifecycle = lifecycle
+        self._held = serving.held
+        self._stepper = serving.stepper
+        self._intake = serving.intake
+        self._delivery = serving.delivery
+        # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
+        self._taking = asyncio.Lock()
+
+    async def fetch(self) -> None:
+        """Take jobs whenever the backend has room, until the worker stops: a batch when it is idle, the next one while
+        it computes.
+        """
+        waits, lifecycle = delays(), self._lifecycle
+        while not lifecycle.stopping.is_set():
+            await lifecycle.until(lambda: lifecycle.stopping.is_set() or self._room_for_new() > 0)
+            if lifecycle.stopping.is_set():
+                return
+            try:
+                async with self._taking:
+                    # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
+                    if lifecycle.stopping.is_set() or (room := self._room_for_new()) <= 0:
+                        continue
+                    taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
+                    was_idle = not self._held
+                    await self._delivery.accept(taken)
+            except (RedisError, OSError, LMPoolError) as error:
+                self._figures.server_errors += 1
+                _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
+                await asyncio.sleep(next(waits))
+                continue
+            waits = delays()
+            if was_idle and self._held:
+                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
+                await lifecycle.change(_GIVE_WAY_S)
+
+    async def claim(self) -> None:
+        """Take over jobs of silent workers, as long as there are some and this one has room.
+
+        Raises:
+            RedisError, OSError, LMPoolError: the server cannot be used.
+        """
+        lifecycle = self._lifecycle
+        async with self._taking:
+            alone, looks = False, 0
+            while not lifecycle.stopping.is_set() and (self._room() > 0 or alone):
+                count = max(1, min(self._room(), self._stepper.batch))
+                claimed = await self._intake.claim(count, self._held.all_entries())
+                self._figures.claimed += len(claimed.taken)
+                if claimed.taken:
+                    _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
+                elif not claimed.alone and looks >= claimed.further:
+                    break
+                looks += 1
+                await self._delivery.accept(claimed.taken)
+                alone = claimed.alone
+                if alone:
+                    # What may have killed the others runs with nothing else in this worker: until it has
+                    # ended, nothing can be fetched.
+                    await lifecycle.until(lambda: not self._held)
+
+    def _room(self) -> int:
+        """How many prompts may be held more."""
+        if self._lifecycle.broken is not None:
+            return 0
+        return min(self._stepper.room, self._free())
+
+    def _room_for_new(self) -> int:
+        # None for a part of a batch: it would be published as a part, and the room that it leaves be one again.
+        return self._room() if self._free() >= self._stepper.batch else 0
+
+    def _free(self) -> int:
+        return _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held)
 
 
 class Worker:
@@ -72,16 +183,14 @@ class Worker:
         self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._sources = AdapterSources.of(self._settings)
-        self._duty = Duty()
-        self._is_refused = False
-        self._held = Holdings()
-        self._finished: asyncio.Queue[Finished] = asyncio.Queue()
-        self.is_hung = False
         self._figures = Figures()
         self._meter = Meter(self._figures)
+        self._lifecycle = Lifecycle()
+        self._finished: asyncio.Queue[Finished] = asyncio.Queue()
+        self._serving: Serving | None = None
+        self._is_refused = False
+        self.is_hung = False
         self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
-        self._stats: Callable[[], BackendStats] = BackendStats
 
     @property
     def worker_id(self) -> str:
@@ -90,16 +199,20 @@ class Worker:
 
     def look(self) -> Look:
         """What the worker is and has done, for metrics; from any thread."""
-        is_ready = not self.health.why_not_ready()
-        silent_s, held = self.health.silent_s, len(self._held)
-        return Look(self._backend.served_as, self._id, is_ready, held, silent_s, self._stats(), self._figures)
+        is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
+        serving = self._serving
+        stats = BackendStats() if serving is None else serving.stepper.stats
+        return Look(self._backend.served_as, self._id, is_ready, self._count_held(), silent_s, stats, self._figures)
+
+    def _count_held(self) -> int:
+        return 0 if self._serving is None else len(self._serving.held)
 
     def stop(self) -> None:
         """Drain: take nothing more, finish and publish what is held, then return from `run`."""
-        if not self._duty.stopping.is_set():
-            _log.info("stopping: %d prompts to finish", len(self._held))
+        if not self._lifecycle.stopping.is_set():
+            _log.info("stopping: %d prompts to finish", self._count_held())
         self.health.state = "draining"
-        self._duty.stop()
+        self._lifecycle.stop()
 
     async def run(
         self,
@@ -120,140 +233,89 @@ class Worker:
             ServerError: the server cannot be used at the start; later the worker waits for it instead.
             WorkerError: the backend broke, or hangs: see `is_hung`.
         """
-        await self._check_server()
-        for source in getattr(self._backend, "adapter_folders", {}).values():
-            self._sources.place(source, is_own=True)
+        await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        self._stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
+        stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
-                opened = await self._stepper.start()
+                opened = await stepper.start()
             guarded.enter_context(guard)
-            async with Watchdog(self._stepper, self._settings.step_timeout_s, self._hang):
-                await self._run(opened, on_ready)
+            async with Watchdog(stepper, self._settings.step_timeout_s, partial(self._hang, stepper)):
+                await self._run(stepper, opened, on_ready)
         finally:
             with guarded:
-                await self._stepper.close(self._settings.step_timeout_s)
-            self.is_hung = self._stepper.is_hung
+                await stepper.close(self._settings.step_timeout_s)
+            self.is_hung = stepper.is_hung
             self.health.end()
 
-    async def _check_server(self) -> None:
-        """A wrong address or password must not cost the loading of a model first."""
-        # With a client of its own: a connection that idles while the model loads may be cut meanwhile.
-        redis = self._server.client()
-        try:
-            await redis.ping()
-            memory = await read_memory(redis)
-        except (RedisError, OSError) as error:
-            raise self._server.explain(error) from error
-        finally:
-            await redis.aclose()
-        for doubt in (await read_doubt(self._server), memory and memory.doubt()):
-            if doubt:
-                _log.warning("%s", doubt)
-
-    async def _run(self, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
+    async def _run(self, stepper: Stepper, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
         """Join the model, serve it until `stop`, and leave it."""
-        settings = self._settings
-        if opened.card.is_trie != (opened.card.backend == "trie"):
-            raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: serve the model under another name")
-        if settings.with_trie:
-            await asyncio.to_thread(warm_up, opened.device)
-        self._card = card = replace(
-            opened.card,
-            lease_s=settings.lease_s,
-            queue_limit=settings.queue_limit,
-            row_ttl_s=settings.row_ttl_s,
-            vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
-            answers_tries=settings.with_trie,
-        )
-        keys = Keys(settings.prefix)
-        self._keys = keys.model(card.name)
-        # Half a lease: a renewal whose reply does not come is sent again before the lease has passed.
-        self._redis = self._server.client(reply_timeout_s=reply_timeout(card.lease_s / 2))
-        reader = CommandLine(self._server, self._keys.jobs)
-        reader.reply_timeout_s = reply_timeout(card.lease_s)
-        rows = rows_on(self._server, keys, card)
-        unwanted = Unwanted(self._redis, self._keys, self._figures)
-        self._intake = Intake(
-            self._redis, reader, self._keys, card, self._id, settings.max_deliveries, unwanted, self._figures
-        )
-        self._publisher = Publisher(self._server, rows, self._keys, card.fingerprint, self._id, unwanted, self._figures)
-        self._presence = Presence(self._redis, keys, card, self._id, opened.batch, opened.vocabulary)
-        registry = AdapterRegistry(self._redis, self._keys, card.fingerprint)
-        trials = AdapterTrials(self._redis, keys, card.name, self._id, settings)
-        self._adapters = AdapterKeeper(
-            registry, self._stepper, opened.adapters, self._sources, trials, self._beat, self._presence.others
-        )
-        self._larder = Larder(self._server, keys, opened.device, settings, self._figures)
-        asked = Asked(self._larder, self._publisher, card)
-        self._delivery = Delivery(self._held, self._stepper, self._publisher, self._larder, asked, card, self._adapters)
-        self._feeder = Feeder(
-            self._server, self._duty, self._held, self._stepper, self._intake, self._delivery, self._figures
-        )
+
+        async def show() -> None:
+            await self._beat(serving)
+
+        worker = Identity(self._server, self._settings, self._id, self._figures)
+        serving = self._serving = await assemble(worker, stepper, opened, show)
         try:
-            await self._join()
-            self._show_ready()
+            await self._join(serving)
+            self._show_ready(stepper)
             if on_ready is not None:
-                on_ready(card)
-            await self._serve()
-            await self._leave("")
+                on_ready(serving.card)
+            await self._serve(serving, FetchLoop(worker, self._lifecycle, serving))
+            await self._leave(serving, "")
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
-            await self._leave(_reason(self._duty.broken or error))
+            await self._leave(serving, _reason(self._lifecycle.broken or error))
             raise
         except LMPoolError:
             raise  # Some are OSErrors too.
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
-            rows.close()
-            self._larder.close()
-            reader.close()
-            await self._redis.aclose()
+            await serving.close()
 
-    async def _join(self) -> None:
-        await self._intake.ensure_group()
-        await self._presence.join(self._counters())
-        if not self._card.is_trie:
-            await self._adapters.start()
+    async def _join(self, serving: Serving) -> None:
+        await serving.intake.ensure_group()
+        await serving.presence.join(self._counters(serving))
+        if not serving.card.is_trie:
+            await serving.adapters.start()
 
-    def _show_ready(self) -> None:
-        self._stats = lambda: self._stepper.stats
-        self.health.watch(lambda: self._stepper.stepping_since)
+    def _show_ready(self, stepper: Stepper) -> None:
+        self.health.watch(lambda: stepper.stepping_since)
         self.health.answered()
-        if not self._duty.stopping.is_set():
+        if not self._lifecycle.stopping.is_set():
             self.health.state = "ready"
 
-    async def _leave(self, reason: str) -> None:
+    async def _leave(self, serving: Serving, reason: str) -> None:
         """Deregister; give what is still held to others, with the reason why this worker ends."""
         try:
             # After a lease others take it all by themselves.
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
-                if handed := await self._intake.hand_back(reason):
+                if handed := await serving.intake.hand_back(reason):
                     _log.info("handed %d prompts back: other workers take them over", handed)
-                await self._adapters.leave(is_broken=self._duty.broken is not None)
-                await self._presence.leave(for_good=self._duty.broken is None)
+                await serving.adapters.leave(is_broken=self._lifecycle.broken is not None)
+                await serving.presence.leave(for_good=self._lifecycle.broken is None)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: what stays there expires or is swept.
             _log.warning("cannot deregister: %s", self._server.explain(error))
 
-    async def _serve(self) -> None:
+    async def _serve(self, serving: Serving, loop: FetchLoop) -> None:
         """Run all parts until the worker is told to stop and holds nothing any more."""
-        fetching = asyncio.create_task(self._feeder.fetch(), name="fetch")
-        draining = asyncio.create_task(self._drain(fetching), name="drain")
+        lease_s, every = self._settings.lease_s, partial(self._every, serving)
+        fetching = asyncio.create_task(loop.fetch(), name="fetch")
+        draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
         parts = [
             asyncio.create_task(part, name=name)
             for name, part in [
-                *((f"publish-{i}", self._publish_all()) for i in range(_PUBLISHERS)),
-                ("supply", self._delivery.supply(self._duty.look_again)),
-                *([] if self._card.is_trie else [("adapters", self._adapters.run())]),
-                ("heartbeat", self._every(self._settings.heartbeat_s, self._beat)),
-                ("farewell", self._say_draining()),
-                ("leases", self._every(self._settings.lease_s / 3, self._renew)),
-                ("claims", self._every(self._settings.lease_s / 3, self._claim)),
-                ("unwanted", self._every(STALE_S, self._let_go)),
-                ("log", self._every(self._settings.log_every_s, self._log_counters)),
+                *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
+                ("supply", serving.delivery.supply(self._lifecycle.look_again)),
+                *([] if serving.card.is_trie else [("adapters", serving.adapters.run())]),
+                ("heartbeat", every(self._settings.heartbeat_s, partial(self._beat, serving))),
+                ("farewell", self._say_draining(serving)),
+                ("leases", every(lease_s / 3, partial(self._renew, serving))),
+                ("claims", every(lease_s / 3, partial(self._claim, serving, loop))),
+                ("unwanted", every(STALE_S, partial(self._let_go, serving))),
+                ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
             ]
         ]
         pending = {fetching, draining, *parts}
@@ -265,69 +327,66 @@ class Worker:
                     task.result()
         finally:
             await end_tasks([fetching, draining, *parts])
-        if self._duty.broken is not None:
-            what = "" if self._stepper.is_hung else "the backend broke: "
-            raise WorkerError(f"{what}{_reason(self._duty.broken)}") from self._duty.broken
+        if self._lifecycle.broken is not None:
+            what = "" if serving.stepper.is_hung else "the backend broke: "
+            raise WorkerError(f"{what}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
-    async def _drain(self, fetching: asyncio.Task[None]) -> None:
+    async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
 
         The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
         is held here. The backend gets the time that it needs.
         """
-        await self._duty.stopping.wait()
+        held, stepper = serving.held, serving.stepper
+        await self._lifecycle.stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
-        if self._duty.broken is not None:
+        if self._lifecycle.broken is not None:
             patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
-        await self._duty.until(lambda: not self._held or not self._stepper.is_busy)
+        await self._lifecycle.until(lambda: not held or not stepper.is_busy)
         try:
             async with asyncio.timeout(patience):
-                await self._duty.until(lambda: not self._held)
-                if self._duty.broken is not None:
+                await self._lifecycle.until(lambda: not held)
+                if self._lifecycle.broken is not None:
                     await self._finished.join()  # What was computed before is published.
         except TimeoutError:
-            if self._duty.broken is None:
+            if self._lifecycle.broken is None:
                 raise ServerError(
-                    f"{len(self._held)} prompts could not be published within {patience:g} s: "
+                    f"{len(held)} prompts could not be published within {patience:g} s: "
                     "they are left to other workers, which take them over after a lease at the latest"
                 ) from None
 
-    async def _publish_all(self) -> None:
+    async def _publish_all(self, serving: Serving) -> None:
         while True:
-            await self._delivery.publish(await self._finished.get(), self._id)
+            await serving.delivery.publish(await self._finished.get(), self._id)
             self._finished.task_done()
-            self._duty.look_again()
+            self._lifecycle.look_again()
 
-    async def _renew(self) -> None:
-        entries = self._held.all_entries()
-        for at in range(0, len(entries), scripts.MOST_AT_ONCE):
-            part = entries[at : at + scripts.MOST_AT_ONCE]
-            await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._id, *part])
+    async def _renew(self, serving: Serving) -> None:
+        await serving.intake.renew(serving.held.all_entries())
 
-    async def _claim(self) -> None:
-        await self._feeder.claim()
-        await self._presence.sweep()
+    async def _claim(self, serving: Serving, loop: FetchLoop) -> None:
+        await loop.claim()
+        await serving.presence.sweep()
 
-    async def _let_go(self) -> None:
-        if await self._delivery.let_go():
-            self._duty.look_again()
+    async def _let_go(self, serving: Serving) -> None:
+        if await serving.delivery.let_go():
+            self._lifecycle.look_again()
 
-    async def _beat(self) -> None:
+    async def _beat(self, serving: Serving) -> None:
         try:
-            await self._show()
-            await self._intake.keep_queue()
-            asked_at = time.time()
-            self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
+            await self._show(serving)
+            await serving.intake.keep_queue()
+            await serving.intake.measure()
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self._server.explain(error))
             raise
         self.health.answered()
 
-    async def _show(self) -> None:
+    async def _show(self, serving: Serving) -> None:
         """Write the heartbeat; say once if the server refuses it, which need not be the first of its troubles."""
         try:
-            await self._presence.beat(self._counters())
+            await serving.presence.beat(self._counters(serving))
         except ResponseError as error:
             if not self._is_refused:
                 text = str(self._server.explain(error))
@@ -336,55 +395,55 @@ class Worker:
             raise
         self._is_refused = False
 
-    async def _say_draining(self) -> None:
+    async def _say_draining(self, serving: Serving) -> None:
         """Show at once that the worker drains, not with the next heartbeat only."""
-        await self._duty.stopping.wait()
+        await self._lifecycle.stopping.wait()
         try:
-            await self._beat()
+            await self._beat(serving)
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
 
-    def _counters(self) -> dict[str, str | int | float]:
-        stats = self._stepper.stats
+    def _counters(self, serving: Serving) -> dict[str, str | int | float]:
+        stats = serving.stepper.stats
         return {
-            "state": "draining" if self._duty.stopping.is_set() else "ready",
-            "held": len(self._held),
-            "failures": self._delivery.failures,
+            "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
+            "held": len(serving.held),
+            "failures": serving.delivery.failures,
             **self._meter.lately(stats),
-            **({} if self._card.is_trie else self._adapters.shown()),
+            **({} if serving.card.is_trie else serving.adapters.shown()),
             **stats._asdict(),
         }
 
-    async def _log_counters(self) -> None:
-        line = self._meter.describe(self._stepper.stats)
-        _log.info("%s, %d held, %d failures", line, len(self._held), self._delivery.failures)
+    async def _log_counters(self, serving: Serving) -> None:
+        line = self._meter.describe(serving.stepper.stats)
+        _log.info("%s, %d held, %d failures", line, len(serving.held), serving.delivery.failures)
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)
-        self._duty.look_again()  # The backend has room again.
+        self._lifecycle.look_again()  # The backend has room again.
 
     def _break(self, error: BaseException) -> None:
         """Begin to end, for the backend is of no use any more."""
         _log.error("the backend broke", exc_info=error)
-        self._duty.give_up(error)
+        self._lifecycle.give_up(error)
         self.health.broken = str(error) or type(error).__name__
         self.stop()
 
-    def _hang(self, error: WorkerError) -> None:
-        _log.error("%s; its thread is at\n%s", error, self._stepper.stack())
-        self._stepper.abandon(error)
-        self._duty.give_up(error)
+    def _hang(self, stepper: Stepper, error: WorkerError) -> None:
+        _log.error("%s; its thread is at\n%s", error, stepper.stack())
+        stepper.abandon(error)
+        self._lifecycle.give_up(error)
         self.health.broken = str(error)
         self.stop()
 
-    async def _every(self, seconds: float, action: Callable[[], object]) -> None:
+    async def _every(self, serving: Serving, seconds: float, action: Callable[[], Awaitable[object]]) -> None:
         """Repeat an action; one that the server did not answer soon again."""
         waits = delays()
         pause = seconds
         while True:
             await asyncio.sleep(pause)
             try:
-                await action()  # type: ignore[misc]
+                await action()
                 waits = delays()
                 pause = seconds
             except ModelMismatch:
@@ -392,7 +451,7 @@ class Worker:
             except (RedisError, OSError, LMPoolError) as error:
                 self._figures.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
-                await self._server.reconnect(self._redis, error)
+                await self._server.reconnect(serving.redis, error)
                 pause = min(seconds, next(waits))
 
 

@@ -34,9 +34,9 @@ from lmpool.protocol.job import Failure, Job, unpack_failure
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.synthetic import synthetic_row
+from lmpool.workers import worker as worker_module
 from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.queue import feeder
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, until
@@ -68,7 +68,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that waits for prompts hears of its end only between two reads."""
-    monkeypatch.setattr(feeder, "_BLOCK_MS", 20)
+    monkeypatch.setattr(worker_module, "_BLOCK_MS", 20)
 
 
 async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -274,6 +274,12 @@ def backend(tiny: Tiny) -> SteppedBackend:
     return SteppedBackend(HfSettings(str(tiny.folder("llama")), "tiny", device="cpu", chunked_prefill_size=8))
 
 
+def owed_by(worker: Worker) -> Set[bytes]:
+    """The prompts that its backend has not answered yet."""
+    assert worker._serving is not None
+    return worker._serving.stepper.owed
+
+
 async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one_is_computed(
     pool: Pool, tiny: Tiny, backend: SteppedBackend
 ) -> None:
@@ -283,7 +289,7 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         second = asyncio.create_task(another.logprobs(short))
-        await until_true(lambda: len(worker._stepper.owed) == 2, "the backend is given the short prompt")
+        await until_true(lambda: len(owed_by(worker)) == 2, "the backend is given the short prompt")
         # One step may have begun before; the next one is the short prompt's.
         backend.let(2)
         rows: dict[tuple[int, ...], Any] = {short: await second}
@@ -303,9 +309,9 @@ async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunk
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         first.cancel()
-        await until_true(lambda: not worker._stepper.owed, "the worker sees that nobody waits")
+        await until_true(lambda: not owed_by(worker), "the worker sees that nobody waits")
         second = asyncio.create_task(another.logprobs((1, 2, 3)))
-        await until_true(lambda: len(worker._stepper.owed) == 1, "the backend is given another prompt")
+        await until_true(lambda: len(owed_by(worker)) == 1, "the backend is given another prompt")
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
@@ -12,6 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.line import CommandLine
+from lmpool.broker.queue import read_queue
 from lmpool.broker.streams import Fields, stream_entries
 from lmpool.errors import (
     InvalidPrompt,
@@ -144,6 +145,11 @@ class Intake:
                 dropped,
             )
 
+    async def measure(self) -> None:
+        """Tell the figures how long the queue is."""
+        asked_at = time.time()
+        self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
+
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
 
@@ -235,6 +241,12 @@ class Intake:
         if reason is None:
             return "its workers died or hung while they held it"
         return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
+
+    async def renew(self, entries: Sequence[bytes]) -> None:
+        """Keep the leases of entries that this worker holds."""
+        for at in range(0, len(entries), scripts.MOST_AT_ONCE):
+            part = entries[at : at + scripts.MOST_AT_ONCE]
+            await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
     async def hand_back(self, reason: str) -> int:
         """Give all that this worker still holds to others at once; returns how many jobs that were.
