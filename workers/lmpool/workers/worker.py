@@ -15,7 +15,6 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelCard
 from lmpool.tasks import end_tasks
-from lmpool.workers.assembly import Identity, Serving, assemble, check_before_loading
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
 from lmpool.workers.backend.engine_thread import Opened, Stepper
 from lmpool.workers.backend.watchdog import Watchdog
@@ -26,6 +25,7 @@ from lmpool.workers.metrics.health import Health
 from lmpool.workers.metrics.meter import Meter
 from lmpool.workers.metrics.prometheus import Look
 from lmpool.workers.queue.unwanted import STALE_S
+from lmpool.workers.serving import Identity, Serving, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
