@@ -22,9 +22,9 @@ from redis.asyncio import Redis
 from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
 from lmpool.broker import scripts
-from lmpool.broker.adapter_registry import AdapterRegistry
-from lmpool.broker.line import CommandLine
-from lmpool.broker.queue import read_queue
+from lmpool.broker.connection import CommandLine
+from lmpool.broker.readers import read_queue
+from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer.client.discovery import Lobby
@@ -32,8 +32,7 @@ from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelCard
 from lmpool.workers.membership.heartbeat import Presence
 from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.consumer import Intake
-from lmpool.workers.queue.unwanted import Unwanted
+from lmpool.workers.queue.consumer import Intake, Unwanted
 from lmpool.workers.settings import WorkerSettings
 
 _KEYS = Keys()

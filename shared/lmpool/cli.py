@@ -1,22 +1,68 @@
-"""The `lmpool` command: assembled from the parts that are installed, errors as one line and exit code 2."""
+"""The `lmpool` command: assembled from the parts that are installed, errors as one line and exit code 2.
+
+Names and reasons that it prints come from a server that others write to: a terminal shows them, no more.
+
+`main_as_child` is the same command as a child that ends with its parent: the parent holds the other end of its
+standard input and writes nothing. However the parent ends, the kernel closes that end, and the child ends at once with
+everything that it has started.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
+import shutil
+import signal
 import sys
+import threading
 import traceback
 from functools import cache
 from importlib.metadata import entry_points, version
 from typing import Annotated, Any, cast
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from lmpool.errors import LMPoolError, SettingsError
-from lmpool.printable import LogFormatter
-from lmpool.terminal import say
-from lmpool.trie.kernels.cores import set_openmp_defaults
+from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json
+from lmpool.settings import set_openmp_defaults
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print one line.
+
+    Args:
+        text: what to say.
+        err: on standard error.
+    """
+    typer.echo(printable(text), err=err)
+
+
+def say_json(value: Any) -> None:
+    """Print a value as one line of JSON, in ASCII."""
+    typer.echo(to_json(value))
+
+
+# Wider than any table.
+_WHOLE = 1_000_000
+
+
+class Terminal(Console):
+    """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain."""
+
+    def __init__(self) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False)
+        # With FORCE_COLOR in its environment rich sees a terminal, whose width COLUMNS tells.
+        is_told = self.is_terminal and "COLUMNS" in os.environ
+        if not is_told and not self.file.isatty():
+            self.width = _WHOLE
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text that a string becomes; every string in what is printed comes through here."""
+        return super().render_str(printable(text), **options)
+
 
 _GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
@@ -133,3 +179,32 @@ def _with_option(text: str) -> str:
     option = _options().get(name, "")
     is_given = bool(option) and any(word.partition("=")[0] == option for word in sys.argv)
     return f"{option}{colon}{rest}" if is_given else text
+
+
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
+"""The program of the child, for `python -c`."""
+
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
+"""Names a folder that is removed when the parent ends without having ended this process."""
+
+_STDIN = 0
+
+
+def main_as_child() -> None:
+    """Run the command line in a session of its own."""
+    with contextlib.suppress(PermissionError):  # It has one already.
+        os.setsid()
+    threading.Thread(
+        target=_end_with_parent, args=(os.environ.pop(FOLDER_VARIABLE, ""),), name="lmpool-parent", daemon=True
+    ).start()
+    sys.argv[0] = "lmpool"  # What its messages say.
+    main()
+
+
+def _end_with_parent(folder: str) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(_STDIN, 1024):
+            pass
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)

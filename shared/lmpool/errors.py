@@ -34,9 +34,44 @@
     └── ProtocolError (ValueError)      a message or row does not decode
 
 Messages name the offending value, the limit and what to do.
+
+Messages may quote what somebody else has written: `printable` makes it fit to be shown.
 """
 
-from lmpool.printable import printable
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""A text with an escape, such as `\x1b` or `\u202e`, for each character that is not seen.
+
+    Those are control characters, line breaks, what changes the direction of a text, spaces but for " ", surrogates.
+
+    Args:
+        text: any text.
+        keep: characters that stay as they are all the same.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii") for char in text
+    )
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """A value as JSON in ASCII, as `json.dumps` makes it; no control character is left in it."""
+    return json.dumps(value, **options).replace("\x7f", r"\u007f")
+
+
+class LogFormatter(logging.Formatter):
+    """Formats entries whose first line alone begins at the margin: no text in one passes for an entry of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The entry, with its traceback if it has one."""
+        return printable(super().format(record), keep="\n").replace("\n", "\n  ")
 
 
 class LMPoolError(Exception):

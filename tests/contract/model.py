@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lmpool.trie.kernels import vector_math
+from lmpool.trie.kernels import torch_device
 
 Row = NDArray[np.float32]
 
@@ -74,7 +74,7 @@ def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
 
 @cache
 def _reference(ids: tuple[int, ...], adapter: str) -> Row:
-    vector_math.settle()
+    torch_device.settle()
     with torch.inference_mode():
         logits = _model(adapter)(torch.tensor([ids])).logits[0, -1]
         row: Row = torch.log_softmax(logits.float(), -1).numpy()

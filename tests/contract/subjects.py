@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import Backend
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command

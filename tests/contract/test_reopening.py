@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lmpool.protocol.row import Encoding, RowBlock
-from lmpool.trie.kernels import vector_math
+from lmpool.trie.kernels import torch_device
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject
@@ -69,6 +69,6 @@ def test_no_model_is_loaded_before_vector_functions_are_settled(
     def settle() -> None:
         raise Settled
 
-    monkeypatch.setattr(vector_math, "settle", settle)
+    monkeypatch.setattr(torch_device, "settle", settle)
     with pytest.raises(Settled), narrow:
         pass

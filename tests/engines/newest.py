@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 
 from lmpool.cli import main
-from lmpool.workers.backends.sglang import settings as sglang
-from lmpool.workers.backends.vllm import settings as vllm
+from lmpool.workers.backends import settings
 
 WANTED = os.environ.get("LMPOOL_TEST_NEWEST") == "1"
 
@@ -17,7 +16,7 @@ WANTED = os.environ.get("LMPOOL_TEST_NEWEST") == "1"
 def accept() -> None:
     """Have the backends take every newer version of their engines, in a run that is about these."""
     if WANTED:
-        vllm.BELOW, sglang.BELOW = (1_000_000, 0), (1_000_000, 0, 0)
+        settings.VLLM_BELOW, settings.SGLANG_BELOW = (1_000_000, 0), (1_000_000, 0, 0)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.checkpoint import checkpoint_revision
-from lmpool.workers.backends.sglang import options
-from lmpool.workers.backends.sglang.settings import SglangSettings
+from lmpool.workers.backends.settings import SglangSettings
+from lmpool.workers.backends.sglang import launch
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model
 from tests.contract.subjects import KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, Subject
@@ -269,7 +269,7 @@ def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> 
         scheduler = scheduler_of(one.backend)
         assert (one.backend.batch, one.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
-        assert one.backend.card.max_prompt_tokens == 100 - options.RESERVED_TOKENS
+        assert one.backend.card.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
         prompts = [prompt(draw, 80) for _ in range(5)]
         one.check(prompts, one.ask(prompts))
 
@@ -291,7 +291,7 @@ def test_kv_cache_bytes_are_what_keys_and_values_take(folder: Path) -> None:
 
 def known() -> dict[str, bool]:
     """SGLang's options."""
-    names: dict[str, bool] = import_module("lmpool.workers.backends.sglang.scheduler").known_options()
+    names: dict[str, bool] = import_module("lmpool.workers.backends.sglang.engine").known_options()
     return names
 
 
@@ -313,13 +313,13 @@ def known() -> dict[str, bool]:
 )
 def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        options.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
+        launch.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
     assert message in str(caught.value)
 
 
 def test_other_options_are_handed_on() -> None:
     given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
-    assert options.user_options(SglangSettings("m", engine_args=given), known(), "") == {
+    assert launch.user_options(SglangSettings("m", engine_args=given), known(), "") == {
         "tp_size": 1,
         "page_size": 16,
         "schedule_policy": "lpm",
@@ -329,12 +329,12 @@ def test_other_options_are_handed_on() -> None:
 
 def test_every_option_that_we_refuse_or_know_to_be_harmless_is_one_of_sglangs() -> None:
     # Some came with later releases than the first that is supported.
-    assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
+    assert {*launch._REFUSED, *launch._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 
 def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
-    assert options.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    assert launch.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
         with opened(folder, engine_args=engine_args) as one:
@@ -345,7 +345,7 @@ def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None
 def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     def tokens(memory: int | None, device: str = "cuda", **given: Any) -> int | None:
         told = {"device": device, "dtype": "bfloat16", **given}
-        return options.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
+        return launch.kv_tokens(SglangSettings("m", kv_cache_bytes=memory), told, 100)
 
     assert tokens(20_000) == 100
     assert tokens(20_000, dtype="float32") == 50
@@ -353,9 +353,9 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
     assert tokens(None) is None
     assert tokens(None, device="cpu") == (1 << 30) // 200
     no_attention: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
-    assert options.kv_tokens(SglangSettings("m"), no_attention, 0) is None
+    assert launch.kv_tokens(SglangSettings("m"), no_attention, 0) is None
     with pytest.raises(SettingsError, match="kv_cache_bytes: this model keeps no keys and values"):
-        options.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
+        launch.kv_tokens(SglangSettings("m", kv_cache_bytes=10_000), no_attention, 0)
     with pytest.raises(SettingsError, match="kv_cache_bytes: 1400 is too little: the keys and values of a token"):
         tokens(1400)
 
@@ -479,7 +479,7 @@ from sglang.srt.managers import load_snapshot
 path_of = load_snapshot.shm_path_for
 load_snapshot.shm_path_for = lambda name: shared.append(path_of(name)) or shared[-1]
 settings = json.loads(sys.argv[1])
-from lmpool.workers.backends.sglang.settings import SglangSettings
+from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backend.contract import BackendJob
 backend = SglangSettings(**settings).open()
 backend.submit([BackendJob(bytes(16), bytes(40))])

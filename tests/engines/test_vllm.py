@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
-from lmpool.workers.backends.vllm import arguments
+from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
 from tests.contract.model import MAX_TOKENS, V, reference_row
@@ -346,10 +346,10 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
 ) -> None:
     (tmp_path / "engine.toml").write_text("block_size = 16\nmax_num_seqs = 20\nhf_overrides = {rope_theta = 5.0}\n")
     asked = settings(model_folder, engine_args=[str(tmp_path / "engine.toml"), "seed=3 max_num_seqs=24"])
-    given = arguments.user_arguments(asked)
-    made = arguments.engine_arguments(asked, model_folder, {}, given)
+    given = engine.user_arguments(asked)
+    made = engine.engine_arguments(asked, model_folder, {}, given)
     assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
-    assert arguments.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
+    assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 
 
 def test_of_several_rows_for_one_prompt_the_last_counts(backend: VllmBackend) -> None:

@@ -14,7 +14,7 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import NoWorker, WorkerError
 from lmpool.producer import Producer, SyncProducer
-from lmpool.producer.client import crew
+from lmpool.producer.client import discovery
 from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -154,7 +154,7 @@ async def test_requests_wait_for_a_worker_that_is_loading(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the only worker of a large model has been killed, and a supervisor has started it again."""
-    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     loads = tmp_path / "loads"
 
     def command() -> list[str]:

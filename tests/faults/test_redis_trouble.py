@@ -20,14 +20,13 @@ import redis
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.broker import line
-from lmpool.broker.line import CommandLine
-from lmpool.broker.link import Argument
+from lmpool.broker import connection
+from lmpool.broker.connection import Argument, CommandLine
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, NoWorker
 from lmpool.producer import Producer
-from lmpool.producer.client import crew, session
+from lmpool.producer.client import discovery, session
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cluster import rows_on
@@ -238,7 +237,7 @@ async def test_a_request_into_a_black_hole_ends_with_its_deadline(
 ) -> None:
     await start(far_pool)
     for limit in ("_LEAST_REPLY_TIMEOUT_S", "_MOST_REPLY_TIMEOUT_S"):
-        monkeypatch.setattr(line, limit, 3600.0)  # No connection is given up sooner.
+        monkeypatch.setattr(connection, limit, 3600.0)  # No connection is given up sooner.
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
         proxy.stall()
@@ -462,10 +461,10 @@ def test_what_a_server_refuses_for_now_is_told_from_what_stays(text: str, is_not
 async def test_workers_that_could_not_be_looked_for_are_not_missed(
     own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
-    look, seen = crew.Crew.look, list[int]()
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
+    look, seen = discovery.Crew.look, list[int]()
 
-    async def noted(self: crew.Crew, now: float) -> NoWorker | None:
+    async def noted(self: discovery.Crew, now: float) -> NoWorker | None:
         end = await look(self, now)
         seen.append(self._count)
         return end
@@ -473,7 +472,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
     async def nobody_is_seen() -> bool:
         return seen[-1:] == [0]
 
-    monkeypatch.setattr(crew.Crew, "look", noted)
+    monkeypatch.setattr(discovery.Crew, "look", noted)
     pool = Pool(own_server.url, "unseen", tmp_path)
     try:
         gate = gate_of(pool)
@@ -489,7 +488,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
             seen.clear()
             os.kill(own_server.pid, signal.SIGCONT)
             await until_async(nobody_is_seen, "the producer has looked again")
-            monkeypatch.setattr(crew, "_RESTART_S", DEADLINE_S)  # From here on the worker may take its time.
+            monkeypatch.setattr(discovery, "_RESTART_S", DEADLINE_S)  # From here on the worker may take its time.
             gate.open()
             worker.signal(signal.SIGCONT)
             await asked

@@ -24,9 +24,8 @@ from lmpool.protocol.row import Block
 from lmpool.workers.backend.contract import Backend, BackendJob, Finished
 from lmpool.workers.backend.engine_thread import Stepper
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.held import Asks
 from lmpool.workers.membership.heartbeat import Presence, new_worker_id
-from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queue.consumer import Asks, Taken
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving

@@ -17,7 +17,7 @@ import torch
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, SettingsError
 from lmpool.producer import deadline
-from lmpool.producer.client import crew, session
+from lmpool.producer.client import discovery, session
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from tests.genlm.small import SIZE, expected
 from tests.support.gate import Gate
@@ -56,7 +56,7 @@ def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who could answer is missed soon."""
-    monkeypatch.setattr(crew, "_RESTART_S", 0.1)
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.1)
     monkeypatch.setattr(session, "ALONE_S", 3.0)
     monkeypatch.setattr(deadline, "ALONE_S", 3.0)
 

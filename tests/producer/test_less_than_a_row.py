@@ -27,7 +27,7 @@ from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import digest_of, encode_prompt
-from lmpool.protocol.sampling import Sampling, sample, top
+from lmpool.protocol.query import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings

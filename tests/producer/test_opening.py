@@ -17,13 +17,12 @@ import pytest
 import redis
 
 import lmpool.testing
-from lmpool.embedded import EmbeddedServer
+from lmpool.embedded import EmbeddedServer, socket_url
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer
-from lmpool.producer.client import crew
+from lmpool.producer.client import discovery
 from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline
-from lmpool.runtime_folder import socket_url
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
 from tests.support.pool import Pool, V, is_held, open_sockets, until, until_async
@@ -456,7 +455,7 @@ async def test_requests_wait_until_workers_come_back(
     pool: Pool, said: Said, monkeypatch: pytest.MonkeyPatch, way: signal.Signals
 ) -> None:
     """The last worker goes, with a prompt in its hands or with its card; one with other weights follows."""
-    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     # So long one that is stopped may take to leave.
     options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)
     last = await asyncio.to_thread(pool.start, *options)

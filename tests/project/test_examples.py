@@ -230,14 +230,14 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lmpool.trie.kernels import vector_math
+    from lmpool.trie.kernels import torch_device
 
     window, overlap = 24, 10
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
     out = output("perplexity.py", tmp_path / "text.txt", "--window", window, "--overlap", overlap, "--redis", url)
     found = {line[:14].strip(): float(line[14:]) for line in out.splitlines()}
 
-    vector_math.settle()
+    torch_device.settle()
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     ids = torch.tensor(tokenizer.encode(TEXT))
     nats, scored = 0.0, 1

@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from lmpool.backoff import delays
-from lmpool.broker.line import reply_timeout
+from lmpool.aio import delays
+from lmpool.broker.connection import reply_timeout
 
 
 def test_the_pauses_between_tries_double_up_to_two_seconds() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from lmpool.histogram import SECONDS, Histogram, add_packed, pack_counts, quantile
+from lmpool.metrics import SECONDS, Histogram, add_packed, pack_counts, quantile
 
 
 def observe_all(histogram: Histogram, values: Iterable[float]) -> None:

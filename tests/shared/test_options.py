@@ -28,11 +28,9 @@ from lmpool.errors import (
 )
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.model_info import ModelCard
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings, VllmSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
-from lmpool.workers.backends.vllm.settings import VllmSettings
-from lmpool.workers.cli.commands import _backends, _configure
-from lmpool.workers.cli.options import build, option_parameters
+from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 

@@ -12,11 +12,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.broker.link import CommandLink
+from lmpool.broker.connection import CommandLink
 from lmpool.broker.server import Server
+from lmpool.embedded import socket_url
 from lmpool.protocol.keys import GROUP
-from lmpool.rows.connection import RowWrite
-from lmpool.runtime_folder import socket_url
+from lmpool.rows.connection import RowLink, RowWrite
 from lmpool.testing.front import Front
 from tests.support.pool import until_async
 
@@ -41,7 +41,7 @@ async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterat
 
 @pytest.fixture
 async def link(server: Server) -> AsyncIterator[CommandLink]:
-    found = await server.command_link()
+    found = CommandLink(await server.open())
     yield found
     found.close()
 
@@ -88,7 +88,7 @@ async def test_replies_have_the_types_of_a_server(link: CommandLink) -> None:
 
 
 async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) -> None:
-    link = await server.row_link(1 << 20)
+    link = RowLink(await server.open(), 1 << 20)
     stored, told = link.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), link.call((b"GET", b"k"))
     assert await stored == [None]
     assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) ->
 
 
 async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -> None:
-    link = await server.row_link(1 << 20)
+    link = RowLink(await server.open(), 1 << 20)
     numbers = np.random.default_rng(0).integers(0, 256, (40, 200_000), np.uint8)
     keys = [b"row:\r\n\x00" + bytes([i]) for i in range(40)]
     writes = [
@@ -119,7 +119,7 @@ async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
     server: Server, link: CommandLink
 ) -> None:
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
-    readers = [await server.command_link() for _ in range(3)]
+    readers = [CommandLink(await server.open()) for _ in range(3)]
     reads = []
     for number, reader in enumerate(readers):
         reads.append(asyncio.ensure_future(read_group(reader, f"c{number}")))
@@ -134,7 +134,7 @@ async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
 
 async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: CommandLink) -> None:
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
-    gone = await server.command_link()
+    gone = CommandLink(await server.open())
     number = await gone.call(("CLIENT", "ID"))
     gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "COUNT", 1, "BLOCK", 0, "STREAMS", "jobs", ">"))
     await until_reading(link, "gone")
@@ -168,7 +168,7 @@ async def test_a_group_that_is_gone_is_told_as_such(link: CommandLink) -> None:
 
 
 async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, link: CommandLink) -> None:
-    other = await server.command_link()
+    other = CommandLink(await server.open())
     number = await other.call(("CLIENT", "ID"))
     waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
     assert await link.call(("CLIENT", "KILL", "ID", number)) == 1

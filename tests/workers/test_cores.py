@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lmpool.trie.kernels import cores
-from lmpool.trie.kernels.cores import count_cores, count_threads, cpu_limit
+from lmpool import settings
+from lmpool.settings import count_cores, count_threads, cpu_limit
 from tests.support.models.tiny_models import write_model
 from tests.support.pool import Pool, lmpool_command
 
@@ -56,7 +56,7 @@ def test_a_system_without_control_groups_has_no_limit(tmp_path: Path) -> None:
 def test_fewer_threads_compute_where_openmp_is_told_so(
     monkeypatch: pytest.MonkeyPatch, given: str, expected: int
 ) -> None:
-    monkeypatch.setattr(cores, "count_cores", lambda: 8)
+    monkeypatch.setattr(settings, "count_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert count_threads() == expected
 
@@ -66,16 +66,16 @@ def test_as_many_cores_count_as_affinity_and_limit_allow(
     monkeypatch: pytest.MonkeyPatch, limit: float | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(settings, "cpu_limit", lambda: limit)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert count_cores() == count_threads() == expected
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    cores.set_openmp_defaults()
+    settings.set_openmp_defaults()
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["OMP_NUM_THREADS"]) == ("ACTIVE", "5")
     for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name)
-    cores.set_openmp_defaults()
+    settings.set_openmp_defaults()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
     # Where torch finds as many by itself, the name stays free for whoever gives it a meaning of its own.
     assert os.environ.get("OMP_NUM_THREADS") == (None if expected == 8 else str(expected))

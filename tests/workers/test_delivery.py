@@ -15,12 +15,11 @@ from lmpool.errors import SourceMissing
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.query import TrieAsk
 from lmpool.workers import dispatch as delivery_module
-from lmpool.workers.asked import Asked
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.dispatch import Delivery
-from lmpool.workers.held import Asks, Holdings
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queries import Asked
+from lmpool.workers.queue.consumer import Asks, Holdings, Taken
 from lmpool.workers.queue.publisher import Ending
 
 NO_ADAPTERS = AdapterKeeper(

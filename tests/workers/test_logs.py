@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lmpool.broker.server import Server
-from lmpool.workers.membership.loading import Loading
-from lmpool.workers.metrics.logs import Repeats
+from lmpool.workers.cli.serve import Repeats
+from lmpool.workers.membership.heartbeat import Loading
 from lmpool.workers.settings import WorkerSettings
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.queue import QueueState
+from lmpool.broker.readers import QueueState
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
@@ -24,7 +24,7 @@ from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.backend.contract import BackendStats
 from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.metrics.health import Health
+from lmpool.workers.metrics.http import Health
 from lmpool.workers.metrics.prometheus import Look, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate

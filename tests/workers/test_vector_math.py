@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool.trie.kernels import vector_math
+from lmpool.trie.kernels import torch_device
 from lmpool.trie.kernels.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 
@@ -34,7 +34,7 @@ def test_each_function_that_torch_leaves_to_mkl_is_called_once_with_one_element(
     theirs = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header, re.M))
     assert theirs
     with Calls() as calls:
-        vector_math.settle.__wrapped__()
+        torch_device.settle.__wrapped__()
     assert calls.seen == {(name, dtype) for name in theirs for dtype in (torch.float32, torch.float64)}
 
 
@@ -45,6 +45,6 @@ def test_no_kernels_of_torch_are_made_before(monkeypatch: pytest.MonkeyPatch) ->
     def settle() -> None:
         raise Settled
 
-    monkeypatch.setattr(vector_math, "settle", settle)
+    monkeypatch.setattr(torch_device, "settle", settle)
     with pytest.raises(Settled):
         TorchKernels(Trie([b"a", b"b"]), "cpu")

@@ -15,12 +15,11 @@ from lmpool.broker.server import Server
 from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import watchdog
+from lmpool.workers.backend import engine_thread
 from lmpool.workers.backend.contract import BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Call, Stepper
-from lmpool.workers.backend.watchdog import Watchdog
+from lmpool.workers.backend.engine_thread import Call, Stepper, Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.held import Asks
+from lmpool.workers.queue.consumer import Asks
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
@@ -178,8 +177,8 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
         now += 3600 if looks == 3 else seconds
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
+    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(engine_thread, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
     async with Watchdog(stepper, 8.0, told.append):
 
         async def is_told() -> bool:

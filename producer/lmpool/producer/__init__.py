@@ -1,11 +1,11 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
+from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.stats import ProducerStats
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
-from lmpool.protocol.sampling import TopK
+from lmpool.protocol.query import TopK
 
 __all__ = [
     "PooledTrie",

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from lmpool.backoff import delays
-from lmpool.broker.adapter_registry import KNOWN_FOR_S, MARGIN_S, AdapterRegistry
+from lmpool.aio import delays
+from lmpool.broker.registries import KNOWN_FOR_S, MARGIN_S, AdapterRegistry
 from lmpool.errors import (
     AdapterRefused,
     AuthenticationFailed,

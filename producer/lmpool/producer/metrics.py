@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmpool.metrics import prometheus
-from lmpool.producer.figures import Figures
+from lmpool.producer.client.requests import Figures
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.aio import all_of
 from lmpool.errors import (
     CorruptRow,
     InvalidPrompt,
@@ -21,15 +22,25 @@ from lmpool.errors import (
     SourceMissing,
     TokenOutOfRange,
 )
-from lmpool.producer.client.entries import WantedEntries
+from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.sessions import SessionSlot
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.together import all_of
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
-from lmpool.protocol.query import FreshAsk, SampleAsk, ScoreAsk, TopAsk
+from lmpool.protocol.query import (
+    MOST_SEED,
+    FreshAsk,
+    SampleAsk,
+    Sampling,
+    ScoreAsk,
+    TopAsk,
+    TopK,
+    sample,
+    top,
+    unpack_token,
+    unpack_top,
+)
 from lmpool.protocol.row import check_logprobs, check_row
-from lmpool.protocol.sampling import MOST_SEED, Sampling, TopK, sample, top, unpack_token, unpack_top
 from lmpool.rows.cache import Row
 from lmpool.settings import shown
 
@@ -47,7 +58,7 @@ class SampleOptions(TypedDict, total=False):
         top_p: draw among the likeliest tokens only, the fewest that have at least this probability together (default
             1: among all).
         seed: equal seeds draw equal tokens from equal rows, wherever they are drawn; None, the default, draws anew each
-            time (`lmpool.protocol.sampling.sample`).
+            time (`lmpool.protocol.query.sample`).
         adapter: as `Producer.logprobs`.
         timeout: as `Producer.logprobs`.
     """

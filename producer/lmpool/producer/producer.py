@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.client.copied import CopiedAsItself
-from lmpool.producer.client.lru import RowLRU
+from lmpool.producer.client.requests import Figures, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
-from lmpool.producer.client.sessions import SessionSlot
+from lmpool.producer.client.sessions import CopiedAsItself, SessionSlot
 from lmpool.producer.deadline import Deadline, check_timeout
-from lmpool.producer.figures import Figures
 from lmpool.producer.partial import (
     PartialRows,
     ask_entries,
@@ -29,9 +27,7 @@ from lmpool.producer.partial import (
     read_batch_targets,
     read_targets,
 )
-from lmpool.producer.stats import ProducerStats
-from lmpool.producer.trie import PooledTrie, trie_of
-from lmpool.producer.trie_asker import TrieAsker
+from lmpool.producer.trie import PooledTrie, TrieAsker, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
 from lmpool.protocol.prompt import encode_prompt, list_prompts

@@ -17,17 +17,17 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.aio import end_tasks
 from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer.client.copied import CopiedAsItself
+from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
+from lmpool.producer.client.sessions import CopiedAsItself
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.stats import ProducerStats
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
 from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.sampling import TopK
-from lmpool.tasks import end_tasks
+from lmpool.protocol.query import TopK
 from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")

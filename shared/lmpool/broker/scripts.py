@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
 
-from lmpool.broker.link import Argument
+from lmpool.broker.connection import Argument
 from lmpool.broker.replies import is_refusal
 
 Call = Callable[..., Awaitable[Any]]

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from typing import Any, cast
@@ -18,13 +17,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from lmpool.broker import replies, tls
-from lmpool.broker.address import CLUSTER, cluster_nodes, mask, parse_url
-from lmpool.broker.cluster import Cluster, Place, client_settings
-from lmpool.broker.link import CommandLink
+from lmpool.broker import address, replies
+from lmpool.broker.address import CLUSTER, Cluster, Place, client_settings, cluster_nodes, mask, parse_url
+from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError
-from lmpool.rows.connection import Bulk, RowLink, fresh_bulk
-from lmpool.runtime_folder import find, runtime_dir
 
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
 """What names a server: a URL, or a client of redis-py."""
@@ -101,7 +97,7 @@ class Server:
         if self._class is connections.SSLConnection:
             self._class = _TlsConnection
         if self._is_tls:
-            tls.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
+            address.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
         for name in (*_NOT_OURS, *_OWN_NAME):
             kwargs.pop(name, None)
         if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.
@@ -109,10 +105,10 @@ class Server:
         if kwargs.get("protocol") is None:  # A client has None for redis-py's own default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
-        self._is_node = False
+        self.is_node = False
         self._nodes: dict[Place, Server] = {}
         self._cluster: Cluster | None = None
-        tls.check_files(kwargs)
+        address.check_files(kwargs)
         if nodes:
             for name in ("host", "port", "db", "path"):
                 kwargs.pop(name, None)
@@ -133,7 +129,7 @@ class Server:
     @property
     def is_cluster(self) -> bool:
         """Whether keys are on several masters."""
-        return self._cluster is not None and not self._is_node
+        return self._cluster is not None and not self.is_node
 
     @property
     def _is_tls(self) -> bool:
@@ -149,7 +145,7 @@ class Server:
         Raises:
             ServerError: the cluster does not say.
         """
-        if self._cluster is None or self._is_node:
+        if self._cluster is None or self.is_node:
             return self
         try:
             place = await self._cluster.place(key)
@@ -158,7 +154,7 @@ class Server:
         node = self._nodes.get(place)
         if node is None:
             node = self._nodes[place] = copy(self)
-            node._is_node = True
+            node.is_node = True
             node._kwargs = {**self._kwargs, "host": place[0], "port": place[1]}
         return node
 
@@ -194,23 +190,12 @@ class Server:
         )
         return redis_async.Redis.from_pool(pool)
 
-    async def row_link(self, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> RowLink:
-        """A new connection for rows; see `RowLink` for the arguments.
+    async def open(self) -> connections.AbstractConnection:
+        """A new connection of redis-py, which has greeted the server.
 
         Raises:
-            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
+            ServerUnreachable, AuthenticationFailed: it cannot be opened.
         """
-        return RowLink(await self._open(), max_bulk, allocate, one_by_one=self._is_node)
-
-    async def command_link(self) -> CommandLink:
-        """A new connection for any commands.
-
-        Raises:
-            ServerUnreachable, AuthenticationFailed: the connection cannot be opened.
-        """
-        return CommandLink(await self._open())
-
-    async def _open(self) -> connections.AbstractConnection:
         connection = self._connection()
         try:
             # What redis-py says and asks first on a new connection waits for replies without a limit of its own.
@@ -241,15 +226,15 @@ class Server:
         if replies.is_refusal(error):
             hint = "; is this the prefix of its pool, and a user for this part of it?" if " key" in text else ""
             return AuthenticationFailed(f"{self} {what or 'refuses this user, password or command'} ({text}){hint}")
-        if why := tls.refusal(links):
+        if why := address.refusal(links):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
-        if self._is_tls and (why := tls.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
+        if self._is_tls and (why := address.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
             return ServerUnreachable(f"no TLS connection with {self}: {why}")
         if "DB index is out of range" in text or text == "Invalid Database":
             return ServerError(f"{self} has no database {self._kwargs.get('db')}: `databases` in its settings")
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
-        if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self._is_node:
+        if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self.is_node:
             return ServerError(
                 f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
             )

@@ -1,17 +1,134 @@
-"""Asks: what a job wants instead of a prompt's row."""
+"""Queries: what a job wants instead of a prompt's row, and how that is taken from a row, the same wherever it is."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
-from lmpool.protocol.sampling import Sampling
+from lmpool.protocol.row import check_largest
 from lmpool.settings import shown
 from lmpool.trie.kernels import OPS, Op
+
+Row = NDArray[np.float32]
+
+MOST_SEED = 2**64 - 1
+"""Largest seed of a sampling."""
+
+_FEW = 1024
+"""Tokens that nearly always have what `top_p` asks for: sorting all takes far longer."""
+
+
+class TopK(NamedTuple):
+    """The largest entries of one row, or of several.
+
+    Attributes:
+        values: float32 log-probabilities of shape (k,) or (n, k), largest first; of equal ones the lowest id first.
+        ids: their int64 token ids, of the same shape.
+    """
+
+    values: NDArray[np.float32]
+    ids: NDArray[np.int64]
+
+
+class Sampling(NamedTuple):
+    """How one token is drawn.
+
+    Attributes:
+        temperature: divides the log-probabilities; 0 takes the likeliest token.
+        top_p: draws among the likeliest tokens only, the fewest that have at least this probability together.
+        seed: of `numpy.random.PCG64`; equal seeds draw equal tokens from equal rows.
+    """
+
+    temperature: float
+    top_p: float
+    seed: int
+
+
+def top(row: Row, k: int) -> TopK:
+    """The `k` largest entries of a row of shape (V,), 1 <= k <= V."""
+    ids = _largest(row, k)
+    return TopK(row[ids], ids)
+
+
+def sample(row: Row, how: Sampling) -> int:
+    """A token drawn from a row of shape (V,)."""
+    if how.temperature == 0:
+        return int(row.argmax())
+    # Shifted first: divided by a small temperature, log-probabilities alone could all be 0 as probabilities.
+    with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
+        weights = np.exp((row - row.max()).astype(np.float64) / how.temperature)
+    ids = None if how.top_p == 1 else _nucleus(weights, how.top_p)
+    mass = np.cumsum(weights if ids is None else weights[ids])
+    at = np.random.Generator(np.random.PCG64(how.seed)).random() * mass[-1]
+    index = min(int(np.searchsorted(mass, at, side="right")), len(mass) - 1)
+    return index if ids is None else int(ids[index])
+
+
+def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """The ids of the `k` largest values, largest first; of equal ones the lowest id first."""
+    least = np.partition(values, len(values) - k)[len(values) - k]
+    above = np.flatnonzero(values > least)
+    # Which of the values that equal the least are taken must not depend on how a partition orders them.
+    ids = np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)]))
+    ordered: NDArray[np.int64] = ids[np.lexsort((ids, -values[ids]))]
+    return ordered
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """The fewest tokens that have `top_p` of the weight together, likeliest first."""
+    wanted = top_p * weights.sum()
+    ids = _largest(weights, min(_FEW, len(weights)))
+    mass = np.cumsum(weights[ids])
+    if mass[-1] < wanted:
+        ids = _largest(weights, len(weights))
+        mass = np.cumsum(weights[ids])
+    return ids[: int(np.searchsorted(mass, wanted)) + 1]
+
+
+def pack_top(found: TopK) -> NDArray[np.float32]:
+    """A result as an answer travels: float32 of shape (2k,), the values and then the bits of the ids."""
+    return np.concatenate((found.values, found.ids.astype("<u4").view(np.float32)))
+
+
+def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
+    """Read what `pack_top` made.
+
+    Raises:
+        ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
+            order.
+    """
+    k = len(answer) // 2
+    values, ids = answer[:k].copy(), answer[k:].view("<u4").astype(np.int64)
+    # In this form it refuses NaN too.
+    is_falling = (values[1:] <= values[:-1]).all()
+    if not is_falling or ids.max() >= vocab_size or len(np.unique(ids)) < k:
+        raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
+    check_largest(values[0], vocab_size)
+    return TopK(values, ids)
+
+
+def pack_token(token: int) -> NDArray[np.float32]:
+    """A token id as an answer travels: float32 of shape (1,), the bits of the id."""
+    return np.array([token], "<u4").view(np.float32)
+
+
+def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
+    """Read what `pack_token` made.
+
+    Raises:
+        ProtocolError: the id is not below `vocab_size`.
+    """
+    token = int(answer.view("<u4")[0])
+    if token >= vocab_size:
+        raise ProtocolError(f"{token} was drawn from a row of {vocab_size} entries")
+    return token
+
 
 Selection = Literal["inner", "values", "nodes", "under"]
 
@@ -44,13 +161,13 @@ class TrieAsk(Message, frozen=True):
 
 
 class TopAsk(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, as `lmpool.protocol.sampling.pack_top` packs them."""
+    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them."""
 
     k: Annotated[int, Meta(ge=1)]
 
 
 class SampleAsk(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, as `lmpool.protocol.sampling.pack_token` packs it."""
+    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]

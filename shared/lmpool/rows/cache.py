@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.line import CommandLine, RowLine, RowLines, reply_timeout
+from lmpool.broker.connection import CommandLine, reply_timeout
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.row import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, decode_rows, encoded_size
-from lmpool.rows.connection import Bulk, RowLink, RowWrite, fresh_bulk
+from lmpool.rows.connection import Bulk, RowLine, RowLines, RowLink, RowWrite, fresh_bulk
 from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
 
 Row = NDArray[np.float32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from lmpool.broker.line import CommandLine
+from lmpool.broker.connection import CommandLine
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys

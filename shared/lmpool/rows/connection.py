@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from redis.asyncio.connection import AbstractConnection
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
-from lmpool.broker.link import CRLF, Argument, Link, pack_command
+from lmpool.broker.connection import CRLF, Argument, Line, Link, pack_command
+from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import ProtocolError
 
 Bulk = NDArray[np.uint8]
@@ -392,3 +393,114 @@ class RowLink(Link, asyncio.BufferedProtocol):
         pending = self._pending.popleft()
         if not pending.future.done():
             pending.future.set_result(pending.values)
+
+
+class RowLine(Line[RowLink]):
+    """A line for rows, and for scripts that must find them.
+
+    Args:
+        server: where to.
+        max_bulk: largest value in bytes that is accepted.
+        allocate: gives the array that a value is received into.
+    """
+
+    def __init__(self, server: Server, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> None:
+        super().__init__(server, self._connect_for_rows)
+        self._max_bulk = max_bulk
+        self._allocate = allocate
+
+    async def _connect_for_rows(self) -> RowLink:
+        opened = await self._server.open()
+        return RowLink(opened, self._max_bulk, self._allocate, one_by_one=self._server.is_node)
+
+    @property
+    def max_bulk(self) -> int:
+        """Largest value in bytes that is accepted."""
+        return self._max_bulk
+
+    def allow(self, size: int) -> None:
+        """Accept values of up to `size` bytes from now on, if that is more than until now."""
+        if size > self._max_bulk:
+            self._max_bulk = size
+            if self._link is not None:
+                self._link.max_bulk = size
+
+    async def call(self, *arguments: Argument) -> Any:
+        """Run a command whose reply is not an array.
+
+        Raises:
+            NoScriptError: the server does not know the script.
+            ServerError: the server refuses, or cannot be used.
+        """
+        return await self.call_on(await self.open(), *arguments)
+
+    async def get_ranges(self, keys: Sequence[bytes], most: Sequence[int]) -> list[object]:
+        """The first bytes of values that may be of any size, or what the server says of one (an error is a value here).
+
+        Args:
+            keys: whose values; what is not there is empty.
+            most: how many bytes of each, no more than `max_bulk`.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        link = await self.open()
+        replies = [link.call((b"GETRANGE", key, 0, size - 1)) for key, size in zip(keys, most, strict=True)]
+        values = [value for reply in replies for value in await self.wait_for(link, reply)]
+        for value in values:
+            if isinstance(value, ResponseError) and self.check(link, value):
+                raise self._server.explain(value)
+        return values
+
+    async def call_on(self, link: RowLink, *arguments: Argument) -> Any:
+        """Run a command on this very link: behind what was sent there, or not at all."""
+        (reply,) = await self.wait_for(link, link.call(arguments))
+        if isinstance(reply, ResponseError):
+            self.check(link, reply)
+            raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)
+        return reply.tobytes() if isinstance(reply, np.ndarray) else reply
+
+
+class RowLines:
+    """Lines for rows: one, or one to each master of a cluster.
+
+    Args:
+        server: where to.
+        max_bulk: largest value in bytes that is accepted.
+        reply_timeout_s: as `Line.reply_timeout_s`.
+    """
+
+    def __init__(self, server: Server, max_bulk: int, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        self._server = server
+        self._reply_timeout_s = reply_timeout_s
+        self._max_bulk = max_bulk
+        self._lines: dict[Server, RowLine] = {}
+
+    async def of(self, keys: Sequence[bytes]) -> list[tuple[RowLine, list[int]]]:
+        """Which line goes to which of some keys, by their numbers.
+
+        Raises:
+            ServerError: the cluster does not say.
+        """
+        parts: dict[Server, list[int]] = {}
+        for number, key in enumerate(keys):
+            parts.setdefault(await self._server.at(key), []).append(number)
+        return [(self._to(server), numbers) for server, numbers in parts.items()]
+
+    def allow(self, size: int) -> None:
+        """Accept values of up to `size` bytes from now on, if that is more than until now."""
+        self._max_bulk = max(self._max_bulk, size)
+        for line in self._lines.values():
+            line.allow(size)
+
+    def _to(self, server: Server) -> RowLine:
+        line = self._lines.get(server)
+        if line is None:
+            line = self._lines[server] = RowLine(server, self._max_bulk)
+            line.reply_timeout_s = self._reply_timeout_s
+        return line
+
+    def close(self) -> None:
+        """Close all lines."""
+        for line in self._lines.values():
+            line.close()

@@ -3,8 +3,7 @@
 `pool` is a context manager for any program; with pytest there are the fixtures of `lmpool.pytest_plugin`.
 """
 
-from lmpool.testing.memory_pool import MemoryPool, pool
-from lmpool.testing.model import SyntheticModel
-from lmpool.testing.worker import MemoryWorker
+from lmpool.testing.backend import SyntheticModel
+from lmpool.testing.memory_pool import MemoryPool, MemoryWorker, pool
 
 __all__ = ["MemoryPool", "MemoryWorker", "SyntheticModel", "pool"]

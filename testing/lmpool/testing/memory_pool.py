@@ -5,26 +5,161 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import redis as redis_sync
 
+from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
+from lmpool.embedded import socket_path, socket_url
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.runtime_folder import socket_path, socket_url
-from lmpool.testing.backend import GatedSettings
-from lmpool.testing.gate import Gate
-from lmpool.testing.model import SyntheticModel
-from lmpool.testing.thread import LoopThread
-from lmpool.testing.worker import MemoryWorker
+from lmpool.protocol.model_info import ModelCard
+from lmpool.testing.backend import Gate, GatedSettings, SyntheticModel
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import TrieSettings
 from lmpool.workers.worker import Worker
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs an asynchronous context manager in a thread, and coroutines beside it.
+
+    Args:
+        context: entered by `start` and left by `stop`, in the thread.
+        name: the thread's name.
+    """
+
+    def __init__(self, context: AbstractAsyncContextManager[object], name: str) -> None:
+        self._context = context
+        self._begun = threading.Event()
+        self._error: BaseException | None = None
+        # A daemon: a notebook that is closed in the middle must not wait for it.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Enter the context; raises what that raises."""
+        self._thread.start()
+        self._begun.wait()
+        if self._error is not None:
+            self.stop()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread; returns what it returns."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def stop(self) -> None:
+        """Leave the context and end the thread; raises what leaving raises."""
+        if self._error is None:
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        # Whatever fails, the thread that started this one waits for it and must hear of it.
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+        finally:
+            self._begun.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        async with self._context:
+            self._begun.set()
+            await self._over.wait()
+
+
+class MemoryWorker:
+    """A worker that runs in the pool's thread. What is called here from another thread returns when it is done.
+
+    Args:
+        gate: what the steps of its backend pass through.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def start(self, worker: Worker) -> None:
+        """Start in the running event loop; returns when the worker takes prompts.
+
+        Raises:
+            As `Worker.run`.
+        """
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[ModelCard] = self._loop.create_future()
+        self._worker = worker
+        self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
+        both: list[asyncio.Future[Any]] = [ready, self._task]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+        if self._task.done():
+            self._task.result()
+        self._card = ready.result()
+
+    @property
+    def card(self) -> ModelCard:
+        """What it serves."""
+        return self._card
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it serves, or still finishes what it holds."""
+        return not self._task.done()
+
+    def stall(self) -> None:
+        """Let no step end any more, as when a model hangs: prompts are taken and held, and not answered."""
+        self._gate.shut()
+
+    def resume(self) -> None:
+        """Go on after `stall`."""
+        self._gate.open()
+
+    def stop(self) -> None:
+        """End it as SIGTERM ends a worker: it finishes what it holds, after a stall too, and deregisters.
+
+        Raises:
+            LMPoolError: the worker had failed.
+        """
+        self._gate.open()
+        self._wait_for(self._drain())
+
+    def kill(self) -> None:
+        """End it as SIGKILL ends a worker: what it holds is not answered, and taken over by others after a lease.
+
+        Raises:
+            LMPoolError: the worker had failed.
+        """
+        self._wait_for(self.end())
+
+    async def end(self) -> None:
+        """As `kill`, from the pool's event loop."""
+        had_ended = self._task.done()
+        self._gate.give_up()
+        await end_tasks([self._task])
+        if had_ended and not self._task.cancelled():
+            self._task.result()
+
+    async def _drain(self) -> None:
+        self._worker.stop()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
 
 _LONGEST_FOLDER = 75
 

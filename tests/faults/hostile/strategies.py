@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.query import FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk
+from lmpool.protocol.query import FreshAsk, SampleAsk, Sampling, ScoreAsk, TopAsk, TrieAsk
 from lmpool.protocol.row import Encoding, RowBlock
-from lmpool.protocol.sampling import Sampling
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import OPS
 from lmpool.vocabulary import Vocabulary

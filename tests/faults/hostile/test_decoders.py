@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
 from lmpool.protocol.model_info import MAX_CARD_BYTES, ModelCard
-from lmpool.protocol.query import unpack_ask
+from lmpool.protocol.query import pack_token, pack_top, top, unpack_ask, unpack_token, unpack_top
 from lmpool.protocol.row import HEADER_SIZE, Encoding, check_row, decode_alike, decode_entries, decode_row
-from lmpool.protocol.sampling import pack_token, pack_top, top, unpack_token, unpack_top
 from lmpool.synthetic import synthetic_row
 from lmpool.vocabulary import Vocabulary
 from tests.faults.hostile import strategies as hostile

@@ -17,7 +17,7 @@ from lmpool.producer import Producer
 from lmpool.producer.client.session import Session
 from lmpool.protocol.keys import GROUP
 from lmpool.protocol.prompt import digest_of
-from lmpool.protocol.sampling import Sampling, sample, top
+from lmpool.protocol.query import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases

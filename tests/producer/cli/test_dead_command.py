@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
-from lmpool.producer.cli.dead_command import dead_app, letters_table
-from lmpool.producer.cli.dead_letters import DeadLetters, read_letter, shortened
+from lmpool.producer.cli.dead_letters import DeadLetters, dead_app, letters_table, read_letter, shortened
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import digest_of

@@ -16,15 +16,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import LMPoolError, ProtocolError, SettingsError, WorkerError
-from lmpool.printable import LogFormatter, printable, to_json
+from lmpool.errors import LMPoolError, LogFormatter, ProtocolError, SettingsError, WorkerError, printable, to_json
 from lmpool.producer import SyncProducer
 from lmpool.producer.cli import commands
 from lmpool.protocol.adapter import Adapter
 from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelCard
 from lmpool.settings import check_name
-from lmpool.workers.metrics.logs import start_log
+from lmpool.workers.cli.serve import start_log
 from tests.support.pool import Pool, V, lmpool_command
 
 # A title for the window, a cleared screen, C1's CSI, a line of one's own, text backwards, markup and an emoji of rich.

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.survey import Survey
-from lmpool.producer.cli.tables import seconds, status_models, status_workers, top_models, top_workers
+from lmpool.producer.cli.status import Survey, seconds, status_models, status_workers, top_models, top_workers
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
 
 LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"

@@ -19,8 +19,7 @@ from typer.testing import CliRunner, Result
 from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange, UnknownModel, UnknownNode
 from lmpool.producer.cli import trie_show
 from lmpool.producer.cli.options import run as run_async
-from lmpool.producer.cli.trie_branches import Branch, Grower, Limits, TokensBelow, from_text, to_text
-from lmpool.producer.cli.trie_show import print_tree, trie_app
+from lmpool.producer.cli.trie_show import Branch, Grower, Limits, TokensBelow, from_text, print_tree, to_text, trie_app
 from lmpool.protocol.model_info import ModelCard
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.trie import Trie

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from lmpool.broker.queue import Alive
+from lmpool.broker.readers import Alive
 from lmpool.errors import NoWorker
-from lmpool.producer.client.connections import Channel
-from lmpool.producer.client.crew import Crew
+from lmpool.producer.client.discovery import Crew
 from lmpool.protocol.model_info import ModelCard
 
 CARD = replace(ModelCard("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
@@ -21,10 +20,6 @@ class Empty:
 
     card = CARD
 
-    @property
-    def lobby(self) -> Empty:
-        return self
-
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())
 
@@ -34,7 +29,8 @@ class Empty:
 
 async def looks(*times: float) -> list[NoWorker | None]:
     """What looks at such a pool tell, at these times."""
-    crew = Crew(cast(Channel, cast(Any, Empty())))
+    empty = cast(Any, Empty())
+    crew = Crew(empty, empty)
     return [await crew.look(time) for time in times]
 
 

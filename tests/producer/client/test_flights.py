@@ -12,16 +12,22 @@ import numpy as np
 import pytest
 
 from lmpool import errors
+from lmpool.aio import Tasks, own
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
 from lmpool.producer.client.connections import Adopted
-from lmpool.producer.client.lru import RowLRU
 from lmpool.producer.client.receive import Inbox
-from lmpool.producer.client.requests import Answer, Flight, FlightTable, Stage
+from lmpool.producer.client.requests import (
+    Answer,
+    BatchWaiter,
+    Deadlines,
+    Flight,
+    FlightTable,
+    ProducerStats,
+    RowLRU,
+    SingleWaiter,
+    Stage,
+)
 from lmpool.producer.client.submit import Outbox
-from lmpool.producer.client.waiters import BatchWaiter, Deadlines, SingleWaiter
-from lmpool.producer.stats import ProducerStats
-from lmpool.producer.tasks import Tasks
-from lmpool.producer.together import own
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import Prompt, encode_prompt

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmpool.producer.client.lru import RowLRU
+from lmpool.producer.client.requests import RowLRU
 from lmpool.rows.cache import Row
 
 

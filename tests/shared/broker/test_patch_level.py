@@ -12,8 +12,8 @@ import pytest
 from redis.exceptions import ResponseError
 
 from lmpool import embedded
-from lmpool.broker.patch_level import _told, doubt_of, read_doubt
 from lmpool.broker.server import Server
+from lmpool.broker.server_checks import _told, doubt_of, read_doubt
 from lmpool.embedded import EmbeddedServer
 from lmpool.testing.front import Front
 from tests.producer.cli.test_cli import on

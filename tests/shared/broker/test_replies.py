@@ -198,7 +198,7 @@ async def test_one_that_cuts_before_it_is_asked_is_told_apart_too() -> None:
     ],
 )
 async def test_where_nobody_answers_the_reason_is_told(url: str, why: str) -> None:
-    for connect in (Server(url).client().ping, Server(url).command_link):
+    for connect in (Server(url).client().ping, Server(url).open):
         with pytest.raises((RedisError, ServerUnreachable)) as caught:
             await connect()
         assert f"no Redis server answers at {url}" in str(Server(url).explain(caught.value))

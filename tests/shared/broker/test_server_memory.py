@@ -13,10 +13,10 @@ import pytest
 from redis.asyncio import Redis
 
 from lmpool.broker.server import Server
-from lmpool.broker.server_memory import ServerMemory, read_memory
+from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError
-from lmpool.producer.client import crew
+from lmpool.producer.client import discovery
 from lmpool.producer.client.connections import Channel
 from lmpool.testing.front import Front
 from tests.support.gate import Gate, GatedBackend, gated_worker
@@ -234,13 +234,13 @@ async def test_a_model_that_could_not_be_registered_is_not_told_as_one_that_need
 async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
     own_pool: Pool, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    monkeypatch.setattr(crew, "_RESTART_S", 0.0)
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     worker = await asyncio.to_thread(own_pool.start, "--lease-s", 5, "--step-ms", 600_000)
     looks: list[NoWorker | None] = []
     refused: list[int] = []
-    look = crew.Crew.look
+    look = discovery.Crew.look
 
-    async def noted(self: crew.Crew, now: float) -> NoWorker | None:
+    async def noted(self: discovery.Crew, now: float) -> NoWorker | None:
         try:
             looks.append(await look(self, now))
         except Exception:
@@ -248,7 +248,7 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
             raise
         return looks[-1]
 
-    monkeypatch.setattr(crew.Crew, "look", noted)
+    monkeypatch.setattr(discovery.Crew, "look", noted)
     change, undo, word = TROUBLES[trouble]
     async with own_pool.producer() as producer:
         asked = asyncio.ensure_future(producer.logprobs([1]))
@@ -311,7 +311,7 @@ async def test_evictions_of_a_cluster_are_those_of_all_its_masters(monkeypatch: 
     async def info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
         return nodes
 
-    monkeypatch.setattr("lmpool.broker.server_memory._info", info)
+    monkeypatch.setattr("lmpool.broker.server_checks._info", info)
     redis: Any = None
     assert await read_memory(redis) == ServerMemory(90, 100, "volatile-lru", 3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from lmpool.broker.streams import stream_entries
+from lmpool.broker.readers import stream_entries
 from lmpool.errors import ProtocolError
 
 ENTRY = [b"1-0", [b"m", b"job"]]

@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from lmpool import embedded, runtime_folder
-from lmpool.embedded import EmbeddedServer
+from lmpool import embedded
+from lmpool.embedded import AlreadyRunning, EmbeddedServer
 from lmpool.errors import ServerError, SettingsError
-from lmpool.runtime_folder import AlreadyRunning
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the embedded server needs Unix")
 needs_root = pytest.mark.skipif(
@@ -176,7 +175,7 @@ def test_starts_again_after_stop() -> None:
     server = EmbeddedServer()
     for _ in range(2):
         with server:
-            assert runtime_folder.find() == server.url
+            assert embedded.find() == server.url
 
 
 def test_url_survives_special_characters(base: Path) -> None:
@@ -209,33 +208,33 @@ def test_allocator_is_told_to_keep_row_sized_blocks(base: Path, monkeypatch: pyt
 
 
 def test_find_from_another_process() -> None:
-    find = [sys.executable, "-c", "from lmpool.runtime_folder import find; print(find())"]
+    find = [sys.executable, "-c", "from lmpool.embedded import find; print(find())"]
     with EmbeddedServer() as server:
         assert subprocess.check_output(find, text=True).strip() == server.url
     assert subprocess.check_output(find, text=True).strip() == "None"
 
 
 def test_find_without_server_changes_nothing(folder: Path) -> None:
-    assert runtime_folder.find() is None
+    assert embedded.find() is None
     assert not folder.exists()
     fill_with_leftovers(folder)
-    assert runtime_folder.find() is None
+    assert embedded.find() is None
     assert (folder / "redis.sock").exists()
 
 
 def test_find_ignores_a_socket_that_stays_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_folder, "_PING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(embedded, "_PING_TIMEOUT_S", 0.05)
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(folder / "redis.sock"))
         mute.listen()
-        assert runtime_folder.find() is None
+        assert embedded.find() is None
 
 
 def test_leftovers_of_a_killed_owner_are_cleared(folder: Path) -> None:
     fill_with_leftovers(folder)
     with EmbeddedServer() as server:
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
     assert list(folder.iterdir()) == []
 
 
@@ -248,7 +247,7 @@ def test_second_owner_in_the_same_process_is_told_who_runs_it() -> None:
         assert caught.value.url == server.url
         assert str(os.getpid()) in str(caught.value)
         assert server.url in str(caught.value)
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
 
 
 def test_second_owner_in_another_process_is_told_who_runs_it(start_owner: Callable[..., Owner]) -> None:
@@ -256,7 +255,7 @@ def test_second_owner_in_another_process_is_told_who_runs_it(start_owner: Callab
     with pytest.raises(AlreadyRunning) as caught:
         EmbeddedServer().start()
     assert caught.value.pid == owner.pid
-    assert runtime_folder.find() == caught.value.url
+    assert embedded.find() == caught.value.url
     assert not gone(server_pid)
 
 
@@ -280,7 +279,7 @@ def test_many_owners_at_once_start_one_server() -> None:
     try:
         # The threads that started it have ended, and it lives.
         assert sorted(outcomes) == ["started"] + [servers[0].url] * 7
-        assert runtime_folder.find() == servers[0].url
+        assert embedded.find() == servers[0].url
     finally:
         for server in servers:
             server.stop()
@@ -306,10 +305,10 @@ def test_server_ends_when_its_owner_is_killed(folder: Path, start_owner: Callabl
     owner.kill()
     owner.wait()
     assert eventually(lambda: gone(server_pid))
-    assert runtime_folder.find() is None
+    assert embedded.find() is None
     assert (folder / "owner.lock").exists()
     with EmbeddedServer() as server:
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
     assert list(folder.iterdir()) == []
 
 
@@ -317,17 +316,17 @@ def test_server_ends_when_its_owner_is_killed(folder: Path, start_owner: Callabl
 def test_next_start_ends_an_orphan(
     folder: Path, start_owner: Callable[..., Owner], monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
-    monkeypatch.setattr(runtime_folder, "STOP_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(embedded, "STOP_TIMEOUT_S", 2.0)
     owner, orphan = start_owner("no-death-signal")
     owner.kill()
     owner.wait()
-    assert runtime_folder.find() is not None
+    assert embedded.find() is not None
     if stopped:
         os.kill(orphan, signal.SIGSTOP)
     with EmbeddedServer() as server:
         assert eventually(lambda: gone(orphan))
         assert server.pid != orphan
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
     assert list(folder.iterdir()) == []
 
 
@@ -344,13 +343,13 @@ def test_killed_server_is_noticed_and_can_be_started_again(folder: Path) -> None
     with EmbeddedServer() as server:
         os.kill(server.pid, signal.SIGKILL)
         assert eventually(lambda: not server.running)
-        assert runtime_folder.find() is None
+        assert embedded.find() is None
         # Its log stays, and so does nothing else: another owner may take over.
         assert list(folder.iterdir()) == [server.log_path]
         with EmbeddedServer() as other:
-            assert runtime_folder.find() == other.url
+            assert embedded.find() == other.url
         server.start()
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
     assert list(folder.iterdir()) == []
 
 
@@ -360,7 +359,7 @@ def test_ctrl_c_leaves_the_server_to_its_owner(start_owner: Callable[..., Owner]
     os.killpg(owner.pid, signal.SIGINT)
     assert owner.stdout is not None
     assert owner.stdout.readline() == "interrupted\n"
-    assert runtime_folder.find() is not None
+    assert embedded.find() is not None
     assert not gone(server_pid)
     owner.communicate()
     assert owner.returncode == 0
@@ -378,18 +377,18 @@ def test_forked_child_neither_stops_the_server_nor_keeps_its_lock(start_owner: C
     owner, _ = start_owner("fork")
     assert owner.stdout is not None
     assert owner.stdout.readline() == "forked\n"
-    assert runtime_folder.find() is not None
+    assert embedded.find() is not None
     owner.kill()
     owner.wait()
     # The child lives until its stdin ends, after this.
     with EmbeddedServer() as server:
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
 
 
 def test_folder_that_is_a_symlink_is_refused(base: Path, folder: Path) -> None:
     (base / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(base / "elsewhere")
-    for use in (EmbeddedServer().start, runtime_folder.find):
+    for use in (EmbeddedServer().start, embedded.find):
         with pytest.raises(ServerError, match=f"{folder} is not a folder"):
             use()
     assert list((base / "elsewhere").iterdir()) == []
@@ -407,7 +406,7 @@ def test_file_instead_of_folder_is_refused(base: Path, folder: Path, monkeypatch
 def test_folder_of_another_user_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
-    for use in (EmbeddedServer().start, runtime_folder.find):
+    for use in (EmbeddedServer().start, embedded.find):
         with pytest.raises(ServerError, match=f"belongs to user {NOBODY}.*LMPOOL_RUNTIME_DIR"):
             use()
 
@@ -425,7 +424,7 @@ def test_open_folder_that_serves_others_is_refused_and_left_alone(folder: Path, 
     folder.chmod(mode)
     if mode == 0o755:
         (folder / "thesis.tex").write_text("")
-    for use in (EmbeddedServer().start, runtime_folder.find):
+    for use in (EmbeddedServer().start, embedded.find):
         with pytest.raises(ServerError, match=r"not lmpool's alone.*LMPOOL_RUNTIME_DIR"):
             use()
     assert stat.S_IMODE(folder.stat().st_mode) == mode
@@ -452,16 +451,16 @@ def test_another_user_cannot_connect(base: Path, folder: Path) -> None:
 def test_find_ignores_a_socket_of_another_user(folder: Path) -> None:
     with EmbeddedServer():
         os.chown(folder / "redis.sock", NOBODY, NOBODY)
-        assert runtime_folder.find() is None
+        assert embedded.find() is None
 
 
 def test_too_long_path_names_the_variable_and_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = runtime_folder._SOCKET_PATH_LIMIT - len(os.fsencode(base / "x" / "redis.sock")) + 1
+    room = embedded._SOCKET_PATH_LIMIT - len(os.fsencode(base / "x" / "redis.sock")) + 1
     with EmbeddedServer(folder=base / ("x" * room)) as server, redis.from_url(server.url) as client:
         assert client.ping()
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / ("x" * (room + 1))))
-    for use in (EmbeddedServer().start, runtime_folder.find):
-        with pytest.raises(SettingsError, match=rf"limit is {runtime_folder._SOCKET_PATH_LIMIT}.*LMPOOL_RUNTIME_DIR"):
+    for use in (EmbeddedServer().start, embedded.find):
+        with pytest.raises(SettingsError, match=rf"limit is {embedded._SOCKET_PATH_LIMIT}.*LMPOOL_RUNTIME_DIR"):
             use()
 
 
@@ -503,7 +502,7 @@ def test_server_that_ends_at_its_start_is_reported(base: Path, folder: Path, mon
 
 def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 3.0)
-    monkeypatch.setattr(runtime_folder, "READY_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(embedded, "READY_TIMEOUT_S", 3.0)
     fake_server(base, f"echo $$ >{base}/pid; exec sleep 60", monkeypatch)
     with pytest.raises(ServerError, match=r"not ready after 3 s"):
         EmbeddedServer().start()
@@ -513,14 +512,14 @@ def test_server_that_is_never_ready_is_ended(base: Path, folder: Path, monkeypat
 
 def test_runtime_dir_is_the_same_in_every_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMPOOL_RUNTIME_DIR")
-    default = runtime_folder.runtime_dir()
+    default = embedded.runtime_dir()
     assert default.is_absolute()
     assert str(os.geteuid()) in str(default)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "")
-    assert runtime_folder.runtime_dir() == default
+    assert embedded.runtime_dir() == default
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "some/folder")
-    assert runtime_folder.runtime_dir() == Path.cwd() / "some/folder"
+    assert embedded.runtime_dir() == Path.cwd() / "some/folder"
 
 
 def test_memory_is_that_of_the_machine() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lmpool import runtime_folder
+from lmpool import embedded
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.cli.shared_server import SharedServer
@@ -50,7 +50,7 @@ print(server.leave())
 
 # Joins, looks and leaves, again and again.
 COMES_AND_GOES = """
-from lmpool.runtime_folder import ping
+from lmpool.embedded import ping
 from lmpool.workers.cli.shared_server import SharedServer
 for _ in range(5):
     server = SharedServer(2**24)
@@ -167,7 +167,7 @@ def test_a_server_that_is_killed_is_started_again_and_not_for_ever(up: Up, folde
             process.until_says("your server runs again at unix://")
         assert all(is_right(producer, 2) for producer in (one, two))
     assert server_pid(folder) not in (0, pid)
-    assert runtime_folder.memory_limit(folder / "redis.sock") == 64 * 2**20
+    assert embedded.memory_limit(folder / "redis.sock") == 64 * 2**20
     os.kill(server_pid(folder), signal.SIGKILL)
     for process in both:
         assert process.wait() == 1
@@ -218,7 +218,7 @@ def test_who_joins_while_the_last_one_leaves_gets_a_new_server(
         server.watch(print)
         visitor = subprocess.run([sys.executable, "-c", COMES_AND_GOES], stdout=subprocess.PIPE, text=True, check=True)
         assert visitor.stdout == 5 * "True\n", "it sees that this process holds the lock"
-        assert runtime_folder.find() == server.url
+        assert embedded.find() == server.url
         assert not server.leave()
     until(lambda: not list(folder.iterdir()), "the folder is empty")
 
@@ -243,7 +243,7 @@ def test_the_fork_of_a_process_that_was_killed_does_not_keep_the_server(folder: 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "joined\n"
-        assert SharedServer().url == runtime_folder.find()
+        assert SharedServer().url == embedded.find()
         process.kill()
         # The fork lives on, until its standard input ends.
         until(lambda: not list(folder.iterdir()), "the server ends with the program")

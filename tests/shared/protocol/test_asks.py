@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
+from lmpool.broker.registries import look_up, register
 from lmpool.broker.server import Server
-from lmpool.broker.vocabulary_registry import look_up, register
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.protocol.prompt import ask_digest, digest_of, encode_prompt
 from lmpool.protocol.query import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.sampling import Sampling, pack_token, pack_top, sample, top, unpack_token, unpack_top
+from lmpool.protocol.query import Sampling, pack_token, pack_top, sample, top, unpack_token, unpack_top
 from lmpool.synthetic import synthetic_row
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from([-np.inf, -9.0, -2.5, -1.0, -0.5, 0.0]))

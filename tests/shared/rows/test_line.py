@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.line import Line
+from lmpool.broker.connection import Line
 from lmpool.broker.server import Server
 from lmpool.errors import ServerUnreachable
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from lmpool.broker.link import Argument, CommandLink
+from lmpool.broker.connection import Argument, CommandLink
 from lmpool.errors import ProtocolError
 from lmpool.rows import connection
 from lmpool.rows.connection import RowLink, RowWrite

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
-from lmpool.trie.kernels.cpu import CpuKernels
-from lmpool.trie.kernels.cpu_loops import _compiled
+from lmpool.trie.kernels.cpu import CpuKernels, _compiled
 from lmpool.trie.kernels.torch_device import TorchKernels
 from lmpool.trie.trie import Trie
 from tests.support.tries import EXAMPLE, tekken, vocabularies

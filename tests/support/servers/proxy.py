@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from lmpool.runtime_folder import socket_url
+from lmpool.embedded import socket_url
 
 _CHUNK = 64 * 1024
 _MOST_DROPPED = 64

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from lmpool.protocol.model_info import ModelCard
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.backends import vocabulary
+from lmpool.workers.backends import checkpoint
+from lmpool.workers.backends.checkpoint import read_vocabulary
 from lmpool.workers.backends.sglang.launch import _place
-from lmpool.workers.backends.vocabulary import read_vocabulary
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model
 
@@ -101,7 +101,7 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     trouble = ["", "no way there"]
-    monkeypatch.setattr(vocabulary, "hub_trouble", lambda: trouble.pop(0))
+    monkeypatch.setattr(checkpoint, "hub_trouble", lambda: trouble.pop(0))
     read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
     read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
     read_vocabulary(replace(CARD, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)

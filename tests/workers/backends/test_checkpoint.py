@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends import places
+from lmpool.workers.backends import checkpoint
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
 from lmpool.workers.backends.hf.loading import load_model
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings
 
 Write = Callable[..., Path]
 
@@ -260,10 +260,10 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(places, "HUB_PATIENCE_S", 0.05)
+    monkeypatch.setattr(checkpoint, "HUB_PATIENCE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        assert "cannot be reached (" in places.hub_trouble()
+        assert "cannot be reached (" in checkpoint.hub_trouble()
 
 
 @pytest.mark.parametrize("status", [200, 401, 503])
@@ -283,7 +283,7 @@ def test_a_hub_that_answers_anything_is_there(status: int, monkeypatch: pytest.M
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
         thread = threading.Thread(target=hub.handle_request)
         thread.start()
-        assert places.hub_trouble() == ""
+        assert checkpoint.hub_trouble() == ""
         thread.join()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.engine_args import check_engine_args, parse_engine_args
+from lmpool.workers.backends.settings import check_engine_args, parse_engine_args
 
 Write = Callable[[str], str]
 

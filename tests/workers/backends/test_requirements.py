@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.plugins import named_plugins, other_plugins
-from lmpool.workers.backends.requirements import first_line, require, require_version
+from lmpool.workers.backends.requirements import first_line, named_plugins, other_plugins, require, require_version
 
 LEAST, BELOW = (0, 32), (0, 34)
 

@@ -12,16 +12,13 @@ import torch
 
 from lmpool.protocol.query import Selection, TrieAsk
 from lmpool.protocol.row import VectorBlock, decode_row
+from lmpool.settings import count_cores
 from lmpool.trie.kernels import OPS, Kernels, Op
-from lmpool.trie.kernels.cores import count_cores
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.held import Holdings
-from lmpool.workers.queue.consumer import Taken
-from lmpool.workers.trie.backend import TrieBackend, TrieSettings
-from lmpool.workers.trie.cache import Shelf, Shelved, ValuesShelf
-from lmpool.workers.trie.compute import answer
-from lmpool.workers.trie.trie_inputs import TrieInputs
+from lmpool.workers.queue.consumer import Holdings, Taken
+from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
+from lmpool.workers.trie.inputs import Shelf, Shelved, TrieInputs, ValuesShelf
 from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
 
 V = 200

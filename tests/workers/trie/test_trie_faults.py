@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.broker.vocabulary_registry import register
+from lmpool.broker.registries import register
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerUnreachable, UnknownModel
 from lmpool.producer import Producer
-from lmpool.producer.client import vocabularies
+from lmpool.producer.client import discovery
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.prompt import encode_prompt
@@ -304,8 +304,8 @@ async def test_no_step_of_a_request_outlives_its_deadline(pool: Pool, monkeypatc
     started = [pool.start(*LEASE, "--vocab-size", V, wait=False), pool.start_trie_worker(*LEASE, wait=False)]
     for worker in started:
         worker.until_says("serving ")
-    monkeypatch.setattr(vocabularies, "register", never)
-    monkeypatch.setattr(vocabularies, "look_up", never)
+    monkeypatch.setattr(discovery, "register", never)
+    monkeypatch.setattr(discovery, "look_up", never)
     async with pool.producer() as producer:
         monkeypatch.setattr(producer, "_timeout", 3.0)
         with pytest.raises(ServerUnreachable, match="no answer within 3 s"):
@@ -325,7 +325,7 @@ async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monk
         sent += 1
         await register(*args, **options)
 
-    monkeypatch.setattr(vocabularies, "register", counted)
+    monkeypatch.setattr(discovery, "register", counted)
     pool.start_trie_worker(*LEASE)
     producer = pool.producer()
     trie = await producer.trie(words(27, 300))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.broker.link import CommandLink
+from lmpool.broker.connection import CommandLink
 from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError, UnknownModel
 from lmpool.producer import Producer

@@ -1,4 +1,4 @@
-"""What becomes of the prompts that a worker holds: supplied, computed, published, and let go."""
+"""Dispatch: what becomes of the prompts that a worker holds: supplied, computed, published, and let go."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.query import TrieAsk
 from lmpool.protocol.row import RowBlock
-from lmpool.workers.asked import Asked
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import Stepper
-from lmpool.workers.held import Held, Holdings
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
-from lmpool.workers.queue.consumer import Taken
+from lmpool.workers.queries import Asked
+from lmpool.workers.queue.consumer import STALE_S, Held, Holdings, Taken
 from lmpool.workers.queue.publisher import Ending, Publisher
-from lmpool.workers.queue.unwanted import STALE_S
 from lmpool.workers.trie.inputs import Larder
 
 _log = logging.getLogger("lmpool.worker")

@@ -9,28 +9,24 @@ from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 
-from lmpool.broker.adapter_registry import AdapterRegistry
-from lmpool.broker.line import CommandLine, reply_timeout
-from lmpool.broker.patch_level import read_doubts
+from lmpool.broker.connection import CommandLine, reply_timeout
+from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
+from lmpool.broker.server_checks import read_doubts
 from lmpool.errors import SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
-from lmpool.workers.asked import Asked
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import Opened, Stepper
 from lmpool.workers.dispatch import Delivery
-from lmpool.workers.held import Holdings
-from lmpool.workers.membership.adapter_sources import AdapterSources
-from lmpool.workers.membership.adapter_trials import AdapterTrials
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
 from lmpool.workers.membership.heartbeat import Presence
 from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.consumer import Intake
+from lmpool.workers.queries import Asked
+from lmpool.workers.queue.consumer import Holdings, Intake, Unwanted
 from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.queue.unwanted import Unwanted
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
 from lmpool.workers.trie.inputs import Larder

@@ -10,21 +10,17 @@ from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.backoff import delays
+from lmpool.aio import delays, end_tasks
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelCard
-from lmpool.tasks import end_tasks
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
-from lmpool.workers.backend.engine_thread import Opened, Stepper
-from lmpool.workers.backend.watchdog import Watchdog
-from lmpool.workers.membership.heartbeat import new_worker_id
-from lmpool.workers.membership.loading import Loading
-from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.metrics.health import Health
-from lmpool.workers.metrics.meter import Meter
+from lmpool.workers.backend.engine_thread import Opened, Stepper, Watchdog
+from lmpool.workers.membership.heartbeat import Loading, new_worker_id
+from lmpool.workers.metrics.counters import Figures, Meter
+from lmpool.workers.metrics.http import Health
 from lmpool.workers.metrics.prometheus import Look
-from lmpool.workers.queue.unwanted import STALE_S
+from lmpool.workers.queue.consumer import STALE_S
 from lmpool.workers.serving import Identity, Serving, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings
 

@@ -1,22 +1,22 @@
-"""The client side of the command line: `lmpool logprobs`, `status`, `top`, `flush`, `bench`, `trie` and so on."""
+"""The commands of the client side that need no file of their own; `register` adds all commands of this side."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from typing import Annotated, Any
+import time
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
 from redis.exceptions import RedisError
 from rich.table import Table
 
-from lmpool.broker.patch_level import read_doubt
 from lmpool.broker.server import Server
-from lmpool.broker.server_memory import ServerMemory, read_memory
+from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
+from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.adapters import adapters_app
-from lmpool.producer.cli.dead_command import dead_app
-from lmpool.producer.cli.measuring import Measurement, measure
+from lmpool.producer.cli.dead_letters import dead_app
 from lmpool.producer.cli.options import (
     AreIds,
     AsJson,
@@ -31,15 +31,142 @@ from lmpool.producer.cli.options import (
     when_absent,
 )
 from lmpool.producer.cli.queue import queue_app
-from lmpool.producer.cli.survey import Survey, survey
-from lmpool.producer.cli.tables import status_models, status_workers
-from lmpool.producer.cli.top import top
+from lmpool.producer.cli.status import Column, Survey, fitting, status_models, status_workers, survey, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.client.discovery import Lobby
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.protocol.keys import Keys
-from lmpool.terminal import Terminal, say, say_json
+
+_ALONE = 50
+_ALONE_S = 5.0
+
+
+class Measurement(NamedTuple):
+    """Rows a second, and the median and 99th percentile of single requests in milliseconds."""
+
+    new_per_s: float
+    new_p50_ms: float
+    new_p99_ms: float
+    cached_per_s: float
+    cached_p50_ms: float
+    cached_p99_ms: float
+    alone_p50_ms: float
+    alone_p99_ms: float
+
+
+async def measure(producer: Producer, prompts: int, length: int, concurrency: int, seed: int | None) -> Measurement:
+    """Ask for random prompts: all at once as new ones, then again from the cache, then some new ones one by one."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(0, producer.model.vocab_size, (prompts + _ALONE, length)).tolist()
+    together, alone = drawn[:prompts], drawn[prompts:]
+    new = await _ask_all(producer, together, concurrency)
+    cached = await _ask_all(producer, together, concurrency)
+    single: list[float] = []
+    while alone and sum(single) < 1000 * _ALONE_S:  # A slow model has few.
+        _, p50, _ = await _ask_all(producer, [alone.pop()], 1)
+        single.append(p50)
+    p50, p99 = np.quantile(single, [0.5, 0.99])
+    return Measurement(*new, *cached, float(p50), float(p99))
+
+
+async def _ask_all(producer: Producer, prompts: list[list[int]], concurrency: int) -> tuple[float, float, float]:
+    slots = asyncio.Semaphore(concurrency)
+    taken: list[float] = []
+
+    async def ask(prompt: list[int]) -> None:
+        async with slots:
+            started = time.perf_counter()
+            await producer.logprobs(prompt)
+            taken.append(time.perf_counter() - started)
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(ask, prompts))
+    wall = time.perf_counter() - started
+    p50, p99 = np.quantile(taken, [0.5, 0.99]) * 1000
+    return len(prompts) / wall, float(p50), float(p99)
+
+
+adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
+
+Replicas = Annotated[
+    int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
+]
+AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
+
+
+@adapters_app.command("list")
+def list_adapters(
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show the adapters that requests may name."""
+
+    async def ask() -> dict[str, str]:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
+            return await producer.adapters()
+
+    found = run(ask())
+    if as_json:
+        say_json(found)
+        return
+    if not found:
+        say("the model has no adapters")
+        return
+    console = Terminal()
+    columns = [Column("adapter", sorted(found), 0), Column("revision", [found[name] for name in sorted(found)], 0)]
+    console.print(fitting(None, columns, console.width))
+
+
+@adapters_app.command()
+def add(
+    name: AdapterName,
+    source: Annotated[str, typer.Argument(help="Its folder, or its name on the hub, on the workers' machines.")],
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    replicas: Replicas = 0,
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+) -> None:
+    """Have all workers serve an adapter, or another one instead of that of this name."""
+
+    async def change() -> str:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
+            return await producer.add_adapter(name, source, replicas=replicas)
+
+    say(f"{name} is in service, revision {run(change())}")
+
+
+@adapters_app.command()
+def remove(
+    name: AdapterName,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    replicas: Replicas = 0,
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+) -> None:
+    """Have no worker serve an adapter any more."""
+
+    async def change() -> None:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
+            await producer.remove_adapter(name, replicas=replicas)
+
+    run(change())
+    say(f"{name} is not in service any more")
+
 
 _GLOB = re.compile(rb"[\\*?\[\]]")
 

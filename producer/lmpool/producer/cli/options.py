@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from lmpool.cli import say
 from lmpool.producer.client.session import WhenAbsent
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
-from lmpool.terminal import say
 
 T = TypeVar("T")
 

@@ -12,15 +12,15 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker import scripts
 from lmpool.broker.server import Server
+from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
-from lmpool.producer.cli.tables import Column, fitting, seconds
+from lmpool.producer.cli.status import Column, fitting, seconds
 from lmpool.producer.client.discovery import Lobby
 from lmpool.protocol.job import Failure, unpack_job
 from lmpool.protocol.keys import GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.prompt import ask_digest, digest_of
 from lmpool.settings import check_name
-from lmpool.terminal import Terminal, say, say_json
 
 T = TypeVar("T")
 

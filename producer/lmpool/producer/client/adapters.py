@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from lmpool.backoff import delays
-from lmpool.broker.adapter_registry import KNOWN_FOR_S, AdapterRegistry
-from lmpool.broker.line import CommandLine
+from lmpool.aio import delays, own
+from lmpool.broker.connection import CommandLine
+from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
 from lmpool.producer.client.connections import TROUBLE, Channel
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.together import own
 from lmpool.protocol.adapter import Generation, Registered, qualify
 from lmpool.settings import shown
 

@@ -12,11 +12,10 @@ from time import monotonic
 import numpy as np
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from lmpool.broker.line import CommandLine, reply_timeout
+from lmpool.broker.connection import CommandLine, reply_timeout
 from lmpool.broker.server import Server
-from lmpool.broker.server_memory import ServerMemory, read_memory
+from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer.client.discovery import Lobby
 from lmpool.producer.client.requests import Flight, FlightTable
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelCard
@@ -64,7 +63,6 @@ class Channel:
         line: connection for the scripts on the path of a request.
         redis: client for what is off that path.
         reader: connection for the blocking reads of the reply stream, used by nothing else.
-        lobby: what is served.
         adopted: the model; None until it is known.
         closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
@@ -79,7 +77,6 @@ class Channel:
         self.redis = server.client()
         self.reader = CommandLine(server)
         self.line = CommandLine(server)
-        self.lobby = Lobby(self.redis, keys)
         self.closed = False
         self._memory: ServerMemory | None = None
         self._next_memory_look = 0.0

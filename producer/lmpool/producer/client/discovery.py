@@ -1,26 +1,33 @@
-"""Reading what a pool serves: model cards, live workers, queue depths."""
+"""What a pool serves, who serves it, and which vocabularies it knows."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from lmpool.broker.hashes import read_hashes, read_texts
-from lmpool.broker.queue import Alive, QueueState, read_alive, read_queue
-from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
+from lmpool.broker.readers import Alive, QueueState, read_alive, read_hashes, read_queue, read_texts
+from lmpool.broker.registries import look_up, register
+from lmpool.errors import AmbiguousModel, DeadlineExceeded, NoWorker, ProtocolError, UnknownModel, UnknownVocabulary
+from lmpool.producer.client.connections import TROUBLE, Channel
+from lmpool.producer.deadline import Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
 from lmpool.settings import shown
+from lmpool.vocabulary import Vocabulary
 
 _log = logging.getLogger("lmpool.producer")
 
 _MOST_TOLD = 100
 _MOST_NAMED = 8
+_RESTART_S = 5.0
+_LEAST_GAP_S = 2.0
 
 
 class WorkerInfo(NamedTuple):
@@ -204,3 +211,130 @@ def _read_card(name: str, data: bytes | int) -> ModelCard:
 
 def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
     return ProtocolError(f"the card of the model {name!r} cannot be read: {error}")
+
+
+class Crew:
+    """Who serves the model, as far as the client has seen.
+
+    Args:
+        channel: the client's connections.
+        lobby: tells who lives.
+    """
+
+    def __init__(self, channel: Channel, lobby: Lobby) -> None:
+        self._channel = channel
+        self._lobby = lobby
+        self._count = 0
+        self._is_loading = False
+        self._missing_since: float | None = None
+        self._looked_at = -math.inf
+
+    async def meet(self, model: str) -> None:
+        """Look for the first time.
+
+        Raises:
+            RedisError, OSError: the server cannot be used.
+        """
+        self._count = (await self._lobby.alive(model)).serving
+
+    def rest(self) -> None:
+        """They are not looked for now: nobody waits, or nobody can be seen."""
+        self._missing_since = None
+
+    async def look(self, now: float) -> NoWorker | None:
+        """Look who is there; returns the end of all requests when nobody has been for long.
+
+        That is a lease, and time enough for one that is started again to say so; while one loads the model, requests
+        wait for it as long as they may. Between two looks that are further apart than a lease, for this client was held
+        up, workers may have lived and been silent again: so nobody is missed since before the second.
+
+        Args:
+            now: the event loop's time.
+
+        Raises:
+            RedisError, OSError: the server cannot be used.
+        """
+        card = self._channel.model.card
+        gap, self._looked_at = now - self._looked_at, now
+        alive = await self._lobby.alive(card.name)
+        self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
+        if self._count or self._is_loading:
+            self._missing_since = None
+            return None
+        # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
+        await self._channel.check_writes(card.name)
+        if self._missing_since is None or gap > max(card.lease_s, _LEAST_GAP_S):
+            self._missing_since = now
+        elif now - self._missing_since >= max(card.lease_s, _RESTART_S):
+            seconds = now - self._missing_since
+            return NoWorker(
+                f"no live worker has served {card.name!r} for {seconds:.0f} s: start one with `{card.start_command}`"
+            )
+        return None
+
+    def late(self, what: str) -> DeadlineExceeded:
+        """The end of a request whose deadline has passed; `what` says of what it has waited for."""
+        card = self._channel.model.card
+        if self._count:
+            return DeadlineExceeded(
+                f"{what}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "
+                "allow more time (timeout=), ask for less at once, or add workers"
+            )
+        if self._is_loading:
+            return NoWorker(
+                f"{what}: a worker is loading {card.name!r}, none serves it yet; allow more time (timeout=)"
+            )
+        return NoWorker(f"{what}: no live worker serves {card.name!r}; start one with `{card.start_command}`")
+
+
+class Vocabularies:
+    """Reads and registers for one session.
+
+    Args:
+        channel: the connections, and the model.
+        keys: the deployment's key names.
+    """
+
+    def __init__(self, channel: Channel, keys: Keys) -> None:
+        self._channel = channel
+        self._keys = keys
+        self._sending = asyncio.Lock()
+        self._sent: dict[str, float] = {}
+
+    async def of_model(self, deadline: Deadline) -> Vocabulary:
+        """What the model's tokens stand for.
+
+        Raises:
+            UnknownVocabulary: its workers publish none.
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
+        """
+        card = self._channel.model.card
+        if not card.vocabulary:
+            raise UnknownVocabulary(
+                f"the model {card.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "
+                "the bytes of its tokens: pass the byte strings yourself"
+            )
+        try:
+            async with deadline.limit():
+                return await look_up(self._channel.redis, self._keys, card.vocabulary)
+        except TROUBLE as error:
+            raise self._channel.explain(error) from error
+
+    async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
+        """Have the pool know a vocabulary that a worker has just said it does not know.
+
+        Raises:
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
+        """
+        time = asyncio.get_running_loop().time
+        since = time()
+        try:
+            # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
+            # and the first of them sends it for all.
+            async with deadline.limit(), self._sending:
+                if self._sent.get(vocabulary.digest, since) <= since:
+                    # Whatever the pool has under its name, the worker could not read it.
+                    await register(self._channel.redis, self._keys, vocabulary, anew=True)
+                    self._sent[vocabulary.digest] = time()
+        except TROUBLE as error:
+            raise self._channel.explain(error) from error

@@ -1,21 +1,165 @@
-"""Requests under way: one flight per prompt, any number of waiters on it."""
+"""Requests under way: one for each prompt, whoever waits for it, what is counted of it, and the rows that are kept."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from time import monotonic
 
-from lmpool.errors import CorruptRow
-from lmpool.producer.client.lru import RowLRU
-from lmpool.producer.figures import Figures
-from lmpool.producer.stats import ProducerStats
-from lmpool.producer.together import own
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.aio import own
+from lmpool.errors import CorruptRow, ModelMismatch
+from lmpool.metrics import Histogram
 from lmpool.protocol.prompt import Prompt
 from lmpool.rows.cache import Found, Row
 from lmpool.trie.weights import SentWeights
+
+
+class RowLRU:
+    """Digest -> read-only row.
+
+    Args:
+        limit: bytes that the rows may take together; 0 keeps nothing.
+    """
+
+    __slots__ = ("_limit", "_owner", "_rows", "_size")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._owner = ""
+        self._rows: OrderedDict[bytes, Row] = OrderedDict()
+        self._size = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes that the rows take now."""
+        return self._size
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, digest: bytes) -> Row | None:
+        """The row, or None; a row that is found is the last to go."""
+        row = self._rows.get(digest)
+        if row is not None:
+            self._rows.move_to_end(digest)
+        return row
+
+    def put(self, digest: bytes, row: Row) -> None:
+        """Keep a row, and drop the oldest ones as long as the limit asks for it."""
+        size = row.nbytes
+        if size > self._limit:
+            return
+        if digest in self._rows:
+            self._size -= self._rows.pop(digest).nbytes
+        self._rows[digest] = row
+        self._size += size
+        while self._size > self._limit:
+            self._size -= self._rows.popitem(last=False)[1].nbytes
+
+    def belong_to(self, fingerprint: str) -> None:
+        """Keep rows of this model only; those of another are forgotten."""
+        if fingerprint != self._owner:
+            self._owner = fingerprint
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
+        self._size = 0
+
+
+@dataclass(slots=True)
+class ProducerStats:
+    """What became of a producer's requests to the model's workers.
+
+    A request is for a row. A trie's calls make requests too: for a prompt's row where they need one, and for values
+    where the model's workers have tries. What trie workers are asked is not counted, nor is a call that ends before
+    the producer has connected or because its arguments are wrong.
+
+    Attributes:
+        requests: all of them. Each that has ended is counted in one of the others, too.
+        local_hits: answered from the producer's own memory.
+        cache_hits: answered from the cache in Redis.
+        joined: answered with a request for the same prompt that was under way here or in another process.
+        computed: queued for a worker, and answered.
+        failed: ended with an exception, or cancelled.
+    """
+
+    requests: int = 0
+    local_hits: int = 0
+    cache_hits: int = 0
+    joined: int = 0
+    computed: int = 0
+    failed: int = 0
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count."""
+        setattr(self, name, getattr(self, name) + count)
+
+    def copy(self) -> ProducerStats:
+        """A snapshot."""
+        return replace(self)
+
+
+OUTCOMES = ("cache_hits", "joined", "computed", "failed")
+"""How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
+
+
+class Figures:
+    """Numbers of one producer. Its event loop counts them up, anybody reads them.
+
+    Args:
+        stats: its counters.
+        cache: its own rows.
+
+    Attributes:
+        model: the model's name, once the producer has connected.
+        stats: as above.
+        cache: as above.
+        seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
+        failures: name of the exception, or "cancelled" -> requests.
+        fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's card names.
+    """
+
+    def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
+        self.model = ""
+        self.stats = stats
+        self.cache = cache
+        self.seconds = {outcome: Histogram() for outcome in OUTCOMES}
+        self.failures: Counter[str] = Counter()
+        self.fetched_bytes = 0
+
+    @property
+    def under_way(self) -> int:
+        """Requests that wait for an answer."""
+        ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
+        return max(0, self.stats.requests - self.stats.local_hits - ended)
+
+    def landed(self, origin: str, began: float, joined: Sequence[float] | None, now: float) -> None:
+        """Count requests that were answered together.
+
+        Args:
+            origin: where the row came from for the first of them.
+            began: since when the first has waited; a time of `monotonic`.
+            joined: since when the others have; None for no others.
+            now: when they were answered.
+        """
+        self.seconds[origin].observe(now - began)
+        for since in joined or ():
+            self.seconds["joined"].observe(now - since)
+
+    def failed(self, why: str, began: float) -> None:
+        """Count a request that ended without an answer; `began` is a time of `monotonic`."""
+        self.failures[why] += 1
+        self.seconds["failed"].observe(monotonic() - began)
+
 
 _MOST_OVERWRITES = 2
 _MOST_AWAY = 8192
@@ -270,3 +414,114 @@ class FlightTable:
         for flight in self._flights.values():
             flight.stage = Stage.UNSENT
             flight.origin = None
+
+
+_SLOTS_PER_S = 100
+
+
+class SingleWaiter:
+    """Waits for one row with a future.
+
+    Args:
+        loop: the running event loop.
+        seconds: how long it waits, for who is told that they have passed.
+
+    Attributes:
+        future: has the row.
+        flight: what it waits for.
+        seconds: as above.
+        slot: which of the `Deadlines` it is in.
+    """
+
+    __slots__ = ("flight", "future", "seconds", "slot")
+
+    flight: Flight
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self.future: asyncio.Future[Row] = loop.create_future()
+        self.seconds = seconds
+        self.slot = 0
+
+    def __call__(self, answer: Answer) -> None:
+        if not self.future.done():
+            if isinstance(answer, Exception):
+                self.future.set_exception(answer)
+            else:
+                self.future.set_result(answer)
+
+
+class Deadlines:
+    """Ends waits whose time has passed, at most 10 ms later.
+
+    A timer for each would cost more than anything else of a request that is answered in time; one for all those
+    that end within the same hundredth of a second costs next to nothing.
+
+    Args:
+        loop: the running event loop.
+        expire: called with each waiter whose time has passed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[SingleWaiter], None]) -> None:
+        self._loop = loop
+        self._expire = expire
+        self._slots: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
+
+    def add(self, waiter: SingleWaiter, until: float) -> None:
+        """End a wait at the loop time `until`, unless it is removed before."""
+        number = waiter.slot = int(until * _SLOTS_PER_S) + 1
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = set(), self._loop.call_at(number / _SLOTS_PER_S, self._end, number)
+        slot[0].add(waiter)
+
+    def remove(self, waiter: SingleWaiter) -> None:
+        """Forget a wait that has ended, in whichever way."""
+        slot = self._slots.get(waiter.slot)
+        if slot is not None:
+            waiters, timer = slot
+            waiters.discard(waiter)
+            if not waiters:
+                timer.cancel()
+                del self._slots[waiter.slot]
+
+    def _end(self, number: int) -> None:
+        waiters, _ = self._slots.pop(number)
+        for waiter in waiters:
+            self._expire(waiter)
+
+
+class BatchWaiter:
+    """Collects the rows of a batch in one array, so that no row is kept twice.
+
+    Attributes:
+        rows: float32 of shape (n, V); complete when `future` is done.
+    """
+
+    __slots__ = ("future", "left", "rows")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, vocab_size: int) -> None:
+        self.future: asyncio.Future[None] = loop.create_future()
+        self.rows: NDArray[np.float32] = np.empty((count, vocab_size), np.float32)
+        self.left = count
+        if count == 0:
+            self.future.set_result(None)
+
+    def at(self, index: int) -> Waiter:
+        """The waiter for one row of the batch."""
+
+        def deliver(answer: Answer) -> None:
+            if self.future.done():
+                return
+            if isinstance(answer, Exception):
+                self.future.set_exception(answer)
+                return
+            if answer.shape != self.rows.shape[1:]:
+                v = self.rows.shape[1]
+                self.future.set_exception(ModelMismatch(f"the model's V was {v} and is {answer.size} now: ask again"))
+                return
+            self.rows[index] = answer
+            self.left -= 1
+            if self.left == 0:
+                self.future.set_result(None)
+
+        return deliver

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.broker.line import reply_timeout
+from lmpool.aio import Tasks
+from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.errors import (
     DeadlineExceeded,
@@ -21,19 +22,22 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.connections import CLOSED, TROUBLE, Channel
-from lmpool.producer.client.crew import Crew
-from lmpool.producer.client.discovery import WorkerInfo
-from lmpool.producer.client.entries import EntryReader, Found, WantedEntries
-from lmpool.producer.client.lru import RowLRU
-from lmpool.producer.client.receive import Inbox
-from lmpool.producer.client.requests import Flight, FlightTable, Stage, Waiter
+from lmpool.producer.client.discovery import Crew, Lobby, Vocabularies, WorkerInfo
+from lmpool.producer.client.receive import EntryReader, Found, Inbox, WantedEntries
+from lmpool.producer.client.requests import (
+    BatchWaiter,
+    Deadlines,
+    Figures,
+    Flight,
+    FlightTable,
+    ProducerStats,
+    RowLRU,
+    SingleWaiter,
+    Stage,
+    Waiter,
+)
 from lmpool.producer.client.submit import Outbox
-from lmpool.producer.client.vocabularies import Vocabularies
-from lmpool.producer.client.waiters import BatchWaiter, Deadlines, SingleWaiter
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
-from lmpool.producer.figures import Figures
-from lmpool.producer.stats import ProducerStats
-from lmpool.producer.tasks import Tasks
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import Prompt, encode_prompt
@@ -92,6 +96,7 @@ class Session:
         self._flights = FlightTable(cache, stats, figures)
         self._deadlines = Deadlines(self.loop, self._on_deadline)
         self._channel = Channel(server, keys, self._flights)
+        self._lobby = Lobby(self._channel.redis, keys)
         self.vocabularies = Vocabularies(self._channel, keys)
         self._entries = EntryReader(self._channel, self._tasks)
         self.adapters = Adapters(self._channel)
@@ -99,7 +104,7 @@ class Session:
         self._inbox = Inbox(self._channel, self._flights, self._outbox, self._follow_model)
         self._is_following = False
         self._next_recheck = 0
-        self._crew = Crew(self._channel)
+        self._crew = Crew(self._channel, self._lobby)
 
     async def open(self, model: str | None) -> None:
         """Connect and read the model's card; may be tried again after a failure, until it is closed.
@@ -124,7 +129,7 @@ class Session:
 
     async def _find_card(self, model: str | None) -> ModelCard:
         try:
-            return await self._channel.lobby.card(model)
+            return await self._lobby.card(model)
         except UnknownModel as error:
             if not error.is_loading:
                 # A server that takes no writes has refused a worker's card too, and no further worker helps.
@@ -143,10 +148,11 @@ class Session:
     @property
     def card(self) -> ModelCard:
         """The model's card."""
-        adopted = self._channel.adopted  # Not by way of `model`: this is read for every request.
-        if adopted is None:
-            raise LMPoolError("the model is not known yet")
-        return adopted.card
+        try:
+            # Not by way of `model`, nor with a look first: this is read for every request.
+            return self._channel.adopted.card  # type: ignore[union-attr]
+        except AttributeError:
+            return self._channel.model.card  # Says that it is not known yet.
 
     @property
     def fingerprint(self) -> str:
@@ -159,7 +165,7 @@ class Session:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        return await self._channel.lobby.workers(self.card.name)
+        return await self._lobby.workers(self.card.name)
 
     def explain(self, error: BaseException) -> LMPoolError:
         """The exception of our tree for one of redis-py's or the system's."""
@@ -448,7 +454,7 @@ class Session:
             self._is_following = False
 
     async def _reload_card(self) -> None:
-        card = await self._channel.lobby.find(self.card.name)
+        card = await self._lobby.find(self.card.name)
         if card is None:
             return  # Between two workers; requests wait for the next one.
         if card.fingerprint == self.card.fingerprint:

@@ -8,9 +8,9 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from lmpool.backoff import delays
+from lmpool.aio import delays, end_tasks, ended, outcome, own
 from lmpool.broker.server import Server
 from lmpool.errors import (
     AdapterChanged,
@@ -25,8 +25,17 @@ from lmpool.errors import (
 from lmpool.producer.client.connections import CLOSED
 from lmpool.producer.client.session import Session, WhenAbsent
 from lmpool.producer.deadline import Deadline
-from lmpool.producer.together import ended, outcome, own
-from lmpool.tasks import end_tasks
+
+
+class CopiedAsItself:
+    """Holds connections, so that a copy, deep or not, is the object itself: particles and settings are copied often."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
 
 T = TypeVar("T")
 

@@ -6,12 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from lmpool.backoff import delays
+from lmpool.aio import Tasks, delays
 from lmpool.broker import scripts
 from lmpool.errors import QueueFull
 from lmpool.producer.client.connections import TROUBLE, Channel
 from lmpool.producer.client.requests import Flight, FlightTable, Stage
-from lmpool.producer.tasks import Tasks
 from lmpool.protocol.job import Job, pack_jobs
 from lmpool.protocol.keys import GROUP
 

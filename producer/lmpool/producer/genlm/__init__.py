@@ -21,13 +21,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lmpool.producer.genlm.asynchronous import AsyncTokenCharacterTrie
-from lmpool.producer.genlm.token import Token
-from lmpool.producer.genlm.tries import ParallelTokenCharacterTrie, TokenCharacterTrie
+from lmpool.producer.genlm.numbering import Token
+from lmpool.producer.genlm.tries import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie, TokenCharacterTrie
 
 if TYPE_CHECKING:
-    from lmpool.producer.genlm.language_model import PooledLM, UnknownLora
-    from lmpool.producer.genlm.loading import load_model_by_name
+    from lmpool.producer.genlm.language_model import PooledLM, UnknownLora, load_model_by_name
 
 __all__ = [
     "AsyncTokenCharacterTrie",
@@ -43,7 +41,7 @@ __all__ = [
 _LATE = {
     "PooledLM": "lmpool.producer.genlm.language_model",
     "UnknownLora": "lmpool.producer.genlm.language_model",
-    "load_model_by_name": "lmpool.producer.genlm.loading",
+    "load_model_by_name": "lmpool.producer.genlm.language_model",
 }
 
 

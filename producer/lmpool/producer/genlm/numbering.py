@@ -1,4 +1,9 @@
-"""genlm's numbers for the nodes of a trie.
+"""genlm's items as byte strings, and genlm's numbers for the nodes of a trie.
+
+The letters of an item are what iterating it yields. Letters 0 to 255 have themselves as codes; all others, such as the
+end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. A vocabulary of byte letters
+alone is spelled as it is. Otherwise code c is the byte 0xFF c // 255 times and then the byte c % 255: no spelling is
+the beginning of another, and of the byte letters only 0xFF becomes longer.
 
 genlm gives every item a leaf of its own below the node of its last letter, keeps children in the order in which the
 items brought them, and numbers all in postorder. So a node's number is where its subtree starts plus the size of
@@ -8,13 +13,174 @@ the trie's arrays without walking it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.producer.genlm.spelling import BASE
+from lmpool.errors import InvalidVocabulary
+from lmpool.settings import shown
 from lmpool.trie.trie import Trie
+
+
+class Token(bytes):
+    """The byte string of a token together with its id.
+
+    It is used like the byte string, but tokens are equal, hashed and ordered by their ids. It is equal to
+    genlm-backend's `Token` of the same id, too, and to plain bytes of the same content.
+
+    Attributes:
+        token_id: the id.
+
+    Raises:
+        TypeError: the id is not an int, or the byte string not bytes.
+    """
+
+    token_id: int
+
+    def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+        if not isinstance(token_id, int):
+            raise TypeError(f"token_id must be an int, not {type(token_id).__name__}")
+        if not isinstance(byte_string, bytes):
+            raise TypeError(f"byte_string must be bytes, not {type(byte_string).__name__}")
+        token = super().__new__(cls, byte_string)
+        token.token_id = token_id
+        return token
+
+    @property
+    def byte_string(self) -> bytes:
+        """The byte string alone, as plain bytes."""
+        return bytes(self)
+
+    @staticmethod
+    def as_bytes(x: bytes) -> bytes:
+        """The plain bytes of a token; anything else as it is."""
+        return x.byte_string if is_token(x) else x
+
+    @staticmethod
+    def is_plain_bytes(x: object) -> bool:
+        """Whether `x` is bytes without an id."""
+        return isinstance(x, bytes) and not is_token(x)
+
+    def __repr__(self) -> str:
+        return f"Token(token_id={self.token_id}, byte_string={bytes(self)!r})"
+
+    def __hash__(self) -> int:
+        return hash(self.token_id)
+
+    def __eq__(self, other: object) -> bool:
+        return self.token_id == other.token_id if is_token(other) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return self.token_id != other.token_id if is_token(other) else NotImplemented
+
+    def __lt__(self, other: object) -> bool:
+        return self.token_id < other.token_id if is_token(other) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return self.token_id <= other.token_id if is_token(other) else NotImplemented
+
+    def __gt__(self, other: object) -> bool:
+        return self.token_id > other.token_id if is_token(other) else NotImplemented
+
+    def __ge__(self, other: object) -> bool:
+        return self.token_id >= other.token_id if is_token(other) else NotImplemented
+
+    def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
+        return type(self), (self.token_id, bytes(self))
+
+
+def is_token(x: object) -> TypeGuard[Token]:
+    """Whether `x` is a `Token`, or like one: genlm-backend has a class of its own, which is not imported for this."""
+    return isinstance(x, Token) or (isinstance(x, bytes) and hasattr(x, "token_id") and hasattr(x, "byte_string"))
+
+
+BASE = 255
+"""Codes below it are one byte; it is also the byte that a longer spelling begins with."""
+
+_N_BYTES = 256
+
+
+class Spelling(NamedTuple):
+    """A vocabulary as byte strings.
+
+    Attributes:
+        words: the byte string of each item.
+        keys: what names each item in `word2leaf`.
+        letters: the letters that are no bytes; letter i has the code 256 + i.
+        has_plain_bytes: whether an item is bytes without an id.
+    """
+
+    words: list[bytes]
+    keys: list[Hashable]
+    letters: list[Hashable]
+    has_plain_bytes: bool
+
+
+def spell(decode: Sequence[Any]) -> Spelling:
+    """Spell every item of a vocabulary.
+
+    Raises:
+        InvalidVocabulary: an item is not iterable or not hashable.
+    """
+    words: list[bytes] = []
+    keys: list[Hashable] = []
+    others: dict[int, list[int]] = {}
+    codes: dict[Hashable, int] = {byte: byte for byte in range(_N_BYTES)}
+    has_plain_bytes = False
+    for index, item in enumerate(decode):
+        if is_token(item):
+            word = item.byte_string
+            keys.append((word, item.token_id))
+        elif isinstance(item, bytes):
+            has_plain_bytes = True
+            word = bytes(item)
+            keys.append(item)
+        else:
+            others[index] = _codes_of(item, index, codes)
+            word = b""
+            keys.append(item)
+        words.append(word)
+    letters = list(codes)[_N_BYTES:]
+    if letters:
+        words = [word.replace(b"\xff", b"\xff\x00") for word in words]
+    for index, item_codes in others.items():
+        words[index] = _spelled(item_codes) if letters else bytes(item_codes)
+    return Spelling(words, keys, letters, has_plain_bytes)
+
+
+def _codes_of(item: Any, index: int, codes: dict[Hashable, int]) -> list[int]:
+    """The codes of an item's letters; letters that are new get the next ones."""
+    try:
+        hash(item)
+        return [codes.setdefault(letter, len(codes)) for letter in item]
+    except TypeError as error:
+        raise InvalidVocabulary(
+            f"item {index} of the vocabulary is {shown(item, 120)}: it must be a token, bytes or another hashable "
+            f"iterable of hashable letters ({error})"
+        ) from error
+
+
+def _spelled(codes: list[int]) -> bytes:
+    return b"".join(b"\xff" * (code // BASE) + bytes((code % BASE,)) for code in codes)
+
+
+def refuse_duplicates(keys: list[Hashable]) -> None:
+    """Refuse a vocabulary in which two items have one key.
+
+    Raises:
+        InvalidVocabulary: with the key and both items.
+    """
+    if len(set(keys)) == len(keys):
+        return
+    seen: dict[Hashable, int] = {}
+    for index, key in enumerate(keys):
+        if seen.setdefault(key, index) != index:
+            raise InvalidVocabulary(
+                f"Duplicate word in vocabulary: {shown(key, 120)} is item {seen[key]} and item {index}; "
+                f"give tokens of one byte string different ids"
+            )
 
 
 class Spans(NamedTuple):

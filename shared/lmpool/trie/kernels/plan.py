@@ -1,4 +1,4 @@
-"""What all kernels have in common: the operations, and in which order they sweep a compressed trie."""
+"""What all kernels have in common: operations, the order in which they sweep a compressed trie, the memory it takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
-from lmpool.settings import check_choice, shown
+from lmpool.settings import check_choice, count_threads, shown
+from lmpool.vocabulary import Vocabulary
 
 Op = Literal["sum", "max", "logsumexp"]
 OPS: tuple[Op, ...] = get_args(Op)
@@ -135,3 +136,26 @@ def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
         )
     if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
         raise SettingsError("out: the array must be C-contiguous, aligned and writeable")
+
+
+WIDEST = 8
+"""Rows that go through the loops of the CPU kernels side by side, at most."""
+
+
+def most_bytes(vocabulary: Vocabulary, device: str) -> int:
+    """What `Kernels.nbytes` grows to at most.
+
+    Args:
+        vocabulary: of the trie.
+        device: as `lmpool.trie.kernels.open_kernels` takes it.
+    """
+    tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
+    # Each inner node parts tokens from one another or from itself: there are no more of them than tokens.
+    inner = tokens
+    if device != "cpu":
+        blocks = 2 * tokens.bit_length() * inner
+        return 8 * (tokens + inner + 1 + nodes) + 16 * blocks
+    plan = 4 * (2 * tokens + 3 * inner + 1 + nodes)
+    places = min(int(vocabulary.lengths.max()), inner) + 2
+    a_lane = 4 * tokens + (4 + 8) * (inner + tokens) + 8 * places
+    return plan + count_threads() * WIDEST * a_lane

@@ -29,8 +29,7 @@ from lmpool.producer.client import session as session_module
 from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter
 from lmpool.workers.backend.contract import WithoutAdapters
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.membership.adapter_sources import AdapterSources
-from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, expected, no_offers, two_clients, write
 from tests.shared.broker.adapters.test_adapters import serving

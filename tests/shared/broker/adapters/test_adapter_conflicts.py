@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import (
     AdapterRefused,
     ProducerClosed,

@@ -19,7 +19,7 @@ from lmpool.errors import (
 )
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.membership import adapters as workers_adapters
-from lmpool.workers.membership.adapter_sources import AdapterSources
+from lmpool.workers.membership.adapters import AdapterSources
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.adapter_changes import QUICK, V, check, write

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.errors import AdapterChanged, DeadlineExceeded, ModelMismatch, ProtocolError, SettingsError, UnknownAdapter
 from lmpool.producer import Producer, SyncProducer

@@ -9,14 +9,12 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
-from lmpool.broker.hashes import read_hashes
-from lmpool.broker.queue import read_alive, read_consumers
+from lmpool.broker.readers import read_alive, read_consumers, read_hashes
 from lmpool.errors import UnknownModel
 from lmpool.producer.client.discovery import Lobby
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelCard
-from lmpool.workers.membership.heartbeat import Presence
-from lmpool.workers.membership.loading import Loading
+from lmpool.workers.membership.heartbeat import Loading, Presence
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
     DEAD,

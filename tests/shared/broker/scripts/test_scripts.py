@@ -10,10 +10,11 @@ import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError
 
 from lmpool.broker import scripts
-from lmpool.broker.line import CommandLine, RowLine
+from lmpool.broker.connection import CommandLine
 from lmpool.broker.server import Server
 from lmpool.errors import ServerError
 from lmpool.protocol.keys import GROUP, JOB_FIELD, Keys
+from lmpool.rows.connection import RowLine
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,

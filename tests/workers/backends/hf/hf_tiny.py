@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import RowBlock, decode_row
-from lmpool.trie.kernels import vector_math
+from lmpool.trie.kernels import torch_device
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import VOCAB_SIZE, write_model
 
 Ids = tuple[int, ...]
@@ -29,7 +29,7 @@ class Reference:
     """transformers' own rows: each prompt alone, all of it, without a cache."""
 
     def __init__(self, folder: Path) -> None:
-        vector_math.settle()
+        torch_device.settle()
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
         self.row: Callable[[Ids], Logprobs] = functools.cache(self._row)

@@ -23,7 +23,7 @@ from lmpool.protocol.row import decode_row
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, Candidate, choose
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
 

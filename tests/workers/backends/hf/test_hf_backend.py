@@ -23,11 +23,11 @@ from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
-from lmpool.workers.backends.hf import self_check
+from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchLimit, BatchRules, Candidate, choose, choose_shorter
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.hf.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
 from tests.workers.backends.hf.hf_tiny import Reference, Tiny, decode, drain, job, random_prompts, serve
 
@@ -160,7 +160,7 @@ def test_reuse_goes_on_below_the_horizon(tiny: Tiny) -> None:
 
 
 def test_a_window_too_long_to_be_tried_is_a_horizon(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "_LONGEST_WINDOW", 3)
+    monkeypatch.setattr(forward, "_LONGEST_WINDOW", 3)
     backend = tiny.backend("mistral")
     for size in (3, 4, 5, 6):
         tiny.reference("mistral").check(serve(backend, [range(size)]))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.workers.backends.hf.forward import new_tokens
-from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool
-from lmpool.workers.backends.hf.prefix_slots import PrefixSlots
+from lmpool.workers.backends.hf.kv_pool import KVLayout, KVPool, PrefixSlots
 
 LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 

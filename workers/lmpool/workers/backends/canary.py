@@ -13,8 +13,7 @@ from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, decode_row
-from lmpool.workers.backend.answers import check_answers
-from lmpool.workers.backend.contract import Backend, BackendJob
+from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
 
 Row = NDArray[np.float32]
 

@@ -26,8 +26,8 @@ from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import Draw, base_rows, draw, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished
-from lmpool.workers.backends.adapter_folders import read_adapter_folders
 from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.lora import read_adapter_folders
 
 _CRASH_EXIT = 70
 

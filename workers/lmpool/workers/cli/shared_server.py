@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lmpool.embedded import EmbeddedServer
-from lmpool.errors import LMPoolError, ServerError
-from lmpool.runtime_folder import (
+from lmpool.embedded import (
     READY_TIMEOUT_S,
     STOP_TIMEOUT_S,
     AlreadyRunning,
+    EmbeddedServer,
     clear,
     explained,
     memory_limit,
@@ -32,6 +31,7 @@ from lmpool.runtime_folder import (
     socket_path,
     socket_url,
 )
+from lmpool.errors import LMPoolError, ServerError
 
 if sys.platform != "win32":
     import fcntl

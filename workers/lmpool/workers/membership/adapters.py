@@ -1,4 +1,4 @@
-"""The adapters that a worker serves: kept as the server says, loaded before they are needed, dropped when replaced."""
+"""The adapters that a worker serves: where they may come from, how they are tried, keeping to what is registered."""
 
 from __future__ import annotations
 
@@ -6,22 +6,222 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.broker.adapter_registry import AdapterRegistry
+from lmpool.broker import scripts
+from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.replies import sentence
 from lmpool.errors import AdapterChanged, LMPoolError, ModelMismatch, ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.adapter import MAX_ADAPTERS, Adapter, Offer, Registered, name_of, qualify, revision_of
 from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import Keys
+from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backend.engine_thread import Stepper
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
-from lmpool.workers.membership.adapter_sources import AdapterSources
-from lmpool.workers.membership.adapter_trials import AdapterTrials
+from lmpool.workers.settings import WorkerSettings
+
+_MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSources:
+    """Tells which folders and hub names are taken.
+
+    Attributes:
+        roots: folders in which adapters must lie, with all links followed; none for all that can be read.
+        takes_hub: whether names on a hub are taken from others than whoever starts the worker.
+        most_bytes: what the files of one adapter may take together.
+    """
+
+    roots: tuple[Path, ...]
+    takes_hub: bool
+    most_bytes: int
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> AdapterSources:
+        """Those that a worker's settings allow."""
+        roots = tuple(Path(root).resolve() for root in settings.adapter_root)
+        return cls(roots, settings.adapter_hub, settings.adapter_mb * _MB)
+
+    def place(self, source: str, *, is_own: bool = False) -> str:
+        """Where the backend is to look: a folder with all links followed, or the name on the hub.
+
+        What is not there is left to the backend to tell of.
+
+        Args:
+            source: folder or hub name.
+            is_own: whoever starts the worker has named it.
+
+        Raises:
+            SettingsError: it is not taken.
+        """
+        if is_on_hub(source):
+            if not self.takes_hub and not is_own:
+                raise SettingsError(
+                    f"adapters: {shown(source)} is no folder on this worker's machine, and names on a hub are not "
+                    "taken: name a folder, or start all workers with --adapter-hub"
+                )
+            return source
+        try:
+            folder = Path(source).expanduser().resolve()
+            self._check_root(folder, source)
+            for file in folder.iterdir():
+                self._check_root(file.resolve(), str(file))
+            self.check_size(folder, source)
+        except (FileNotFoundError, NotADirectoryError):
+            return str(folder)
+        except (OSError, RuntimeError) as error:  # Links in a circle; ~somebody who is not known here.
+            raise SettingsError(f"adapters: {shown(source)} cannot be read: {error}") from error
+        return str(folder)
+
+    def check_size(self, folder: Path, source: str) -> None:
+        """Refuse an adapter whose files are too large.
+
+        Args:
+            folder: where it lies.
+            source: what it was called.
+
+        Raises:
+            SettingsError: they are.
+        """
+        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        if size > self.most_bytes:
+            raise SettingsError(
+                f"adapters: the files in {shown(source)} have {size / _MB:.0f} MB, and {self.most_bytes / _MB:.0f} MB "
+                "are taken: start all workers with a larger --adapter-mb if there is the memory"
+            )
+
+    def _check_root(self, place: Path, named: str) -> None:
+        if self.roots and not any(place.is_relative_to(root) for root in self.roots):
+            roots = ", ".join(map(str, self.roots))
+            raise SettingsError(
+                f"adapters: {shown(named)} lies outside of {roots}: put it there with all its files, or start all "
+                "workers with another --adapter-root"
+            )
+
+
+_LEAST_MEMORY_S = 600.0
+_MOST_WORKERS = 4096
+# One may have been ended by something else just then.
+_ENOUGH = 2
+
+
+class AdapterTrials:
+    """The loads of one worker, as others see them.
+
+    Args:
+        redis: a client for control messages.
+        keys: the deployment's key names.
+        model: what the worker serves.
+        worker_id: the worker's name.
+        settings: of the worker.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, model: str, worker_id: str, settings: WorkerSettings) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._model = keys.model(model)
+        self._worker_id = worker_id
+        self._lease_ms = int(settings.lease_s * 1000)
+        # Longer than some loads that hang take until their workers end.
+        self._memory_ms = int(1000 * max(_LEAST_MEMORY_S, 4 * settings.step_timeout_s))
+        self._noted = b""
+
+    @asynccontextmanager
+    async def offered(self, nonce: str, *, is_first: bool) -> AsyncIterator[bool]:
+        """Around the load of an adapter that is offered; False when another worker tries it first: then it must wait.
+
+        Args:
+            nonce: names the offer.
+            is_first: no worker has loaded it yet: then one tries it before the others do.
+
+        Raises:
+            SettingsError: a worker has not survived it.
+        """
+        key = self._model.trying(nonce)
+        if (old := await self._begin(key, "alone" if is_first else "any")) is not None:
+            if gone := await self._gone(old):
+                raise SettingsError(
+                    f"adapters: the worker {gone[0]} ended or fell silent while it loaded it, so no other does: look "
+                    "at that worker's log, mend the adapter, and add it again"
+                )
+            if is_first:
+                yield False
+                return
+            await self._begin(key, "anyway")
+        async with self._noted_until_told():
+            yield True
+
+    @asynccontextmanager
+    async def in_service(self, qualified: str) -> AsyncIterator[None]:
+        """Around the load of an adapter that is in service ("name@revision").
+
+        What other hosts have seen does not count: they may lack what this one has.
+
+        Raises:
+            SettingsError: two workers of this host have not survived it lately.
+        """
+        key, gone = self._model.trying(qualified), list[str]()
+        if (old := await self._begin(key, "any")) is not None:
+            gone = [worker for worker in await self._gone(old) if _host(worker) == _host(self._worker_id)]
+            if len(gone) >= _ENOUGH:
+                raise SettingsError(
+                    f"adapters: {qualified!r} is in service, and the workers {', '.join(gone)} of this host ended or "
+                    f"fell silent while they loaded it: look at their logs, then mend or remove it; it is tried again "
+                    f"{self._memory_ms // 60_000} minutes after the last try"
+                )
+            await self._begin(key, "anyway")
+        async with self._noted_until_told(*gone):
+            yield
+
+    async def leave(self, *, is_broken: bool) -> None:
+        """The worker ends, over what it loads at present if its backend is broken."""
+        if not self._noted:
+            return
+        if is_broken:
+            await self._redis.hset(self._noted, self._worker_id, 0)
+        else:
+            await self._redis.hdel(self._noted, self._worker_id)
+
+    async def _begin(self, key: bytes, how: Literal["alone", "any", "anyway"]) -> list[str] | None:
+        """Note a load; else who should have ended theirs by now."""
+        args = [self._worker_id, how, self._lease_ms, self._memory_ms, _MOST_WORKERS]
+        is_noted, *old = await scripts.TRIAL(self._redis, [key], args)
+        if is_noted:
+            self._noted = key
+            return None
+        return [worker.decode("utf-8", "replace") for worker in old]
+
+    @asynccontextmanager
+    async def _noted_until_told(self, *others: str) -> AsyncIterator[None]:
+        """Take the note back when the load has ended, not when the worker has; after a success those of others too."""
+        key = self._noted
+        try:
+            yield
+        except SettingsError:
+            await self._redis.hdel(key, self._worker_id)
+            self._noted = b""
+            raise
+        await self._redis.hdel(key, self._worker_id, *others)
+        self._noted = b""
+
+    async def _gone(self, workers: list[str]) -> list[str]:
+        return [worker for worker in workers if not await self._redis.exists(self._keys.worker(worker))]
+
+
+def _host(worker_id: str) -> str:
+    """Ids end with the process and random characters."""
+    return worker_id.rsplit("-", 2)[0]
+
 
 _log = logging.getLogger("lmpool.worker")
 

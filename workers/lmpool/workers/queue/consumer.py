@@ -1,19 +1,19 @@
-"""Taking jobs from a model's queue: new ones, and those of workers that fell silent."""
+"""Taking jobs from a model's queue: new ones, and those of workers that fell silent; and the jobs that are held."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.line import CommandLine
-from lmpool.broker.queue import read_queue
-from lmpool.broker.streams import Fields, stream_entries
+from lmpool.broker.connection import CommandLine
+from lmpool.broker.readers import Fields, read_queue, stream_entries
 from lmpool.errors import (
     InvalidPrompt,
     ModelMismatch,
@@ -32,7 +32,75 @@ from lmpool.protocol.query import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, Trie
 from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.unwanted import EVER_MS, STALE_S, Doubtful, Unwanted, milliseconds, queued_ms
+
+STALE_S = 1.0
+"""Seconds after which it is worth a look whether somebody still waits for a job."""
+
+_MOST_MS_DIGITS = 15
+EVER_MS = 10**_MOST_MS_DIGITS
+
+
+class Doubtful(NamedTuple):
+    """A job that a worker holds and that its clients may have left.
+
+    Attributes:
+        entry: its id in the stream.
+        digest: what is waited for.
+        fields: what its entry says.
+    """
+
+    entry: bytes
+    digest: bytes
+    fields: Fields
+
+
+class Unwanted:
+    """Finds jobs that nobody waits for, and removes them.
+
+    Args:
+        redis: a client for what is rare.
+        keys: the model's keys.
+        figures: forget what they know of jobs that are removed.
+    """
+
+    def __init__(self, redis: Redis, keys: ModelKeys, figures: Figures) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._figures = figures
+
+    async def remove(self, jobs: Sequence[Doubtful]) -> set[bytes]:
+        """Remove those that nobody waits for; returns their entries. When the server cannot tell, none is removed."""
+        removed: set[bytes] = set()
+        for at in range(0, len(jobs), scripts.MOST_AT_ONCE):
+            part = jobs[at : at + scripts.MOST_AT_ONCE]
+            keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
+            args = [value for one in part for value in (one.entry, _until_ms(one.entry, one.fields))]
+            try:
+                numbers = await scripts.UNWANTED(self._redis, keys, args)
+            except (RedisError, OSError):
+                break
+            removed |= {part[number - 1].entry for number in numbers}
+        for entry in removed:
+            self._figures.queued_ms.pop(entry, None)
+        return removed
+
+
+def milliseconds(value: bytes) -> int:
+    """What an entry tells; for ever when these are none."""
+    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else EVER_MS
+
+
+def queued_ms(entry: bytes) -> int:
+    """When an entry was added to the stream, in ms since 1970, by the server's clock."""
+    return int(entry.partition(b"-")[0])
+
+
+def _until_ms(entry: bytes, fields: Fields) -> int:
+    """Until when somebody waited for a job when it was queued, in ms since 1970; for ever when its entry tells none."""
+    since = milliseconds(fields[SINCE_FIELD]) if SINCE_FIELD in fields else queued_ms(entry)
+    # Behind it stands the digest, where the job may go back.
+    return since + milliseconds(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
+
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -349,3 +417,109 @@ def _decoded(data: bytes) -> Job | ProtocolError:
 def _too_large(entry: bytes, size: int) -> Taken:
     text = f"a job of {size} bytes is over the limit of {MAX_JOB_BYTES}"
     return Taken(entry, bytes(16), failure=Failure(ProtocolError.__name__, text), is_dead=True)
+
+
+Asks = Mapping[bytes, Mapping[bytes, Taken]]
+"""Digest of a prompt -> entry of the queue -> what it wants."""
+
+
+def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
+    """The entries that want each answer, and the answers that must replace what is stored."""
+    entries: dict[bytes, dict[bytes, Taken]] = {}
+    overwrite = set()
+    for wants in asks.values():
+        for entry, wanted in wants.items():
+            entries.setdefault(wanted.digest, {})[entry] = wanted
+            if wanted.overwrite:
+                overwrite.add(wanted.digest)
+    return entries, overwrite
+
+
+def doubtful(asks: Asks) -> list[Doubtful]:
+    """The jobs behind some asks, for a look whether somebody still waits for them."""
+    wants = (one for ours in asks.values() for one in ours.items())
+    return [Doubtful(entry, wanted.digest, wanted.fields) for entry, wanted in wants]
+
+
+@dataclass(slots=True)
+class Held:
+    """A prompt that this worker holds.
+
+    Attributes:
+        job: what the backend is asked.
+        entries: the queue entries that ask for it.
+        is_damaged: what the cache has as its row cannot be read.
+        since: monotonic time when the worker took it.
+        looked_at: monotonic time of the last look whether somebody waits for it; 0 before the first.
+    """
+
+    job: BackendJob
+    entries: dict[bytes, Taken] = field(default_factory=dict)
+    is_damaged: bool = False
+    since: float = field(default_factory=time.monotonic)
+    looked_at: float = 0.0
+
+    @property
+    def is_only_asked(self) -> bool:
+        """Whether nobody wants the row itself."""
+        return all(wanted.ask is not None for wanted in self.entries.values())
+
+
+class Holdings:
+    """All that a worker holds: a prompt is there once, however many entries ask for it."""
+
+    def __init__(self) -> None:
+        self._held: dict[bytes, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(self._held.values())
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._held
+
+    def __getitem__(self, digest: bytes) -> Held:
+        return self._held[digest]
+
+    def add(self, taken: Taken, job: BackendJob) -> bool:
+        """Hold an entry; True when its prompt is a new one."""
+        held = self._held.get(job.digest)
+        is_new = held is None
+        if held is None:
+            held = self._held[job.digest] = Held(job)
+        held.entries[taken.entry] = taken
+        return is_new
+
+    def all_entries(self) -> list[bytes]:
+        """The entries of all that is held."""
+        return [entry for held in self._held.values() for entry in held.entries]
+
+    def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Taken]]:
+        """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
+        return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
+
+    def forget(self, digest: bytes, entries: Iterable[bytes]) -> bool:
+        """Let go of entries that nobody waits for; True when none is left that asks for the prompt."""
+        held = self._held[digest]
+        for entry in entries:
+            held.entries.pop(entry, None)
+        if not held.entries:
+            del self._held[digest]
+        return not held.entries
+
+    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> list[BackendJob]:
+        """Let go of entries that were ended; returns the jobs of prompts that were asked for again meanwhile."""
+        again = []
+        for digest, entries in ended.items():
+            held = self._held.get(digest)
+            if held is None:
+                continue  # The backend broke meanwhile, or nobody waits for it any more.
+            for entry in entries:
+                held.entries.pop(entry, None)
+            if held.entries:
+                again.append(held.job)
+            else:
+                del self._held[digest]
+        return again

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.backoff import delays
+from lmpool.aio import delays
 from lmpool.broker import scripts
 from lmpool.broker.replies import sentence
 from lmpool.broker.server import Server
@@ -22,10 +22,8 @@ from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
 from lmpool.settings import shown
-from lmpool.workers.held import Asks, doubtful
 from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.consumer import Taken
-from lmpool.workers.queue.unwanted import Unwanted
+from lmpool.workers.queue.consumer import Asks, Taken, Unwanted, doubtful
 
 T = TypeVar("T")
 

@@ -17,19 +17,15 @@ from lmpool.protocol.model_info import ModelCard
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_source, read_vocabulary
 from lmpool.workers.backends.hf.adapters import HfAdapters
-from lmpool.workers.backends.hf.batching import PART, BatchLimit, BatchRules, Candidate, choose, choose_shorter
-from lmpool.workers.backends.hf.forward import Forward, new_tokens
-from lmpool.workers.backends.hf.kv_pool import KVPool
+from lmpool.workers.backends.hf.batching import PART, BatchLimit, BatchRules, Candidate, Waiting, choose, choose_shorter
+from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
+from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
-from lmpool.workers.backends.hf.prefix_slots import ROOT
-from lmpool.workers.backends.hf.self_check import Abilities, check_model
-from lmpool.workers.backends.hf.settings import HfSettings
-from lmpool.workers.backends.hf.waiting import Waiting
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder, scores_of
-from lmpool.workers.backends.vocabulary import read_vocabulary
+from lmpool.workers.backends.settings import HfSettings
 
 _logger = logging.getLogger(__name__)
 

@@ -1,18 +1,20 @@
-"""One padded forward: prompts in, the logits of their last positions out."""
+"""A forward of the model over a batch, and the check that the batch does not change a row's value."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lmpool.workers.backends.hf.kv_pool import KVPool
-from lmpool.workers.backends.hf.prefix_slots import ROOT
+from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool
 
 
 def new_tokens(length: int, held: int, kept: int = 1) -> int:
@@ -107,3 +109,149 @@ class Forward:
 
     def _tensor(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+_logger = logging.getLogger(__name__)
+
+_LENGTH = 24
+_LONGEST_WINDOW = 1024
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+"""What model code raises for arguments that it was not written for; there is no common type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a model's forward can be trusted with.
+
+    Attributes:
+        logits: what it returned for one prompt, tensor of shape (1, V).
+        pads: prompts of different length may run together.
+        layout: what one token leaves in its cache; None if prefixes cannot be reused.
+        horizon: prompts longer than this must run alone and without reuse; at most the longest prompt.
+    """
+
+    logits: Tensor
+    pads: bool
+    layout: KVLayout | None
+    horizon: int
+
+
+def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
+    """Compare batched, padded and reused rows of a few prompts with those of the same prompts alone.
+
+    Raises:
+        RuntimeError, ValueError, ...: the model cannot even run one prompt.
+    """
+    config = forward.model.config.get_text_config(decoder=True)
+    horizon = min(max_prompt_tokens, _horizon(config))
+    window = attention_window(config)
+    length = min(horizon, max(_LENGTH, window + 8 if window <= _LONGEST_WINDOW else 0))
+    logits = forward.logits([[0]])
+    check = _Check(forward, _prompts(length, logits.shape[-1]))
+    pads = check.pads()
+    if not pads:
+        _logger.info("the model's rows change with padding: only prompts of one length run together")
+    layout = cache_layout(forward)
+    if layout is None:
+        _logger.info("the model's cache is not made of plain attention layers: prefixes are not reused")
+    elif not check.reuses(layout, pads):
+        layout = None
+        _logger.info("the model's rows change when a prefix is reused: prefixes are not reused")
+    return Abilities(logits, pads, layout, horizon)
+
+
+def attention_window(config: PreTrainedConfig) -> int:
+    """How far back the model's most short-sighted layers look; 0 if all of them see everything."""
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((size for size in sizes if type(size) is int and size > 0), default=0)
+
+
+def _horizon(config: PreTrainedConfig) -> int:
+    """Up to which length a prefix's keys and values are surely those that its extensions need.
+
+    A window too long to be tried here has no effect below its size. Rotary embeddings that stretch with the
+    longest prompt of a batch have none below the length that the model was first trained for.
+    """
+    window = attention_window(config)
+    limits = [window] if window > _LONGEST_WINDOW else []
+    stated = getattr(config, "rope_parameters", None) or {}
+    for rope in [stated, *stated.values()]:
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            known = rope.get("original_max_position_embeddings")
+            limits.append(known or config.max_position_embeddings)
+    return min(limits, default=2**62)
+
+
+def cache_layout(forward: Forward) -> KVLayout | None:
+    """What one token leaves in the model's cache, or None if that is not keys and values of plain layers."""
+    if not {"past_key_values", "use_cache"} <= forward.takes:
+        return None
+    cache = DynamicCache()
+    try:
+        forward.model(input_ids=torch.tensor([[0, 0, 0]], device=forward.device), past_key_values=cache, use_cache=True)
+    except _FORWARD_ERRORS:
+        return None
+    shapes = []
+    dtypes = set()
+    for layer in cache.layers:
+        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
+            return None
+        for part in (layer.keys, layer.values):
+            if part.ndim != 4 or part.shape[0] != 1 or part.shape[2] != 3:
+                return None
+            shapes.append((part.shape[1], part.shape[3]))
+            dtypes.add(part.dtype)
+    return KVLayout(tuple(shapes), dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _prompts(length: int, vocab_size: int) -> list[list[int]]:
+    """A prompt, its prefixes, a branch and a stranger, all of different lengths."""
+    long = [(7 + 31 * i * (i + 3)) % vocab_size for i in range(length)]
+    third = max(1, length // 3)
+    branch = [*long[:third], *((token + 1) % vocab_size for token in long[third : 2 * third - 1])]
+    lengths = {1, third, 2 * third, 2 * third + 1, length}
+    prefixes = [long[:size] for size in sorted(lengths) if size <= length]
+    return [*prefixes, branch, [(token + 2) % vocab_size for token in long[: third + 1]]]
+
+
+class _Check:
+    def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
+        self._forward = forward
+        self._prompts = prompts
+        self._alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
+
+    def pads(self) -> bool:
+        """Whether padding leaves rows as they are."""
+        try:
+            return self._agree(range(len(self._prompts)), self._forward.logits(self._prompts))
+        except _FORWARD_ERRORS:
+            return False
+
+    def reuses(self, layout: KVLayout, pads: bool) -> bool:
+        """Whether prompts that grow, each on the keys and values of the last one, have the same rows."""
+        everything = range(len(self._prompts))
+        grown = [[index] for index in everything]
+        # The second time around everything is held; in between, prompts that lack little recompute more.
+        together = [[1], everything, everything] if pads else []
+        try:
+            return self._all_agree(grown, layout) and self._all_agree(together, layout)
+        except _FORWARD_ERRORS:
+            return False
+
+    def _all_agree(self, batches: Sequence[Sequence[int]], layout: KVLayout) -> bool:
+        pool = KVPool(layout, sum(map(len, self._prompts)), self._forward.device)
+        return all(self._agree(batch, self._reused(batch, pool)) for batch in batches)
+
+    def _reused(self, batch: Sequence[int], pool: KVPool) -> Tensor:
+        prompts = [self._prompts[index] for index in batch]
+        return self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
+
+    def _agree(self, batch: Sequence[int], logits: Tensor) -> bool:
+        """Whether rows differ from those of the prompts alone by no more than rounding does.
+
+        Differences are measured against the spread of a row's own logits: an untrained model's are tiny.
+        """
+        expected = self._alone[list(batch)]
+        error = (logits.float() - expected).square().mean(-1).sqrt()
+        tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
+        return bool((error <= tolerance * expected.std(-1) + 1e-30).all())

@@ -2,24 +2,86 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 import sys
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError
-from lmpool.trie.kernels import vector_math
-from lmpool.workers.backends.checkpoint import checkpoint_folder, is_on_hub, not_had
+from lmpool.trie.kernels import torch_device
+from lmpool.workers.backends.checkpoint import (
+    cached_folder,
+    check_model_folder,
+    checkpoint_folder,
+    hub_trouble,
+    is_on_hub,
+    nearest_folders,
+    not_had,
+    not_on_hub,
+)
 from lmpool.workers.backends.device import log_threads, pick_device
-from lmpool.workers.backends.hf.revision import weights_revision
-from lmpool.workers.backends.hf.settings import HfSettings
-from lmpool.workers.backends.places import cached_folder, check_model_folder, hub_trouble, nearest_folders, not_on_hub
 from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.settings import HfSettings
+
+_VOLATILE = {
+    "_name_or_path",
+    "_attn_implementation",
+    "_commit_hash",
+    "attn_implementation",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+}
+_SAMPLES = 1024
+_CHUNK = 1 << 24
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def weights_revision(model: PreTrainedModel) -> str:
+    """Digest of every parameter and persistent buffer and of what the config says of the architecture.
+
+    Of each tensor it takes name, shape, dtype, the sum of its bit patterns and a sample of its elements. Sums
+    of integers do not depend on the order of addition, so neither device nor number of threads matter.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    state = blake2b(digest_size=16)
+    config = json.dumps(_stable(model.config.to_diff_dict()), sort_keys=True, default=str)
+    state.update(config.encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        bits = tensor.detach().reshape(-1)
+        if bits.is_complex():
+            bits = torch.view_as_real(bits).reshape(-1)
+        bits = bits.view(_INTEGERS[bits.element_size()])
+        state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_total(bits)}\n".encode())
+        state.update(bits[:: max(1, len(bits) // _SAMPLES)].cpu().numpy().tobytes())
+    return state.hexdigest()
+
+
+def _total(bits: Tensor) -> int:
+    """The sum modulo 2^64; in chunks, because widening a large tensor at once could take all memory."""
+    total = 0
+    for chunk in torch.split(bits, _CHUNK):
+        total += int(chunk.sum(dtype=torch.int64))
+    return total % (1 << 64)
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _stable(item) for key, item in value.items() if key not in _VOLATILE}
+    if isinstance(value, (list, tuple)):
+        return [_stable(item) for item in value]
+    return value
+
 
 UNLIMITED = 1 << 20
 """Longest prompt of a model that states no limit."""
@@ -49,7 +111,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     Raises:
         SettingsError: no such model, file, device or prompt limit, or it is not a causal language model.
     """
-    vector_math.settle()
+    torch_device.settle()
     device = pick_device(settings.device)
     place, is_local = _find(settings)
     log_threads(str(device))

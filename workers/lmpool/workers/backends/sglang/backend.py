@@ -14,16 +14,15 @@ from lmpool.protocol.model_info import ModelCard
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_card
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source, read_vocabulary
 from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang.launch import launch
-from lmpool.workers.backends.sglang.settings import SglangSettings
-from lmpool.workers.backends.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
-    from lmpool.workers.backends.sglang.seams import EngineBatch
+    from lmpool.workers.backends.sglang.engine import EngineBatch
 
 
 class SglangBackend:

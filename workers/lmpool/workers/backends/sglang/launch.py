@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -13,23 +14,198 @@ from typing import TYPE_CHECKING, Any
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.adapter import qualify
-from lmpool.trie.kernels import vector_math
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
+from lmpool.trie.kernels import torch_device
+from lmpool.workers.backends.checkpoint import (
+    checkpoint_dtype,
+    checkpoint_folder,
+    checkpoint_revision,
+    checkpoint_source,
+)
 from lmpool.workers.backends.device import pick_device
-from lmpool.workers.backends.engine_args import parse_engine_args
 from lmpool.workers.backends.lora import adapter_folder, check_adapter
 from lmpool.workers.backends.requirements import first_line, require_version
-from lmpool.workers.backends.sglang.options import (
-    context_length,
-    engine_options,
-    kv_tokens,
-    row_deciding,
-    user_options,
+from lmpool.workers.backends.settings import (
+    ONE_PROCESS,
+    SGLANG_BELOW,
+    SGLANG_DISTRIBUTIONS,
+    SGLANG_LEAST,
+    SglangSettings,
+    check_engine_args,
+    check_one_process,
+    parse_engine_args,
 )
-from lmpool.workers.backends.sglang.settings import BELOW, DISTRIBUTIONS, LEAST, SglangSettings
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import Engine
+
+RESERVED_TOKENS = 7
+"""By how much a prompt must be shorter than SGLang's context: it keeps room for tokens that it would sample."""
+
+_CPU_KV_BYTES = 1 << 30
+_FOREVER_S = 1e9
+_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
+
+_PARALLEL = (
+    "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
+    "dwdp_size",
+)  # fmt: skip
+_ONE_ROW = "every prompt asks for one row, so there is nothing to sample"
+_WATCHED = "a worker that hangs is seen by its lease; SGLang's watchdog would kill the process that started it"
+_ADAPTERS = "name adapters with --adapters name=folder"
+_PARTS = "a prompt's row needs the whole model in one place"
+_REFUSED = {
+    "model_path": "it is the MODEL of the command",
+    "revision": "use --revision",
+    "served_model_name": "use --name",
+    "tokenizer_path": "prompts are token ids",
+    "skip_tokenizer_init": "prompts are token ids",
+    "allow_auto_truncate": "the row of a shortened prompt is another prompt's row",
+    "disable_overlap_schedule": "rows are captured in the event loop without overlap",
+    "enable_pdmux": "rows are captured in the event loop without overlap",
+    "is_embedding": "rows come from models that generate",
+    "dllm_algorithm": "rows come from models that generate token after token",
+    "disaggregation_mode": _PARTS,
+    "encoder_only": _PARTS,
+    "language_only": _PARTS,
+    "use_ray": ONE_PROCESS,
+    "max_queued_requests": "a worker takes no more than it has room for",
+    "enable_priority_scheduling": "a worker's prompts have no priorities",
+    "sleep_on_idle": "a worker with nothing to do sleeps anyway",
+    "watchdog_timeout": _WATCHED,
+    "soft_watchdog_timeout": _WATCHED,
+    "enable_lora": _ADAPTERS,
+    "lora_paths": _ADAPTERS,
+    "enable_multi_layer_eagle": _ONE_ROW,
+    "preferred_sampling_params": _ONE_ROW,
+    "enable_custom_logit_processor": _ONE_ROW,
+}
+
+# Options that leave rows as they are but for rounding: workers that differ in them only may serve one model.
+_HARMLESS = {
+    "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
+    "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_bs_decode", "cuda_graph_bs_prefill",
+    "cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_max_bs_prefill", "decode_attention_backend", "device",
+    "disable_cuda_graph", "disable_cuda_graph_padding", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
+    "disable_radix_cache", "download_dir", "enable_hierarchical_cache", "enable_mixed_chunk", "enable_torch_compile",
+    "grammar_backend", "hicache_ratio", "hicache_size", "log_level", "lora_backend", "max_lora_rank",
+    "max_loras_per_batch", "max_prefill_tokens", "max_running_requests", "max_total_tokens", "mem_fraction_static",
+    "numa_node", "page_size", "prefill_attention_backend", "prefill_max_requests", "radix_eviction_policy",
+    "random_seed", "sampling_backend", "schedule_conservativeness", "schedule_policy", "torch_compile_max_bs",
+    "trust_remote_code", "weight_loader_disable_mmap", *_PARALLEL,
+}  # fmt: skip
+
+
+def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
+    """The options that are handed on, checked.
+
+    Args:
+        settings: with the options as texts.
+        known: the options that SGLang has, and whether they want a text.
+        version: SGLang's.
+
+    Raises:
+        SettingsError: SGLang has no such option, or it cannot be set here.
+    """
+    given = parse_engine_args(settings.engine_args)
+    sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
+    check_engine_args(given, known, _REFUSED | sampled, f"SGLang {version}")
+    check_one_process(given, _PARALLEL)
+    # Some take a table as a text in JSON.
+    return {
+        name: json.dumps(value) if known[name] and isinstance(value, dict) else value for name, value in given.items()
+    }
+
+
+def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
+    return {name: value for name, value in given.items() if name not in _HARMLESS}
+
+
+def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """What we tell SGLang without having looked at the model; the user's options go before these.
+
+    Args:
+        settings: what the user has set.
+        folder: of the checkpoint.
+        device: a torch device without "auto".
+        adapters: adapter -> its folder.
+    """
+    kind, _, index = device.partition(":")
+    options: dict[str, Any] = {
+        "model_path": str(folder),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": checkpoint_dtype(folder, settings.dtype),
+        "device": kind,
+        "base_gpu_id": int(index or 0),
+        "max_running_requests": settings.max_batch,
+        "disable_overlap_schedule": True,
+        "watchdog_timeout": _FOREVER_S,
+        "sampling_backend": "pytorch",  # Nothing is sampled, and this one needs no warming up.
+        "grammar_backend": "none",
+        "disable_decode_cuda_graph": True,  # Nothing is decoded, and they take long to make.
+        "log_level": "warning",
+    }
+    if settings.max_batch_tokens is not None:
+        options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
+    if kind == "cpu":
+        options["attention_backend"] = "torch_native"
+    if adapters:
+        options |= {
+            "enable_lora": True,
+            "lora_paths": {name: str(place) for name, place in adapters.items()},
+            # Prompts without an adapter take a place too.
+            "max_loras_per_batch": len(adapters) + 1,
+            "lora_strict_loading": True,
+        }
+        if kind == "cpu":
+            options["lora_backend"] = "torch_native"
+    return options
+
+
+def context_length(wanted: int | None, positions: int) -> int:
+    """The context to ask for.
+
+    Args:
+        wanted: the longest prompt to take; None for the model's limit.
+        positions: of the model.
+
+    Raises:
+        SettingsError: more is wanted than the model has positions for.
+    """
+    if wanted is None:
+        return positions
+    if wanted > positions:
+        raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
+    return min(wanted + RESERVED_TOKENS, positions)
+
+
+def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
+    """For how many tokens keys and values are kept; None means as many as SGLang thinks best.
+
+    Args:
+        settings: with the memory for them.
+        options: what SGLang is told, the user's options included.
+        numbers: that the model keeps of one token; 0 for one without attention.
+
+    Raises:
+        SettingsError: there is memory for hardly any token, or the model needs none.
+    """
+    memory = settings.kv_cache_bytes
+    if memory is None and options["device"] == "cpu":
+        memory = _CPU_KV_BYTES
+    if memory is None or not numbers:
+        if settings.kv_cache_bytes is not None:
+            raise SettingsError(
+                "kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang"
+            )
+        return None
+    stored = options.get("kv_cache_dtype", "auto")
+    token = numbers * _ITEM_SIZES.get(options["dtype"] if stored == "auto" else stored, 2)
+    if memory // token <= RESERVED_TOKENS:
+        raise SettingsError(f"kv_cache_bytes: {memory} is too little: the keys and values of a token take {token}")
+    return memory // token
+
 
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 
@@ -59,8 +235,8 @@ def launch(settings: SglangSettings) -> Launched:
     Raises:
         SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
     """
-    vector_math.settle()
-    version = require_version("backend", DISTRIBUTIONS, LEAST, BELOW)
+    torch_device.settle()
+    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
     places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
     # By the qualified name: SGLang tells prefixes of different adapters apart by it.
@@ -69,8 +245,7 @@ def launch(settings: SglangSettings) -> Launched:
     device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
     _prepare(device)
     try:
-        from lmpool.workers.backends.sglang.engine import Engine
-        from lmpool.workers.backends.sglang.scheduler import known_options, read_facts
+        from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
     except (ImportError, OSError, RuntimeError) as error:
         # RuntimeError is how its kernels say that they are not made for this machine.
         raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error

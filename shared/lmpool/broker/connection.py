@@ -1,19 +1,137 @@
-"""Links that open themselves: made when first needed, and again when they broke."""
+"""Connections of our own for the path of a request, and those that open themselves again when they broke.
+
+redis-py knows addresses, TLS, users and databases; what it does per command (pooling, retrying, decoding for
+any command there is) costs more than a whole request may. So it opens a connection, and its transport is taken over.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar, cast
 
-import numpy as np
+import hiredis
+from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from lmpool.broker.link import Argument, CommandLink, Link
 from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
-from lmpool.rows.connection import Bulk, RowLink, fresh_bulk
 from lmpool.settings import shown
+
+Argument = bytes | str | int
+CRLF = b"\r\n"
+MAX_REPLY = 256 * 1024 * 1024
+"""Bytes: a batch of the longest prompts, or of the largest asks for nodes, is smaller."""
+
+
+def pack_command(arguments: Sequence[Argument]) -> bytes:
+    """A command as RESP puts it on the wire."""
+    packed: bytes = hiredis.pack_command(tuple(arguments))  # type: ignore[arg-type]  # its stub means any number of them
+    return packed
+
+
+class Link(asyncio.BaseProtocol):
+    """An open connection whose bytes are ours.
+
+    Args:
+        connection: an open redis-py connection; the link owns it from now on.
+    """
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self._connection = connection
+        self._closed: Exception | None = None
+        writer = connection._writer
+        if writer is None:
+            raise ConnectionError("the connection is not open")
+        self._transport = cast(asyncio.Transport, writer.transport)
+        self._transport.pause_reading()
+        self._transport.set_protocol(self)
+        self._transport.resume_reading()
+
+    @property
+    def closed(self) -> bool:
+        """True when nothing can be sent any more."""
+        return self._closed is not None
+
+    def _give_up(self) -> Iterable[asyncio.Future[Any]]:
+        """Forget what is under way; returns the futures."""
+        raise NotImplementedError
+
+    def close(self, reason: Exception | None = None) -> None:
+        """Close the connection; what is under way fails with `reason`."""
+        if self._closed is None:
+            self._closed = reason or ConnectionError("the connection was closed")
+            self._transport.abort()
+            # redis-py warns of a connection that still has a writer when it is freed.
+            self._connection._writer = None
+            for future in self._give_up():
+                if not future.done():
+                    future.set_exception(self._closed)
+                    # Its owner may be gone already; an unread exception must not be logged at exit.
+                    future.exception()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server or the network closed the connection."""
+        self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
+
+    def eof_received(self) -> bool:
+        """The server will send no more."""
+        return False
+
+
+class CommandLink(Link, asyncio.Protocol):
+    """Any commands, their replies parsed by hiredis; replies come in order.
+
+    Args:
+        connection: an open redis-py connection; the link owns it from now on.
+        max_reply: most bytes of a reply; a larger one closes the link, for what others have stored may be of any size.
+    """
+
+    def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
+        self._max_reply = max_reply
+        self._got = 0
+        self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
+        self._pending: deque[asyncio.Future[Any]] = deque()
+        super().__init__(connection)
+
+    def call(self, arguments: Sequence[Argument]) -> asyncio.Future[Any]:
+        """Send a command; the future has its reply, or raises ResponseError or ConnectionError."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._closed is not None:
+            future.set_exception(self._closed)
+        else:
+            self._pending.append(future)
+            self._transport.write(pack_command(arguments))
+        return future
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        if self._closed is not None:
+            return
+        self._got += len(data)
+        try:
+            if self._got > self._max_reply:
+                raise ProtocolError(f"a reply of over {self._max_reply} bytes")
+            self._reader.feed(data)
+            while (reply := self._reader.gets()) is not False:
+                self._got = 0
+                if not self._pending:
+                    raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
+                future = self._pending.popleft()
+                if future.done():
+                    continue
+                if isinstance(reply, Exception):
+                    future.set_exception(reply)
+                else:
+                    future.set_result(reply)
+        except ProtocolError as error:
+            self.close(error)
+
+    def _give_up(self) -> Iterable[asyncio.Future[Any]]:
+        pending, self._pending = self._pending, deque()
+        return pending
+
 
 L = TypeVar("L", bound=Link)
 
@@ -155,7 +273,7 @@ class CommandLine(Line[CommandLink]):
         self.key = key
 
     async def _connect_to_key(self) -> CommandLink:
-        return await (await self._server.at(self.key)).command_link()
+        return CommandLink(await (await self._server.at(self.key)).open())
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command.
@@ -166,109 +284,3 @@ class CommandLine(Line[CommandLink]):
         """
         link = await self.open()
         return await self.wait_for(link, link.call(arguments))
-
-
-class RowLine(Line[RowLink]):
-    """A line for rows, and for scripts that must find them.
-
-    Args:
-        server: where to.
-        max_bulk: largest value in bytes that is accepted.
-        allocate: gives the array that a value is received into.
-    """
-
-    def __init__(self, server: Server, max_bulk: int, allocate: Callable[[int], Bulk] = fresh_bulk) -> None:
-        super().__init__(server, lambda: server.row_link(self._max_bulk, allocate))
-        self._max_bulk = max_bulk
-
-    @property
-    def max_bulk(self) -> int:
-        """Largest value in bytes that is accepted."""
-        return self._max_bulk
-
-    def allow(self, size: int) -> None:
-        """Accept values of up to `size` bytes from now on, if that is more than until now."""
-        if size > self._max_bulk:
-            self._max_bulk = size
-            if self._link is not None:
-                self._link.max_bulk = size
-
-    async def call(self, *arguments: Argument) -> Any:
-        """Run a command whose reply is not an array.
-
-        Raises:
-            NoScriptError: the server does not know the script.
-            ServerError: the server refuses, or cannot be used.
-        """
-        return await self.call_on(await self.open(), *arguments)
-
-    async def get_ranges(self, keys: Sequence[bytes], most: Sequence[int]) -> list[object]:
-        """The first bytes of values that may be of any size, or what the server says of one (an error is a value here).
-
-        Args:
-            keys: whose values; what is not there is empty.
-            most: how many bytes of each, no more than `max_bulk`.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
-        link = await self.open()
-        replies = [link.call((b"GETRANGE", key, 0, size - 1)) for key, size in zip(keys, most, strict=True)]
-        values = [value for reply in replies for value in await self.wait_for(link, reply)]
-        for value in values:
-            if isinstance(value, ResponseError) and self.check(link, value):
-                raise self._server.explain(value)
-        return values
-
-    async def call_on(self, link: RowLink, *arguments: Argument) -> Any:
-        """Run a command on this very link: behind what was sent there, or not at all."""
-        (reply,) = await self.wait_for(link, link.call(arguments))
-        if isinstance(reply, ResponseError):
-            self.check(link, reply)
-            raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)
-        return reply.tobytes() if isinstance(reply, np.ndarray) else reply
-
-
-class RowLines:
-    """Lines for rows: one, or one to each master of a cluster.
-
-    Args:
-        server: where to.
-        max_bulk: largest value in bytes that is accepted.
-        reply_timeout_s: as `Line.reply_timeout_s`.
-    """
-
-    def __init__(self, server: Server, max_bulk: int, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        self._server = server
-        self._reply_timeout_s = reply_timeout_s
-        self._max_bulk = max_bulk
-        self._lines: dict[Server, RowLine] = {}
-
-    async def of(self, keys: Sequence[bytes]) -> list[tuple[RowLine, list[int]]]:
-        """Which line goes to which of some keys, by their numbers.
-
-        Raises:
-            ServerError: the cluster does not say.
-        """
-        parts: dict[Server, list[int]] = {}
-        for number, key in enumerate(keys):
-            parts.setdefault(await self._server.at(key), []).append(number)
-        return [(self._to(server), numbers) for server, numbers in parts.items()]
-
-    def allow(self, size: int) -> None:
-        """Accept values of up to `size` bytes from now on, if that is more than until now."""
-        self._max_bulk = max(self._max_bulk, size)
-        for line in self._lines.values():
-            line.allow(size)
-
-    def _to(self, server: Server) -> RowLine:
-        line = self._lines.get(server)
-        if line is None:
-            line = self._lines[server] = RowLine(server, self._max_bulk)
-            line.reply_timeout_s = self._reply_timeout_s
-        return line
-
-    def close(self) -> None:
-        """Close all lines."""
-        for line in self._lines.values():
-            line.close()

@@ -1,4 +1,7 @@
-"""The registry of a model's adapters on the server: read, and changed over the very state that was read."""
+"""What a pool knows beside its models: vocabularies, and the adapters of each model.
+
+Adapters are changed over the very state that was read.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.hashes import read_hashes
-from lmpool.broker.line import CommandLine
-from lmpool.errors import ProtocolError, SettingsError
+from lmpool.broker.connection import CommandLine
+from lmpool.broker.readers import read_hashes
+from lmpool.errors import ProtocolError, SettingsError, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
     MAX_ADAPTERS,
@@ -22,7 +26,67 @@ from lmpool.protocol.adapter import (
     Registered,
     decode_entries,
 )
-from lmpool.protocol.keys import ModelKeys
+from lmpool.protocol.keys import Keys, ModelKeys
+from lmpool.vocabulary import Vocabulary
+
+_TTL_MS = 24 * 3_600_000
+MOST_BYTES = 64 * 1024 * 1024
+"""More than any packed vocabulary takes."""
+
+
+async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
+    """Have the pool know a vocabulary for another day.
+
+    Args:
+        redis: a client of the pool's server.
+        keys: the deployment's key names.
+        vocabulary: travels only when what the pool has is of another size, or nothing.
+        anew: send it whatever the pool has, for one that was told that what is there is another.
+    """
+    key = keys.vocabulary(vocabulary.digest)
+    if anew:
+        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
+        return
+    is_there = await redis.pexpire(key, _TTL_MS)
+    try:
+        size = await redis.strlen(key)
+    except ResponseError:
+        size = -1  # What is there may be something else, even no string.
+    if not is_there or size != vocabulary.nbytes:
+        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
+
+
+async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
+    """Read a vocabulary.
+
+    Raises:
+        UnknownVocabulary: the pool does not know it, or has something else in its place.
+    """
+    # Not GET: what is there may be of any size.
+    data = await redis.getrange(keys.vocabulary(digest), 0, MOST_BYTES - 1)
+    return unpack_known(data if isinstance(data, bytes) else b"", digest)
+
+
+def unpack_known(data: bytes, digest: str) -> Vocabulary:
+    """Read what the pool has as a vocabulary; b"" for nothing.
+
+    Raises:
+        UnknownVocabulary: it is nothing, no vocabulary, or another.
+    """
+    if not data:
+        raise UnknownVocabulary(
+            f"the pool does not know the vocabulary {digest}, or no longer: register it with producer.trie, or ask "
+            "again in a moment"
+        )
+    try:
+        vocabulary = Vocabulary.unpack(data)
+    except ProtocolError as error:
+        # Not as it is: who has the vocabulary puts it right when told that the pool has none.
+        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is none: {error}") from error
+    if vocabulary.digest != digest:
+        raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
+    return vocabulary
+
 
 KNOWN_FOR_S = 2.0
 """For so long a client may use what it has read of a model's adapters; who replaces one waits for as long."""

@@ -1,0 +1,334 @@
+"""What a pool serves and how it does: `lmpool status` and `lmpool top`, in tables that fit a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from rich.cells import cell_len
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lmpool.broker.server import Server
+from lmpool.cli import Terminal, say_json
+from lmpool.errors import LMPoolError, SettingsError, printable
+from lmpool.metrics import SECONDS, add_packed, quantile
+from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
+from lmpool.producer.client.discovery import Lobby, WorkerInfo
+from lmpool.protocol.keys import Keys
+
+Survey = list[dict[str, Any]]
+"""One entry a model, as `lmpool status --json` prints it."""
+
+_NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
+# What may look like a number and is none.
+_NAMES = ("model", "backend", "fingerprint", "state")
+
+
+async def survey(server: Server, keys: Keys) -> Survey:
+    """Look at a pool with a connection of its own.
+
+    Raises:
+        ServerError: the server cannot be used.
+    """
+    redis = server.client()
+    try:
+        return await look(redis, keys)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+async def look(redis: Redis, keys: Keys) -> Survey:
+    """Look at a pool.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    lobby = Lobby(redis, keys)
+    cards, loading = await lobby.cards(), await lobby.loading()
+    # A model whose first worker still loads has no card.
+    names = [*cards, *sorted({worker.fields["model"] for worker in loading} - set(cards))]
+    found = []
+    for name in names:
+        queue = await lobby.queue(name)
+        serving = [*await lobby.workers(name), *loading]
+        workers = [worker for worker in serving if worker.fields.get("model") == name]
+        silences = await lobby.silences(workers)
+        found.append(
+            {
+                "name": name,
+                "card": {**asdict(cards[name]), "fingerprint": cards[name].fingerprint} if name in cards else None,
+                "queued": queue.depth,
+                "age_s": queue.age_s,
+                "dead": queue.dead,
+                **_together(workers),
+                "workers": [
+                    {"id": worker.worker_id, **_typed(worker.fields), "silent_s": silences.get(worker.worker_id)}
+                    for worker in workers
+                ],
+            }
+        )
+    return found
+
+
+def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
+    """The figures of all workers of a model, in the intervals of their last heartbeats."""
+    counts = [0] * (len(SECONDS) + 1)
+    rate = 0.0
+    for worker in workers:
+        add_packed(counts, worker.fields.get("job_counts", ""))
+        rate += number(worker.fields, "rows_per_s") or 0.0
+    return {"rows_per_s": rate, "p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
+
+
+def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float | None]:
+    """What a worker tells, with its numbers as such."""
+    found: dict[str, str | int | float | None] = dict(fields)
+    for name, text in fields.items():
+        if name not in _NAMES and _NUMBER.fullmatch(text):
+            found[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+        elif not text:
+            found[name] = None  # A time of an interval in which nothing was computed, say.
+    return found
+
+
+def number(fields: Any, name: str) -> float | None:
+    """A number among what a worker tells; None when it tells none."""
+    try:
+        return float(fields.get(name, ""))
+    except (TypeError, ValueError):
+        return None
+
+
+_FRAME, _PADDING = 1, 3
+
+WHOLE = 1_000_000
+"""What a column keeps in a line that is not folded as long as there is room for it."""
+
+
+class Column(NamedTuple):
+    """A column.
+
+    Attributes:
+        title: its header.
+        cells: its texts.
+        rank: how much it matters; the highest are left out first. 0 for names, which are folded instead.
+        least: characters that names keep in a line, if they have so many.
+    """
+
+    title: str
+    cells: list[str]
+    rank: int
+    least: int = 12
+
+    @property
+    def width(self) -> int:
+        """Characters that its widest text takes."""
+        return max(map(cell_len, map(printable, (self.title, *self.cells))))
+
+
+def fitting(title: str | None, columns: Sequence[Column], width: int) -> Table:
+    """A table for a `Terminal`, of those columns that there is room for; it names the others.
+
+    Args:
+        title: stands above it, if anything does.
+        columns: all that there may be, of equal length.
+        width: characters of a line.
+    """
+    kept = list(columns)
+    while _needed(kept) > width and any(column.rank for column in kept):
+        kept.remove(max(kept, key=lambda column: column.rank))
+    left_out = ", ".join(column.title for column in columns if column not in kept)
+    table = Table(title=title, caption=f"no room for {left_out}" if left_out else None)
+    for column in kept:
+        if column.rank:
+            table.add_column(column.title, no_wrap=True, justify="right")
+        else:
+            is_whole = column.width <= min(column.least, width - _needed(kept) + column.width)
+            table.add_column(column.title, overflow="fold", no_wrap=is_whole)
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _needed(columns: Sequence[Column]) -> int:
+    """Characters of a line, when names are folded as far as they may be."""
+    least = [column.width if column.rank else min(column.width, column.least) for column in columns]
+    return _FRAME + sum(least) + _PADDING * len(columns)
+
+
+def status_models(found: Survey, width: int) -> Table:
+    """The models, for `lmpool status`."""
+    cards: list[Mapping[str, Any]] = [model["card"] or {} for model in found]
+    return fitting(
+        "Models",
+        [
+            Column("model", [model["name"] for model in found], 0),
+            Column("backend", [str(card.get("backend", "")) for card in cards], 6),
+            Column("V", [str(card.get("vocab_size", "")) for card in cards], 7),
+            Column("dtype", [str(card.get("dtype", "")) for card in cards], 9),
+            Column("rows as", [str(card.get("encoding", "")) for card in cards], 8),
+            *_load(found),
+        ],
+        width,
+    )
+
+
+def status_workers(found: Survey, width: int) -> Table:
+    """The workers, for `lmpool status`."""
+    return fitting("Workers", [*_workers(found), _heard(found)], width)
+
+
+def top_models(found: Survey, width: int) -> Table:
+    """The models, for `lmpool top`."""
+    names = Column("model", [model["name"] for model in found], 0)
+    latencies = [
+        Column("p50", [seconds(model["p50_s"]) for model in found], 6),
+        Column("p99", [seconds(model["p99_s"]) for model in found], 5),
+    ]
+    return fitting("Models", [names, *_load(found), *latencies], width)
+
+
+def top_workers(found: Survey, width: int) -> Table:
+    """The workers, for `lmpool top`."""
+    workers = _each_worker(found)
+    more = [
+        Column("batch", [_text(worker.get("batch")) for worker in workers], 6),
+        Column("p50", [seconds(number(worker, "p50_s")) for worker in workers], 5),
+        Column("p99", [seconds(number(worker, "p99_s")) for worker in workers], 4),
+        _heard(found),
+    ]
+    return fitting("Workers", [*_workers(found), *more], width)
+
+
+def _load(found: Survey) -> list[Column]:
+    """What is to be done and what is done, a row a model."""
+    return [
+        Column("workers", [str(len(model["workers"])) for model in found], 2),
+        Column("queued", [str(model["queued"]) for model in found], 1),
+        Column("oldest", [seconds(model["age_s"]) if model["queued"] else "" for model in found], 3),
+        Column("dead", [str(model["dead"]) for model in found], 4),
+        Column("rows/s", [_rate(model["rows_per_s"]) for model in found], 2),
+    ]
+
+
+def _workers(found: Survey) -> list[Column]:
+    """What every table of workers has."""
+    workers = _each_worker(found)
+    return [
+        Column("worker", [_text(worker["id"]) for worker in workers], 0),
+        Column("model", [_text(worker.get("model")) for worker in workers], 0),
+        Column("state", [_text(worker.get("state")) for worker in workers], 1),
+        Column("rows", [_text(worker.get("rows")) for worker in workers], 10),
+        Column("rows/s", [_rate(number(worker, "rows_per_s")) for worker in workers], 2),
+        Column("held", [_text(worker.get("held")) for worker in workers], 8),
+        Column("failed", [_text(worker.get("failures")) for worker in workers], 3),
+        Column("reuse", [_reuse(worker) for worker in workers], 9),
+    ]
+
+
+def _heard(found: Survey) -> Column:
+    """How long ago each worker has given its last sign of life."""
+    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(found)], 7)
+
+
+def _each_worker(found: Survey) -> list[dict[str, Any]]:
+    return [worker for model in found for worker in model["workers"]]
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _reuse(worker: Mapping[str, Any]) -> str:
+    """The share of tokens that a prefix cache held, since the worker's start."""
+    tokens, reused = number(worker, "tokens"), number(worker, "reused")
+    return f"{reused / tokens:.0%}" if tokens and reused is not None else ""
+
+
+def seconds(value: float | None) -> str:
+    """A time for people: 850 µs, 3.4 ms, 12 ms, 3.4 s, 5 min."""
+    if value is None:
+        return ""
+    if value >= 1000:
+        return f"{value / 60:.0f} min"
+    scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "µs")
+    return f"{scaled:.{int(scaled < 10 and unit != 'µs')}f} {unit}"
+
+
+_PATIENCE_S = 5.0
+
+Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")]
+Once = Annotated[bool, typer.Option("--once", help="Look once and end.")]
+
+
+def top(
+    interval: Interval = 1.0,
+    once: Once = False,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    as_json: AsJson = False,
+) -> None:
+    """Watch models and workers: queues, rates, and seconds from queueing to the row (p50, p99). Ctrl-C ends it.
+
+    Rates and times are those of the interval between the workers' last two heartbeats.
+    """
+    if as_json and not once:
+        raise SettingsError("json: a live view is for people; print one look as JSON with --once --json")
+    server, keys = Server(redis), key_names(prefix)
+    if not once:
+        run(_watch(server, keys, interval))
+        return
+    found = run(survey(server, keys))
+    if as_json:
+        say_json(found)
+        return
+    console = Terminal()
+    console.print(_view(found, console.width, ""))
+
+
+async def _watch(server: Server, keys: Keys, interval: float) -> None:
+    """Look until cancelled. A server that is away is waited for, and said to be."""
+    console, found, seen_at = Terminal(), None, time.monotonic()
+    # A server that hangs must not leave an old view standing for long.
+    redis = server.client(reply_timeout_s=max(_PATIENCE_S, interval))
+    try:
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            while True:
+                trouble = ""
+                try:
+                    found, seen_at = await look(redis, keys), time.monotonic()
+                except (RedisError, OSError, LMPoolError) as error:
+                    trouble = str(server.explain(error))
+                    if found is not None:
+                        trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
+                view = _view(found or [], console.width, trouble)
+                if console.is_terminal:
+                    live.update(view, refresh=True)
+                else:
+                    console.print(view)
+                await asyncio.sleep(interval)
+    finally:
+        await redis.aclose()
+
+
+def _view(found: Survey, width: int, trouble: str) -> Group:
+    head = [Text(printable(trouble), style="bold red")] if trouble else []
+    if not found:
+        return Group(*head) if trouble else Group(Text("no model is served"))
+    return Group(*head, top_models(found, width), top_workers(found, width))

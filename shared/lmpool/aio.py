@@ -1,0 +1,143 @@
+"""Awaiting: pauses between tries, tasks that end for certain, several requests as one, one task for several who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any, TypeVar
+
+_FIRST_S = 0.05
+_LONGEST_S = 2.0
+
+
+def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
+    """Seconds before each further try: doubling up to `longest_s`, and jittered so that clients do not come at once."""
+    ceiling = _FIRST_S
+    while True:
+        yield random.uniform(ceiling / 2, ceiling)
+        ceiling = min(longest_s, ceiling * 2)
+
+
+_log = logging.getLogger("lmpool")
+
+_AGAIN_S = 0.1
+_MOST_AGAIN_S = 1.0
+_TELL_S = 10.0
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended; what they raise is dropped.
+
+    A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses
+    one that comes together with the result. Who waits here may be cancelled too, even more than once: that is raised
+    when all have ended, for they use what the caller is about to close. Those that take long are told in the log.
+
+    Raises:
+        CancelledError: who waits was cancelled.
+    """
+    pending = {task for task in tasks if not task.done()}
+    interrupted: asyncio.CancelledError | None = None
+    pause, loop = _AGAIN_S, asyncio.get_running_loop()
+    tell_at = loop.time() + _TELL_S
+    while pending:
+        for task in pending:
+            task.cancel()
+        try:
+            await asyncio.wait(pending, timeout=pause)
+        except asyncio.CancelledError as error:
+            interrupted = error
+        for task in [task for task in pending if task.done()]:
+            pending.remove(task)
+            if not task.cancelled():
+                task.exception()  # Seen, so that it is not reported as never retrieved.
+        pause = min(2 * pause, _MOST_AGAIN_S)
+        if pending and loop.time() >= tell_at:
+            _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
+            tell_at += _TELL_S
+    if interrupted is not None:
+        raise interrupted
+
+
+class Tasks:
+    """Keeps the tasks of one event loop.
+
+    Attributes:
+        loop: the event loop.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something in the background; the reference that is kept lets it run to its end."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait until they have ended."""
+        await end_tasks(self._tasks)
+
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; the first failure ends the others and is raised."""
+    requests = list(work)
+    if len(requests) == 1:  # The usual case of a batch of one needs no task.
+        return [await requests[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(request) for request in requests]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def shared(task: asyncio.Task[T]) -> T:
+    """Await a task that others await too: who gives up leaves it to them, and its failure is each one's own."""
+    await ended(task)
+    return outcome(task)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task that others await too has ended, however it does."""
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        task.add_done_callback(_seen)
+        raise
+
+
+def outcome(task: asyncio.Task[T]) -> T:
+    """The result of a task that has ended; an exception is one of the caller's own."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise own(error)
+    return task.result()
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Take note of a failure that perhaps nobody waits for any more, so that it is not reported as never retrieved."""
+    if not task.cancelled():
+        task.exception()
+
+
+def own(error: E) -> E:
+    """Another exception that says the same, for one of several who are told: notes and tracebacks are added to it."""
+    kind = type(error)
+    # Not by its constructor, which may take something else than `args`. Those of an OSError lack its file.
+    made_of: tuple[Any, ...] = error.__reduce__()[1]  # type: ignore[assignment]
+    other = kind.__new__(kind, *made_of)
+    other.args = error.args
+    other.__dict__.update(error.__dict__)
+    if notes := getattr(error, "__notes__", None):
+        other.__notes__ = list(notes)
+    other.__cause__, other.__context__ = error.__cause__, error.__context__
+    other.__suppress_context__ = error.__suppress_context__
+    return other.with_traceback(error.__traceback__)

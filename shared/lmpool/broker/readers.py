@@ -1,0 +1,172 @@
+"""Reading what anybody may have written to the server: streams, hashes, how long a queue is and who reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from lmpool.broker import scripts
+from lmpool.errors import ProtocolError
+from lmpool.protocol.keys import GROUP, ModelKeys
+from lmpool.protocol.model_info import LIMITS
+from lmpool.settings import shown
+
+Fields = dict[bytes, bytes]
+"""What an entry of a stream says, by name."""
+
+_BYTES = {bytes}
+
+
+def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
+    """The entries of a read of one stream: entry id, fields. RESP2 and RESP3 nest them differently.
+
+    Raises:
+        ProtocolError: it is no such reply, as when bytes of it were lost on the way.
+    """
+    if not reply:
+        return []
+    found = []
+    try:
+        for entry, fields in next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]:
+            # An entry that was deleted while it was pending has no fields.
+            if fields is None:
+                continue
+            if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
+                raise TypeError
+            found.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
+    except (TypeError, ValueError, LookupError) as error:
+        raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
+    return found
+
+
+MOST_FIELD_BYTES = 1024 * 1024
+"""Most bytes of a field of a heartbeat: more than the names and refusals of all adapters take."""
+
+_MOST_FIELDS = 4096
+
+
+async def read_hashes(
+    redis: Redis, keys: Sequence[bytes], *, most_bytes: int, fields: Sequence[str] = (), most_fields: int = _MOST_FIELDS
+) -> list[dict[bytes, bytes | int]]:
+    """Read hashes; at one instant, unless there are more than a thousand fields or a megabyte in them.
+
+    Args:
+        redis: a client for control messages.
+        keys: the hashes, all in one cluster slot.
+        most_bytes: most bytes of a value; of one that is larger its size is told instead.
+        fields: which fields; none for all of them.
+        most_fields: most fields of a hash that is read whole.
+
+    Returns:
+        per hash the fields that are there; empty where there is none. Fields whose names are over 1 KiB are left out.
+
+    Raises:
+        ProtocolError: there is something else than a hash, or one of too many fields.
+        RedisError, OSError: the server cannot be used.
+    """
+    found: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    begin, is_whole = 0, False
+    while not is_whole:
+        replies: list[Any]
+        begin, replies = await scripts.FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
+        for key, reply, own in zip(keys, replies, found, strict=True):
+            if not isinstance(reply, list):
+                what = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+                raise ProtocolError(f"{shown(key)} has {what}; remove it if it is not yours")
+            own.update(zip(reply[::2], reply[1::2], strict=True))
+        is_whole = not begin
+    return found
+
+
+async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
+    """A hash of texts, such as a heartbeat; what is no UTF-8 is replaced, fields that are too large are left out.
+
+    Raises:
+        ProtocolError, RedisError, OSError: as `read_hashes`.
+    """
+    (found,) = await read_hashes(redis, [key], most_bytes=MOST_FIELD_BYTES, fields=fields)
+    values = [(name, value) for name, value in found.items() if isinstance(value, bytes)]
+    return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in values}
+
+
+# What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
+_NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
+
+MOST_WORKERS = 4000
+"""Most workers of a model that are told apart; more are counted."""
+
+_LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
+
+
+class QueueState(NamedTuple):
+    """A model's queue at one moment.
+
+    Attributes:
+        depth: prompts that wait or are being computed.
+        age_s: seconds since the oldest of them was queued; 0 when there is none.
+        dead: jobs that were given up.
+        server_time: seconds since the epoch by the server's clock.
+    """
+
+    depth: int
+    age_s: float
+    dead: int
+    server_time: float
+
+
+async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
+    """Look at the queue of a model; one that nobody has ever served is empty.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    depth, age_ms, dead, now_ms = await scripts.SURVEY(redis, [keys.jobs, keys.dead], [])
+    return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
+
+
+class Alive(NamedTuple):
+    """The workers of a model that are alive at one moment.
+
+    Attributes:
+        serving: how many serve it.
+        loading: how many load it.
+        names: the ids of those that serve it, `MOST_WORKERS` at most; none where they were not asked for.
+    """
+
+    serving: int
+    loading: int
+    names: tuple[str, ...]
+
+
+async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> Alive:
+    """Count the workers of a model, in a time that does not depend on how many there are.
+
+    Args:
+        redis: a client for control messages.
+        keys: the model's keys.
+        names: tell their ids too.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    args = [_LONGEST_LEASE_MS, MOST_WORKERS if names else 0]
+    serving, loading, found = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
+    return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in found)))
+
+
+async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
+    """The consumers of a model's queue, whether they are alive or not.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    try:
+        found = await redis.xinfo_consumers(keys.jobs, GROUP)
+    except ResponseError as error:
+        if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
+            raise
+        return []
+    return [consumer["name"] for consumer in found]

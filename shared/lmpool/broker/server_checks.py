@@ -1,0 +1,188 @@
+"""Whether a server suits a pool: its memory, and a version that nobody can take over by running scripts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.exceptions import RedisError, ResponseError
+
+from lmpool.broker.connection import CommandLine
+from lmpool.broker.server import Server
+from lmpool.errors import LMPoolError
+
+_SECTIONS = ("memory", "stats")
+_NEARLY = 0.75
+
+
+class ServerMemory(NamedTuple):
+    """The memory of a server, or of the fullest master of a cluster; evictions are those of all masters.
+
+    Attributes:
+        used_bytes: what the server uses.
+        limit_bytes: how much that may be (`maxmemory`); 0 for no limit.
+        policy: what the server does at the limit (`maxmemory-policy`).
+        evicted_keys: keys that were removed there since the start.
+    """
+
+    used_bytes: int
+    limit_bytes: int
+    policy: str
+    evicted_keys: int
+
+    def __str__(self) -> str:
+        limit = f"of {_megabytes(self.limit_bytes)}" if self.limit_bytes else "without a limit"
+        evicted = f"{self.evicted_keys} keys evicted since its start"
+        return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether a value more may cost another: behind an eviction there is room for a while."""
+        return self.used_bytes > _NEARLY * self.limit_bytes > 0
+
+    def doubt(self) -> str | None:
+        """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""
+        wrong = []
+        if not self.limit_bytes:
+            wrong.append("maxmemory is 0, so cached rows may fill the machine")
+        if self.policy == "noeviction":
+            wrong.append("maxmemory-policy is noeviction, so a server that is full refuses rows and heartbeats")
+        elif self.policy.startswith("allkeys-"):
+            wrong.append(f"maxmemory-policy is {self.policy}, so a server that is full may drop queues")
+        if not wrong:
+            return None
+        return f"the server's memory is not set up for a pool: {'; '.join(wrong)}: set maxmemory, and volatile-lru"
+
+
+async def read_memory(redis: Redis) -> ServerMemory | None:
+    """Ask a server for its memory; None where it does not tell, as to users without that right.
+
+    Args:
+        redis: a client for control messages.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for section in _SECTIONS:
+            for node, told in (await _info(redis, section)).items():
+                found.setdefault(node, {}).update(told)
+    except ResponseError:
+        return None
+    masters = [memory for told in found.values() if (memory := _read(told)) is not None]
+    if not masters:
+        return None
+    # Another one may have evicted: what is lost on one master is lost.
+    fullest = max(masters, key=lambda one: one.used_bytes / (one.limit_bytes or float("inf")))
+    return fullest._replace(evicted_keys=sum(one.evicted_keys for one in masters))
+
+
+async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
+    """What each master tells."""
+    if not isinstance(redis, RedisCluster):
+        return {"": dict(await redis.info(section))}
+    told: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
+    return told if all(isinstance(one, dict) for one in told.values()) else {"": told}
+
+
+def _read(told: Mapping[str, Any]) -> ServerMemory | None:
+    try:
+        numbers = [int(told[name]) for name in ("used_memory", "maxmemory", "evicted_keys")]
+        return ServerMemory(numbers[0], numbers[1], str(told["maxmemory_policy"]), numbers[2])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+Version = tuple[int, int, int]
+
+# The first of each branch without CVE-2025-49844 and CVE-2025-46817, and so without CVE-2024-46981, which is older.
+# Branches after the last have begun without them.
+_FIXED: dict[str, tuple[Version, ...]] = {
+    "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
+    "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
+}
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
+_MOST_TEXT = 64
+
+
+def doubt_of(product: str, version: str) -> str | None:
+    """What is to be said of a server of this version.
+
+    Args:
+        product: as the server calls itself; of others than Redis and Valkey nothing is known.
+        version: as it says.
+
+    Returns:
+        A sentence without an end, or None when there is nothing to say.
+    """
+    found, fixed = _VERSION.match(version), _FIXED.get(product)
+    if found is None or fixed is None:
+        return None
+    major, minor, patch = map(int, found.groups())
+    if (major, minor) > fixed[-1][:2] or any((major, minor) == one[:2] and patch >= one[2] for one in fixed):
+        return None
+    levels = ", ".join(".".join(map(str, one)) for one in fixed)
+    return (
+        f"the server is {product.capitalize()} {version} and may lack the fixes of CVE-2025-49844, CVE-2025-46817 and "
+        f"CVE-2024-46981, which let whoever may run scripts take it over: run {levels} or newer, unless your "
+        "distribution has fixed this version"
+    )
+
+
+async def read_doubt(server: Server) -> str | None:
+    """Ask a server for its version, of a cluster one master; what is to be said of it, as `doubt_of` does.
+
+    HELLO is allowed to every user, and tells Valkey's own version, where INFO shows much that is nobody's business.
+    """
+    line = CommandLine(server)
+    try:
+        told = _told(await line.call(b"HELLO"))
+    except LMPoolError:
+        return None  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
+    finally:
+        line.close()
+    return doubt_of(told.get("server", ""), told.get("version", ""))
+
+
+async def read_doubts(server: Server) -> list[str]:
+    """Whether a server can be used, and what is to be said of its version and its memory: sentences without an end.
+
+    Raises:
+        ServerError: it cannot be used.
+    """
+    # With a client of its own: a connection that idles while the model loads may be cut meanwhile.
+    redis = server.client()
+    try:
+        await redis.ping()
+        memory = await read_memory(redis)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+    doubts = (await read_doubt(server), memory and memory.doubt())
+    return [doubt for doubt in doubts if doubt]
+
+
+def _told(reply: Any) -> dict[str, str]:
+    """What a server says of itself; RESP2 and RESP3 nest it differently. What is no short text is left out."""
+    if isinstance(reply, list):
+        reply = dict(zip(reply[::2], reply[1::2], strict=False)) if all(map(_is_plain, reply[::2])) else {}
+    if not isinstance(reply, dict):
+        return {}
+    return {
+        name.decode("ascii", "replace"): value.decode("ascii", "replace")
+        for name, value in reply.items()
+        if _is_plain(name) and _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bytes) and len(value) <= _MOST_TEXT and value.isascii() and value.decode().isprintable()
