@@ -6,7 +6,7 @@ from itertools import islice
 
 import numpy as np
 
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.vocabulary import Vocabulary
@@ -36,7 +36,7 @@ class UnigramBackend(WithoutAdapters):  # Or serve some: see `Backend.load_adapt
         self._waiting: dict[bytes, bytes] = {}
         self._stats = BackendStats()
         # All workers of a name must have the same backend, V, revision and dtype: they name the cached rows.
-        self.card = ModelCard(
+        self.info = ModelInfo(
             settings.name, "unigram", settings.vocab_size, max_prompt_tokens=4096, revision="1", dtype="float32"
         )
 
@@ -51,7 +51,7 @@ class UnigramBackend(WithoutAdapters):  # Or serve some: see `Backend.load_adapt
 
     def step(self) -> Finished:
         batch = dict(islice(self._waiting.items(), self.batch))
-        counts = [np.bincount(decode_ids(ids), minlength=self.card.vocab_size) + 1.0 for ids in batch.values()]
+        counts = [np.bincount(decode_ids(ids), minlength=self.info.vocab_size) + 1.0 for ids in batch.values()]
         rows = np.log([row / row.sum() for row in counts]).astype(np.float32)
         self.abort(batch)
         steps, done, tokens, _ = self._stats

@@ -52,10 +52,10 @@ class Client(Bursts):
 
     async def keys(self) -> list[str]:
         """Where the rows of the last `new` are: Redis keys in hexadecimal."""
-        card = self._producer.model
-        prefix = Keys().row(card.fingerprint)
+        info = self._producer.model
+        prefix = Keys().row(info.fingerprint)
         encoded = (
-            encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens) for ids in self._asked
+            encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens) for ids in self._asked
         )
         return [(prefix + prompt.digest).hex() for prompt in encoded]
 

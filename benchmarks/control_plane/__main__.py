@@ -22,22 +22,22 @@ from redis.asyncio import Redis
 from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, Surroundings, read_notes
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import read_queue
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import ModelCard
-from lmpool.workers.membership.heartbeat import Presence
-from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.consumer import Intake, Unwanted
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.workers.membership.heartbeat import Heartbeat
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.consumer import Consumer, Unwanted
 from lmpool.workers.settings import WorkerSettings
 
 _KEYS = Keys()
-_CARD = ModelCard("m", "synthetic", 512, 131_072, "seed-0", "float32")
-_MODEL = _KEYS.model(_CARD.name)
+_INFO = ModelInfo("m", "synthetic", 512, 131_072, "seed-0", "float32")
+_MODEL = _KEYS.model(_INFO.name)
 _WORKERS = (1, 10, 100, 1000)
 _QUICK_WORKERS = (1, 4)
 _BATCH = 32
@@ -77,7 +77,7 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
     for count in counts:
         client = Server(url).client()
         await client.flushall()
-        lines = [CommandLine(Server(url), _MODEL.jobs) for _ in range(_READERS)]
+        lines = [CommandConnection(Server(url), _MODEL.jobs) for _ in range(_READERS)]
         try:
             rows.append(await _Fleet(client, lines, count).row())
         finally:
@@ -90,31 +90,31 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
 class _Fleet:
     """Workers and producers of one model, as far as they talk to the server when nothing is asked."""
 
-    def __init__(self, client: Redis, lines: Sequence[CommandLine], count: int) -> None:
+    def __init__(self, client: Redis, lines: Sequence[CommandConnection], count: int) -> None:
         self._client, self._lines, self._count = client, lines, count
-        figures = Figures()
+        counters = Counters()
         self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
         self._workers = [
             (
-                Presence(client, _KEYS, _CARD, name, _BATCH),
-                Intake(client, lines[0], _MODEL, _CARD, name, 3, Unwanted(client, _MODEL, figures), figures),
+                Heartbeat(client, _KEYS, _INFO, name, _BATCH),
+                Consumer(client, lines[0], _MODEL, _INFO, name, 3, Unwanted(client, _MODEL, counters), counters),
             )
             for name in names
         ]
         self._takers = [
-            Intake(client, line, _MODEL, _CARD, names[0], 3, Unwanted(client, _MODEL, figures), figures)
+            Consumer(client, line, _MODEL, _INFO, names[0], 3, Unwanted(client, _MODEL, counters), counters)
             for line in lines
         ]
-        self._registry = AdapterRegistry(client, _MODEL, _CARD.fingerprint)
-        self._lobby = Lobby(client, _KEYS)
-        self._settings = WorkerSettings(lease_s=_CARD.lease_s)
+        self._registry = AdapterRegistry(client, _MODEL, _INFO.fingerprint)
+        self._discovery = Discovery(client, _KEYS)
+        self._settings = WorkerSettings(lease_s=_INFO.lease_s)
 
     async def row(self) -> str:
         """One row of the table."""
         await self._workers[0][1].ensure_group()
         await self._registry.create({}, await self._registry.read())
-        for presence, _ in self._workers:
-            await presence.join(_COUNTERS)
+        for heartbeat, _ in self._workers:
+            await heartbeat.join(_COUNTERS)
         submit = await self._submit_us()
         self._held = [await self._hold(name) for name in self._names]
         look = await self._server_s(self._look, 2000)
@@ -141,8 +141,8 @@ class _Fleet:
 
     async def _look(self) -> None:
         """What a producer does each second while it waits for something."""
-        await self._lobby.card(_CARD.name)
-        await self._lobby.alive(_CARD.name)
+        await self._discovery.info(_INFO.name)
+        await self._discovery.alive(_INFO.name)
 
     async def _read_replies(self) -> None:
         command = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1, b"STREAMS", _MODEL.reply("c"), b"0-0")
@@ -158,22 +158,22 @@ class _Fleet:
         return beat + claim + self._count * (adapters + take)
 
     async def _beats(self) -> None:
-        for presence, intake in self._workers:
-            await presence.beat(_COUNTERS)
+        for heartbeat, consumer in self._workers:
+            await heartbeat.beat(_COUNTERS)
             await read_queue(self._client, _MODEL)
-            await intake.keep_queue()
+            await consumer.keep_queue()
 
     async def _claims(self) -> None:
         """Of all workers, each a third of a lease: renew what is held, claim what others have let go, sweep."""
-        for (presence, intake), name, held in zip(self._workers, self._names, self._held, strict=True):
+        for (heartbeat, consumer), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
-            further = (await intake.claim(_BATCH, held)).further
+            further = (await consumer.claim(_BATCH, held)).further
             for _ in range(further):
-                await intake.claim(_BATCH, held)
-            await presence.sweep()
+                await consumer.claim(_BATCH, held)
+            await heartbeat.sweep()
 
     async def _take(self) -> None:
-        await asyncio.gather(*(intake.take(_BATCH, 1) for intake in self._takers))
+        await asyncio.gather(*(consumer.take(_BATCH, 1) for consumer in self._takers))
 
     async def _submit_us(self) -> float:
         """The time of one call of `submit.lua` for one new prompt, while others are in the stream, in µs."""
@@ -220,10 +220,10 @@ What workers and clients cost the server beside rows, on the embedded server thr
 
 ## By the number of workers
 
-A *look* is what a producer does each second while it waits for something: it reads its model's card and counts the live
+A *look* is what a producer does each second while it waits for something: it reads its model's info and counts the live
 workers. *Submit* is one call of `submit.lua` for one new prompt, while others are in the stream. A *worker's second* is
 what it asks the server in one second while it computes and holds {2 * _BATCH} prompts, with a lease of
-{_CARD.lease_s:g} s: heartbeats, renewals, claims, sweeps, adapters, reads; not the prompts and rows themselves. The
+{_INFO.lease_s:g} s: heartbeats, renewals, claims, sweeps, adapters, reads; not the prompts and rows themselves. The
 last column adds as many busy producers as there are workers.
 
 | workers | look, ms | submit, µs | a worker's second, µs | all workers, % of a core | and as many producers, % |

@@ -288,5 +288,5 @@ _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "survey: a prompt of 4 million tokens is held": _survey,
     "alive: 10,000 workers, named": _alive,
     "entries: 128 of each of 16 rows": _entries,
-    "fields: 4,096 cards": _fields,
+    "fields: 4,096 infos": _fields,
 }

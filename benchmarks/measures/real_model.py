@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child
 from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import Asked, agree, compare
+from benchmarks.measures.asking import QueryAnswerer, agree, compare
 from benchmarks.measures.transport import FULL_V
 from benchmarks.peers.environment import peers_python
 
@@ -96,7 +96,7 @@ def hf_long(place: Workplace) -> list[Result]:
             options = ("--backend", "hf", "--device", "cpu", *options)
             stack.enter_context(place.workers(served_as, str(smollm2_folder()), *options))
             sides[name] = stack.enter_context(place.producer(served_as))
-        asked = Asked()
+        asked = QueryAnswerer()
         taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for _ in range(min(place.repeats, _LONG_REPEATS)):
             for name, side in sides.items():
@@ -106,14 +106,14 @@ def hf_long(place: Workplace) -> list[Result]:
     waits = f"seconds that a prompt of {_SHORT_TOKENS} tokens waits, one after the other,"
     option = f"`--chunked-prefill-size {_LONG_TOKENS}`"
     beside = f"a prompt of {length:,} tokens, SmolLM2-135M f32, in chunks as usual ÷ whole, by {option}"
-    figures: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    counters: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
         "hf-long-median": (f"median {waits} beside {beside}", lambda taken: statistics.median(taken["waits"])),
         "hf-long-most": (f"most {waits} beside {beside}", lambda taken: max(taken["waits"])),
         "hf-long": (f"seconds for {beside}, with short ones beside it", lambda taken: taken["seconds"]),
     }
     return [
         Result(name, meaning, None, *[Side(side, "s", list(map(figure, answers))) for side, answers in taken.items()])
-        for name, (meaning, figure) in figures.items()
+        for name, (meaning, figure) in counters.items()
     ]
 
 

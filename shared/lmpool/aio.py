@@ -87,7 +87,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; the first failure ends the others and is raised."""
     requests = list(work)
     if len(requests) == 1:  # The usual case of a batch of one needs no task.
@@ -100,7 +100,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-async def shared(task: asyncio.Task[T]) -> T:
+async def join_task(task: asyncio.Task[T]) -> T:
     """Await a task that others await too: who gives up leaves it to them, and its failure is each one's own."""
     await ended(task)
     return outcome(task)

@@ -20,7 +20,7 @@
     │   ├── AmbiguousModel              several models are served and none was named
     │   ├── UnknownAdapter              the model has no adapter of that name
     │   ├── AdapterRefused              a worker cannot load the adapter
-    │   └── ModelMismatch               a worker's card differs from the card of the model it joins
+    │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
     │   ├── DeadlineExceeded (TimeoutError)
     │   │   ├── NoWorker                no live worker serves the model
@@ -165,7 +165,7 @@ class AdapterRefused(ModelError):
 
 
 class ModelMismatch(ModelError):
-    """A worker's model card differs from the card of the model that it joins."""
+    """A worker's model info differs from the info of the model that it joins."""
 
 
 class RequestFailed(LMPoolError):

@@ -65,8 +65,8 @@ class Opened:
             ids: the prompt.
             adapter: name of an adapter, or "".
         """
-        card = self.backend.card
-        data = encode_prompt(list(ids), vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens).ids
+        info = self.backend.info
+        data = encode_prompt(list(ids), vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens).ids
         return BackendJob(digest_of(data, f"{next(_numbers)}"), data, self.qualified(adapter))
 
     def qualified(self, adapter: str) -> str:
@@ -90,7 +90,7 @@ class Opened:
             for index, digest in enumerate(block.digests):
                 assert digest not in self.rows, "a prompt was answered twice"
                 data = np.frombuffer(block.encode(index), np.uint8)
-                self.rows[digest] = decode_row(data, self.backend.card.vocab_size)
+                self.rows[digest] = decode_row(data, self.backend.info.vocab_size)
 
     def finish(self, digests: Sequence[bytes]) -> list[Row]:
         """Step until all of these are answered; returns their rows."""

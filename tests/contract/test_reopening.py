@@ -24,8 +24,8 @@ def narrow(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path
 
 def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.Random) -> None:
     with narrow:
-        card = narrow.backend.card
-        assert card.encoding == ("bf16" if narrow.subject.narrow else "f32")
+        info = narrow.backend.info
+        assert info.encoding == ("bf16" if narrow.subject.narrow else "f32")
         if narrow.subject.spy is None:
             return
         ids = prompt(draw, 30)
@@ -51,7 +51,7 @@ def test_a_backend_can_be_closed_and_opened_again(narrow: Opened, draw: random.R
     fingerprints = set()
     for _ in range(2):
         with narrow:
-            fingerprints.add(narrow.backend.card.fingerprint)
+            fingerprints.add(narrow.backend.info.fingerprint)
             rows.append(narrow.ask(prompts))
     assert len(fingerprints) == 1
     assert all(np.array_equal(first, second) for first, second in zip(*rows, strict=True))

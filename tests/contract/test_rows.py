@@ -17,7 +17,7 @@ from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKE
 
 
 def test_ragged_prompts_run_together(opened: Opened, draw: random.Random) -> None:
-    most = opened.backend.card.max_prompt_tokens
+    most = opened.backend.info.max_prompt_tokens
     prompts = [prompt(draw, length) for length in (1, 2, 3, 5, 17, 31, 32, 33, 64, 65, 100, most - 1, most)]
     draw.shuffle(prompts)
     opened.check(prompts, opened.ask(prompts))
@@ -115,7 +115,7 @@ def test_growing_contexts_give_way_to_a_prompt_that_needs_the_memory(opened: Ope
     for _ in range(3):
         contexts = [[*ids, draw.randrange(V)] for ids in contexts]
         opened.check(contexts, opened.ask(contexts))
-    long = [prompt(draw, opened.backend.card.max_prompt_tokens) for _ in range(4)]
+    long = [prompt(draw, opened.backend.info.max_prompt_tokens) for _ in range(4)]
     opened.check(long, opened.ask(long))
     contexts = [[*ids, draw.randrange(V)] for ids in contexts]
     opened.check(contexts, opened.ask(contexts))
@@ -134,7 +134,7 @@ def test_prompts_join_while_others_run(opened: Opened, draw: random.Random) -> N
 def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
     """Contexts that grow, branch and are dropped, long prompts between them: every answer is the reference's."""
     draw = random.Random(1000 + seed)
-    most = opened.backend.card.max_prompt_tokens
+    most = opened.backend.info.max_prompt_tokens
     asked: dict[bytes, list[int]] = {}
     contexts = [prompt(draw, draw.randrange(1, 70)) for _ in range(2 * MAX_BATCH)]
     for _ in range(ROUNDS):
@@ -233,12 +233,12 @@ def test_the_canary_passes(opened: Opened) -> None:
     check_canary(opened.backend)
 
 
-def test_the_card_says_what_is_served(opened: Opened) -> None:
-    card = opened.backend.card
-    assert (card.backend, card.vocab_size, card.dtype) == (opened.subject.name, V, "float32")
-    assert not card.lossy
-    assert card.encoding == "f32"
-    assert card.revision
+def test_the_info_says_what_is_served(opened: Opened) -> None:
+    info = opened.backend.info
+    assert (info.backend, info.vocab_size, info.dtype) == (opened.subject.name, V, "float32")
+    assert not info.lossy
+    assert info.encoding == "f32"
+    assert info.revision
 
 
 def test_the_device_is_one_of_torch(opened: Opened) -> None:

@@ -11,13 +11,13 @@ from tests.contract.driver import Opened, prompt
 
 
 def test_a_backend_says_whether_it_scores(opened: Opened) -> None:
-    assert opened.backend.card.scores == opened.subject.scores
+    assert opened.backend.info.scores == opened.subject.scores
 
 
 def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
     """Have prompts scored together, and check what comes; others than those that score are never asked."""
     if not opened.subject.scores:
-        assert not opened.backend.card.scores
+        assert not opened.backend.info.scores
         return
     for ids, start, scores in zip(prompts, starts, opened.score(prompts, starts), strict=True):
         opened.check_scores(ids, start, scores)
@@ -40,7 +40,7 @@ def test_scores_and_rows_of_the_same_prompts_do_not_disturb_each_other(opened: O
 
 
 def test_a_scored_prompt_may_be_as_long_as_the_longest(opened: Opened, draw: random.Random) -> None:
-    scored(opened, [prompt(draw, opened.backend.card.max_prompt_tokens), prompt(draw, 2)], [1, 1])
+    scored(opened, [prompt(draw, opened.backend.info.max_prompt_tokens), prompt(draw, 2)], [1, 1])
 
 
 def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:

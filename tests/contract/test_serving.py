@@ -45,15 +45,15 @@ class Served:
         redis, keys = self.pool.redis, self.pool.keys.model(NAME)
         reply = keys.reply("test")
         with asyncio.Runner() as runner:
-            card = runner.run(self._card())
+            info = runner.run(self._info())
         # In this order: the worker may be faster than the second command.
         redis.hset(keys.waiting + digest_of(ids, adapter), mapping={b"job": "0-1", reply: ""})
-        redis.xadd(keys.jobs, {JOB_FIELD: Job(ids, adapter, card.fingerprint, False).pack()})
+        redis.xadd(keys.jobs, {JOB_FIELD: Job(ids, adapter, info.fingerprint, False).pack()})
         found: Any = until(lambda: redis.xrange(reply), "the worker answers")
         redis.delete(reply)
         return unpack_failure(found[0][1][b"e"])
 
-    async def _card(self) -> Any:
+    async def _info(self) -> Any:
         async with self.pool.producer(NAME) as producer:
             return producer.model
 

@@ -72,7 +72,7 @@ def scheduler_of(backend: Any) -> Any:
 
 
 def job(ids: list[int], number: int = 1) -> BackendJob:
-    """A job that nobody has checked against the card."""
+    """A job that nobody has checked against the info."""
     return BackendJob(number.to_bytes(16, "little"), np.asarray(ids, "<u4").tobytes())
 
 
@@ -94,7 +94,7 @@ def spoil(backend: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, 
 
 def test_a_prompt_that_sglang_refuses_is_a_failure_of_that_prompt_alone(folder: Path, draw: random.Random) -> None:
     with opened(folder) as one:
-        most = one.backend.card.max_prompt_tokens
+        most = one.backend.info.max_prompt_tokens
         for length in (most + 1, MAX_TOKENS, 3 * KV_TOKENS):
             long, fits = job(prompt(draw, length), length), [prompt(draw, 9), prompt(draw, most)]
             one.backend.submit([long])
@@ -165,7 +165,7 @@ def test_the_row_of_a_prompt_that_sglang_has_shortened_is_an_error(
         shorten = module.validate_input_length
         # As it does when it is told to shorten prompts that are too long.
         monkeypatch.setattr(module, "validate_input_length", lambda request, most, _: shorten(request, most, True))
-        length = one.backend.card.max_prompt_tokens + 3
+        length = one.backend.info.max_prompt_tokens + 3
         one.backend.submit([job(prompt(draw, length))])
         with pytest.raises(WorkerError, match=rf"SGLang has computed \d+ tokens of a prompt of {length}"):
             one.finish([bytes(16)])
@@ -269,14 +269,14 @@ def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> 
         scheduler = scheduler_of(one.backend)
         assert (one.backend.batch, one.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
-        assert one.backend.card.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
+        assert one.backend.info.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
         prompts = [prompt(draw, 80) for _ in range(5)]
         one.check(prompts, one.ask(prompts))
 
 
 def test_the_longest_prompt_may_be_set(folder: Path, draw: random.Random) -> None:
     with opened(folder, max_prompt_tokens=100) as one:
-        assert one.backend.card.max_prompt_tokens == 100
+        assert one.backend.info.max_prompt_tokens == 100
         too_long = job(prompt(draw, 101))
         one.backend.submit([too_long])
         prompts = [prompt(draw, 100)]
@@ -338,7 +338,7 @@ def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
         with opened(folder, engine_args=engine_args) as one:
-            revisions.append(one.backend.card.revision)
+            revisions.append(one.backend.info.revision)
     assert revisions[0] == checkpoint_revision(folder) != revisions[1]
 
 

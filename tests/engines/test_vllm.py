@@ -110,7 +110,7 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
 
 
 def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend) -> None:
-    assert backend.card.scores
+    assert backend.info.scores
     # Long ones are computed in chunks, and beside them prompts whose rows are wanted.
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
@@ -335,8 +335,8 @@ def test_a_logits_processor_that_is_named_is_part_of_the_fingerprint(
         shifted[3] += 9
         shifted -= np.logaddexp.reduce(shifted)
         np.testing.assert_allclose(blocks[0].numbers[0], shifted, atol=3e-4)
-        assert made.card.fingerprint != backend.card.fingerprint
-        assert not made.card.scores, "vLLM scores without them"
+        assert made.info.fingerprint != backend.info.fingerprint
+        assert not made.info.scores, "vLLM scores without them"
     finally:
         made.close()
 

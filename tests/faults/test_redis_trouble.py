@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import connection
-from lmpool.broker.connection import Argument, CommandLine
+from lmpool.broker.connection import Argument, CommandConnection
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, NoWorker
@@ -195,13 +195,13 @@ async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
     shaken: Pool, monkeypatch: pytest.MonkeyPatch, wrong: object
 ) -> None:
     async with shaken.producer() as producer:
-        call, wrongs = CommandLine.call, [wrong]
+        call, wrongs = CommandConnection.call, [wrong]
 
-        async def lossy(link: CommandLine, *arguments: Argument) -> Any:
+        async def lossy(link: CommandConnection, *arguments: Argument) -> Any:
             reply = await call(link, *arguments)
             return wrongs.pop() if arguments[0] in (b"EVALSHA", b"EVAL") and wrongs else reply
 
-        monkeypatch.setattr(CommandLine, "call", lossy)
+        monkeypatch.setattr(CommandConnection, "call", lossy)
         await ask(producer, prompts(3))
         assert not wrongs
 
@@ -462,9 +462,9 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
     own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
-    look, seen = discovery.Crew.look, list[int]()
+    look, seen = discovery.Liveness.look, list[int]()
 
-    async def noted(self: discovery.Crew, now: float) -> NoWorker | None:
+    async def noted(self: discovery.Liveness, now: float) -> NoWorker | None:
         end = await look(self, now)
         seen.append(self._count)
         return end
@@ -472,7 +472,7 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
     async def nobody_is_seen() -> bool:
         return seen[-1:] == [0]
 
-    monkeypatch.setattr(discovery.Crew, "look", noted)
+    monkeypatch.setattr(discovery.Liveness, "look", noted)
     pool = Pool(own_server.url, "unseen", tmp_path)
     try:
         gate = gate_of(pool)

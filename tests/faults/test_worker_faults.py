@@ -18,14 +18,14 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelMismatch, ServerUnreachable
 from lmpool.protocol.job import Job
 from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Block
 from lmpool.workers.backend.contract import Backend, BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Stepper
+from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.membership.heartbeat import Presence, new_worker_id
-from lmpool.workers.queue.consumer import Asks, Taken
+from lmpool.workers.membership.heartbeat import Heartbeat, new_worker_id
+from lmpool.workers.queue.consumer import EntriesByPrompt, Taken
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
@@ -34,23 +34,23 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, deadline_ms, entry_id
 from tests.support.servers.proxy import Proxy
 
 
-def card_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelCard:
-    return ModelCard(name, "synthetic", 64, 1000, f"seed-{seed}", "float32", lease_s=lease_s)
+def info_of(seed: int, lease_s: float = 15.0, name: str = "syn") -> ModelInfo:
+    return ModelInfo(name, "synthetic", 64, 1000, f"seed-{seed}", "float32", lease_s=lease_s)
 
 
-async def joined(redis: Redis, keys: Keys, card: ModelCard, worker_id: str) -> Presence:
-    jobs = keys.model(card.name).jobs
+async def joined(redis: Redis, keys: Keys, info: ModelInfo, worker_id: str) -> Heartbeat:
+    jobs = keys.model(info.name).jobs
     if not await redis.exists(jobs):
         await redis.xgroup_create(jobs, GROUP, id="0", mkstream=True)
-    presence = Presence(redis, keys, card, worker_id, batch=8)
-    await presence.join({})
-    return presence
+    heartbeat = Heartbeat(redis, keys, info, worker_id, batch=8)
+    await heartbeat.join({})
+    return heartbeat
 
 
-async def beat_on(presence: Presence) -> None:
+async def beat_on(heartbeat: Heartbeat) -> None:
     while True:
         await asyncio.sleep(0.05)
-        await presence.beat({})
+        await heartbeat.beat({})
 
 
 # Presence
@@ -74,8 +74,8 @@ def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> 
 
 async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
-    other = card_of(2)
-    # A card alone may be anybody's junk; here somebody serves what it says.
+    other = info_of(2)
+    # A info alone may be anybody's junk; here somebody serves what it says.
     heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
@@ -89,27 +89,27 @@ async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool)
 async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
     redis = Server(pool.url).client()
     try:
-        await joined(redis, pool.keys, card_of(1, lease_s=60), "first")
+        await joined(redis, pool.keys, info_of(1, lease_s=60), "first")
         with pytest.raises(ModelMismatch, match="served by first with another fingerprint"):
-            await joined(redis, pool.keys, card_of(2), "second")
+            await joined(redis, pool.keys, info_of(2), "second")
         await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
-        await joined(redis, pool.keys, card_of(2), "second")
-        first = Presence(redis, pool.keys, card_of(1, lease_s=1), "first", batch=8)
+        await joined(redis, pool.keys, info_of(2), "second")
+        first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
         await first.beat({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
         with pytest.raises(ModelMismatch, match="seed-1.*not.*seed-2"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
         await first.beat({})
-        assert await redis.hget(pool.keys.models(), "syn") == card_of(1, lease_s=1).pack()
+        assert await redis.hget(pool.keys.models(), "syn") == info_of(1, lease_s=1).pack()
     finally:
         await redis.aclose()
 
 
-async def test_the_last_worker_removes_the_card_even_of_one_with_another_lease(pool: Pool) -> None:
+async def test_the_last_worker_removes_the_info_even_of_one_with_another_lease(pool: Pool) -> None:
     redis = Server(pool.url).client()
     try:
-        first = await joined(redis, pool.keys, card_of(1, lease_s=5), "first")
-        second = await joined(redis, pool.keys, card_of(1, lease_s=7), "second")
+        first = await joined(redis, pool.keys, info_of(1, lease_s=5), "first")
+        second = await joined(redis, pool.keys, info_of(1, lease_s=7), "second")
         await second.leave()
         assert await redis.hexists(pool.keys.models(), "syn")
         await first.leave()
@@ -122,11 +122,11 @@ async def test_the_last_worker_removes_the_card_even_of_one_with_another_lease(p
 async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_needed(pool: Pool) -> None:
     redis, keys = Server(pool.url).client(), pool.keys
     try:
-        sweeper = await joined(redis, keys, card_of(1), "sweeper")
+        sweeper = await joined(redis, keys, info_of(1), "sweeper")
         for name in ("live", "dead", "asked"):
-            await joined(redis, keys, card_of(1, name=name), f"of-{name}")
+            await joined(redis, keys, info_of(1, name=name), f"of-{name}")
         for worker_id in ("idle", "busy"):
-            await joined(redis, keys, card_of(1), worker_id)
+            await joined(redis, keys, info_of(1), worker_id)
         jobs = keys.model("syn").jobs
         await redis.xadd(jobs, {"m": b"job"})
         await redis.xreadgroup(GROUP, "busy", {jobs: ">"})
@@ -174,25 +174,25 @@ def make(backend: Backend) -> Callable[[], Backend]:
 
 
 async def test_a_backend_that_fails_after_it_was_made_ends_the_start() -> None:
-    stepper = Stepper(make(_Faulty("capacity")), lambda _: None, lambda _: None)
+    engine_thread = EngineThread(make(_Faulty("capacity")), lambda _: None, lambda _: None)
     with pytest.raises(RuntimeError, match="no capacity"):
-        await asyncio.wait_for(stepper.start(), DEADLINE_S)
-    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+        await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
+    await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
 
 
 @pytest.mark.parametrize("at", ["step", "close"])
 async def test_a_backend_that_fails_later_is_told_of_and_closed(at: str) -> None:
     broken: list[BaseException] = []
-    stepper = Stepper(make(_Faulty(at)), lambda _: None, broken.append)
-    await asyncio.wait_for(stepper.start(), DEADLINE_S)
+    engine_thread = EngineThread(make(_Faulty(at)), lambda _: None, broken.append)
+    await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
     if at == "step":
-        stepper.submit([BackendJob(bytes(16), bytes(4))])
+        engine_thread.submit([BackendJob(bytes(16), bytes(4))])
 
         async def told() -> bool:
             return bool(broken)
 
         await until_async(told, "the fault is told")
-    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+    await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
     await asyncio.sleep(0)
     assert [str(error) for error in broken] == [f"no {at}"]
 
@@ -223,11 +223,11 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     digest, jobs = digest_of(ids, ""), pool.keys.model("syn").jobs
     serving = worker._serving
     assert serving is not None
-    fingerprint = serving.card.fingerprint
+    fingerprint = serving.info.fingerprint
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+    async def slow_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
         await publish(block, wants, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
@@ -266,10 +266,10 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     serving = worker._serving
     assert serving is not None
-    publish, take = serving.publisher.publish, serving.intake.take
+    publish, take = serving.publisher.publish, serving.consumer.take
     asked: list[int] = []
 
-    async def held_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+    async def held_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
         await go.wait()
         await publish(block, wants, overwrite)
 
@@ -278,8 +278,8 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
         return await take(count, block_ms)
 
     serving.publisher.publish = held_publish  # type: ignore[method-assign]
-    serving.intake.take = noted_take  # type: ignore[method-assign]
-    jobs, fingerprint = pool.keys.model("syn").jobs, serving.card.fingerprint
+    serving.consumer.take = noted_take  # type: ignore[method-assign]
+    jobs, fingerprint = pool.keys.model("syn").jobs, serving.info.fingerprint
     # Nearly all that may be unpublished: what is left is less than a batch.
     with pool.redis.pipeline(transaction=True) as pipe:
         for token in range(4 * batch - 2):
@@ -310,7 +310,7 @@ async def test_a_suspect_runs_alone_though_others_come_all_the_time(pool: Pool) 
             return super().step()
 
     backend = Watched(SyntheticSettings(name="syn", vocab_size=64, step_ms=100))
-    jobs, fingerprint = pool.keys.model("syn").jobs, backend.card.fingerprint
+    jobs, fingerprint = pool.keys.model("syn").jobs, backend.info.fingerprint
 
     def ask(token: int) -> bytes:
         ids = np.array([token % 64, token // 64], "<u4").tobytes()
@@ -357,8 +357,8 @@ async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: Embedd
         gate = Gate(tmp_path / "gate")
         worker = pool.start("--lease-s", 1, command=gate.command)
         ids = np.array([1], "<u4").tobytes()
-        card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
-        pool.redis.xadd(pool.keys.model("syn").jobs, {"m": Job(ids, "", card.fingerprint).pack()})
+        info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+        pool.redis.xadd(pool.keys.model("syn").jobs, {"m": Job(ids, "", info.fingerprint).pack()})
         await until_async(lambda: is_held(pool), "the worker holds the prompt")
         await asyncio.to_thread(own_server.stop)
         worker.signal(signal.SIGTERM)

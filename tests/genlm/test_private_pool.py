@@ -60,7 +60,7 @@ def test_the_pool_is_the_default(small_pool: Pool, tokenizer: Any) -> None:
 
 def test_a_private_worker_serves_and_ends_with_close(tokenizer_folder: str, temporary_folder: Path) -> None:
     with load_model_by_name(tokenizer_folder, "mock", {"seed": 3, "timeout": ENDS_WITHIN_S}) as model:
-        assert model.card.vocab_size == SIZE == len(model.byte_vocab)
+        assert model.info.vocab_size == SIZE == len(model.byte_vocab)
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS, 3))
         assert torch.equal(asyncio.run(model.next_token_logprobs(IDS)), expected(IDS, 3))
         assert len(processes_in(temporary_folder)) == 2

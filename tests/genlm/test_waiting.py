@@ -136,7 +136,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
         until(lambda: begun() > told, "it waits longer")
         gate.touch()
         with loading.result(DEADLINE_S) as model:
-            assert model.next_token_logprobs_sync(IDS).shape == (model.card.vocab_size,)
+            assert model.next_token_logprobs_sync(IDS).shape == (model.info.vocab_size,)
 
 
 def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any) -> None:

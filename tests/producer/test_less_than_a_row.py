@@ -25,7 +25,7 @@ from lmpool.errors import (
 )
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.query import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
@@ -179,21 +179,21 @@ class Unscoring(SyntheticBackend):
     """Says nothing of scores, as a backend of one's own."""
 
     @property
-    def card(self) -> ModelCard:
-        return replace(super().card, scores=False)
+    def info(self) -> ModelInfo:
+        return replace(super().info, scores=False)
 
 
 async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
     backend = Unscoring(SyntheticSettings("syn", vocab_size=V))
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
-    running = asyncio.create_task(worker.run(lambda card: ready.set()))
+    running = asyncio.create_task(worker.run(lambda info: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer() as knowing, pool.producer() as told_otherwise:
         # As after another worker of the model, which does, has joined.
         session = told_otherwise._rows.session
         assert session is not None
-        session._channel.renew(replace(session.card, scores=True))
+        session._connections.renew(replace(session.info, scores=True))
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]

@@ -21,7 +21,7 @@ from lmpool.embedded import EmbeddedServer, socket_url
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
-from lmpool.producer.client.sessions import SessionSlot
+from lmpool.producer.client.sessions import SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
@@ -248,7 +248,7 @@ class Openings:
 
     def __init__(self) -> None:
         self.open: Callable[[], Awaitable[Any]] = asyncio.Event().wait
-        self.slot = SessionSlot(lambda: cast(Any, Offline()), lambda _: cast(Any, FakeSession(self)), None)
+        self.slot = SessionPerLoop(lambda: cast(Any, Offline()), lambda _: cast(Any, FakeSession(self)), None)
 
 
 class Offline:
@@ -321,7 +321,7 @@ async def a_deadline() -> Deadline:
     return Deadline(50)
 
 
-async def connect(slot: SessionSlot) -> None:
+async def connect(slot: SessionPerLoop) -> None:
     await slot.open(await a_deadline())
 
 
@@ -454,7 +454,7 @@ async def test_what_waiting_cannot_mend_is_raised_at_once(own_server: EmbeddedSe
 async def test_requests_wait_until_workers_come_back(
     pool: Pool, said: Said, monkeypatch: pytest.MonkeyPatch, way: signal.Signals
 ) -> None:
-    """The last worker goes, with a prompt in its hands or with its card; one with other weights follows."""
+    """The last worker goes, with a prompt in its hands or with its info; one with other weights follows."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     # So long one that is stopped may take to leave.
     options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)

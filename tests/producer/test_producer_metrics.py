@@ -102,7 +102,7 @@ async def test_every_request_has_one_outcome_whatever_ends_it(pool: Pool) -> Non
         seen = scraped(producer)
         assert sum(requests(seen).values()) == stats.requests
         assert requests(seen)["joined"] == stats.joined
-        assert requests(seen)["failed"] == stats.failed == sum(producer._figures.failures.values())
+        assert requests(seen)["failed"] == stats.failed == sum(producer._counters.failures.values())
         assert seen.value("lmpool_producer_requests_under_way", model="syn") == 0
 
 

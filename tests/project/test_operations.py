@@ -10,8 +10,8 @@ from lmpool import errors
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
 from lmpool.workers.backend.contract import BackendStats
-from lmpool.workers.metrics.counters import OUTCOMES, Figures
-from lmpool.workers.metrics.prometheus import Look, WorkerCollector
+from lmpool.workers.metrics.counters import OUTCOMES, Counters
+from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")
@@ -25,9 +25,9 @@ class Metric(NamedTuple):
 
 def exported() -> dict[str, Metric]:
     """What the collectors give a registry: name -> kind, and labels beside the model."""
-    look = Look("m", "w", True, 0, 0.0, BackendStats(), Figures())
+    look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), Counters())
     producer = Producer(redis="redis://127.0.0.1:1")
-    producer._figures.failures["WorkerError"] = 1
+    producer._counters.failures["WorkerError"] = 1
     families = [*WorkerCollector(lambda: look).collect(), *ProducerCollector(producer).collect()]
     found = {}
     for family in families:

@@ -122,13 +122,13 @@ def test_a_request_enters_what_all_of_its_kind_enter() -> None:
 def test_the_types_of_a_prompt_have_its_ids_its_digest_or_one_that_has_them() -> None:
     prompt = namedtuple("prompt", "ids digest model")
     job = namedtuple("job", "digest entry")
-    flight, queue, other = (type(name, (), {}) for name in ("Flight", "Queue", "Other"))
+    request, queue, other = (type(name, (), {}) for name in ("Flight", "Queue", "Other"))
     model, digest, encoded = b"m" * 32, b"d" * 16, bytes([7, 0, 0, 0, 1, 1, 0, 0])
-    one, held, stranger, waiting = prompt(encoded, digest, model), flight(), other(), queue()
+    one, held, stranger, waiting = prompt(encoded, digest, model), request(), other(), queue()
     held.prompt, stranger.model, waiting.all = one, model, [one]
     objects = [one, held, stranger, waiting, job(digest, b"1-0"), prompt([7], b"e" * 16, model)]
     types, beside = prompt_types(objects, [7, 257], foreign={model})
-    assert types == {prompt, job, flight}
+    assert types == {prompt, job, request}
     assert beside == {encoded, digest, model}
 
 

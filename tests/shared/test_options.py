@@ -27,7 +27,7 @@ from lmpool.errors import (
     SettingsError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import HfSettings, VllmSettings
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.cli.commands import _backends, _configure, build, option_parameters
@@ -170,7 +170,7 @@ def test_a_malformed_worker_setting_is_refused_with_its_name_and_value(field: st
     [("row_ttl_s", INF), ("row_ttl_s", 1e300), ("queue_limit", 2**64)],
 )
 def test_a_worker_setting_that_cannot_be_carried_out_is_refused(field: str, value: object) -> None:
-    # Redis takes milliseconds as int64, the card numbers up to uint64.
+    # Redis takes milliseconds as int64, the info numbers up to uint64.
     with pytest.raises(SettingsError, match=field):
         WorkerSettings(**{field: value})  # type: ignore[arg-type]
 
@@ -230,7 +230,7 @@ async def test_a_timeout_of_one_call_is_checked_before_anything_is_sent() -> Non
                 await call([1], timeout=value)  # type: ignore[arg-type]
 
 
-async def test_the_model_card_is_known_only_after_connecting() -> None:
+async def test_the_model_info_is_known_only_after_connecting() -> None:
     with pytest.raises(LMPoolError, match="not connected"):
         _ = Producer().model
 
@@ -446,14 +446,14 @@ def test_an_exception_of_the_tree_stays_what_it_is() -> None:
     assert Server("redis://h").explain(error) is error
 
 
-def test_every_good_worker_setting_fits_in_a_card() -> None:
+def test_every_good_worker_setting_fits_in_a_info() -> None:
     for settings in (
         WorkerSettings(lease_s=0.1, queue_limit=1, row_ttl_s=1),
         WorkerSettings(lease_s=3600, queue_limit=2**31, row_ttl_s=1e9),
     ):
-        card = ModelCard("m", "synthetic", 1, 1, "r", "float32", queue_limit=settings.queue_limit,
+        info = ModelInfo("m", "synthetic", 1, 1, "r", "float32", queue_limit=settings.queue_limit,
                          lease_s=settings.lease_s, row_ttl_s=settings.row_ttl_s)  # fmt: skip
-        assert ModelCard.unpack(card.pack()) == card
+        assert ModelInfo.unpack(info.pack()) == info
 
 
 # From the command line to settings

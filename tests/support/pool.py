@@ -21,7 +21,7 @@ from redis.cluster import RedisCluster
 
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.workers.backend.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
@@ -110,7 +110,7 @@ class Prepared:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.served_as = backend.card.name
+        self.served_as = backend.info.name
 
     def open(self) -> Backend:
         """The backend."""
@@ -252,7 +252,7 @@ class Pool:
         """Rows that the live workers have computed, as of their last heartbeats."""
         client: Redis = Server(self.url).client()
         try:
-            workers = await Lobby(client, self.keys).workers(model)
+            workers = await Discovery(client, self.keys).workers(model)
             return sum(int(worker.fields["rows"]) for worker in workers)
         finally:
             await client.aclose()

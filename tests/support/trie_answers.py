@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Op
 from lmpool.trie.trie import Trie
@@ -78,7 +78,7 @@ def assert_right(got: Values, expected: Any) -> None:
 
 def leftovers(pool: Pool) -> list[str]:
     """What a pool holds for requests by weights: it must be nothing soon after these have ended."""
-    card: Any = pool.redis.hget(pool.keys.models(), "trie")
-    made = pool.names(f"row:{ModelCard.unpack(card).fingerprint}:*")
+    info: Any = pool.redis.hget(pool.keys.models(), "trie")
+    made = pool.names(f"row:{ModelInfo.unpack(info).fingerprint}:*")
     jobs = [f"{pool.jobs('trie')} jobs"] if pool.jobs("trie") else []
     return [*pool.names("weights:*"), *made, *pool.names("{trie}:waiting:*"), *jobs]

@@ -364,7 +364,7 @@ def test_a_worker_that_failed_is_told_at_the_end() -> None:
         name = memory.model.name
         memory.redis.hset(Keys().worker("other"), mapping={"model": name, "fingerprint": "another"})
         memory.redis.zadd(Keys().model(name).workers, {"other": deadline_ms()})
-        memory.redis.hset(Keys().models(), name, b"not a card")
+        memory.redis.hset(Keys().models(), name, b"not a info")
         until(lambda: not memory.worker.is_running, "the worker sees that others serve something else")
 
     with pytest.raises(ModelMismatch), pool(SyntheticModel(vocab_size=8, lease_s=SHORT)) as memory:

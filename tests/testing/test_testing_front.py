@@ -12,11 +12,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from lmpool.broker.connection import CommandLink
+from lmpool.broker.connection import RawCommandConnection
 from lmpool.broker.server import Server
 from lmpool.embedded import socket_url
 from lmpool.protocol.keys import GROUP
-from lmpool.rows.connection import RowLink, RowWrite
+from lmpool.rows.connection import RawRowConnection, RowWrite
 from lmpool.testing.front import Front
 from tests.support.pool import until_async
 
@@ -40,18 +40,18 @@ async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterat
 
 
 @pytest.fixture
-async def link(server: Server) -> AsyncIterator[CommandLink]:
-    found = CommandLink(await server.open())
+async def link(server: Server) -> AsyncIterator[RawCommandConnection]:
+    found = RawCommandConnection(await server.open())
     yield found
     found.close()
 
 
-async def read_group(link: CommandLink, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
+async def read_group(link: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
     command = ("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", "jobs", ">")
     return await asyncio.wait_for(link.call(command), DEADLINE_S)
 
 
-async def until_reading(link: CommandLink, *consumers: str) -> None:
+async def until_reading(link: RawCommandConnection, *consumers: str) -> None:
     """Wait until these have begun to read in the group, and have found nothing."""
 
     async def is_so() -> bool:
@@ -65,7 +65,7 @@ def entries(reply: Any) -> list[bytes]:
     return [fields[1] for _, fields in reply[0][1]]
 
 
-async def test_replies_have_the_types_of_a_server(link: CommandLink) -> None:
+async def test_replies_have_the_types_of_a_server(link: RawCommandConnection) -> None:
     """A link for rows takes a status for a status and a string for a value."""
     for command, reply in (
         (("SET", "k", "v"), b"OK"),
@@ -88,7 +88,7 @@ async def test_replies_have_the_types_of_a_server(link: CommandLink) -> None:
 
 
 async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) -> None:
-    link = RowLink(await server.open(), 1 << 20)
+    link = RawRowConnection(await server.open(), 1 << 20)
     stored, told = link.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), link.call((b"GET", b"k"))
     assert await stored == [None]
     assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) ->
 
 
 async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -> None:
-    link = RowLink(await server.open(), 1 << 20)
+    link = RawRowConnection(await server.open(), 1 << 20)
     numbers = np.random.default_rng(0).integers(0, 256, (40, 200_000), np.uint8)
     keys = [b"row:\r\n\x00" + bytes([i]) for i in range(40)]
     writes = [
@@ -116,10 +116,10 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
 
 
 async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
-    server: Server, link: CommandLink
+    server: Server, link: RawCommandConnection
 ) -> None:
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
-    readers = [CommandLink(await server.open()) for _ in range(3)]
+    readers = [RawCommandConnection(await server.open()) for _ in range(3)]
     reads = []
     for number, reader in enumerate(readers):
         reads.append(asyncio.ensure_future(read_group(reader, f"c{number}")))
@@ -132,9 +132,9 @@ async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
         reader.close()
 
 
-async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: CommandLink) -> None:
+async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: RawCommandConnection) -> None:
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
-    gone = CommandLink(await server.open())
+    gone = RawCommandConnection(await server.open())
     number = await gone.call(("CLIENT", "ID"))
     gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "COUNT", 1, "BLOCK", 0, "STREAMS", "jobs", ">"))
     await until_reading(link, "gone")
@@ -149,7 +149,7 @@ async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: Com
 
 
 async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behind_it_follows(
-    link: CommandLink,
+    link: RawCommandConnection,
 ) -> None:
     await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     replies = [
@@ -160,15 +160,15 @@ async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behi
     assert await asyncio.wait_for(asyncio.gather(*replies), DEADLINE_S) == [None, b"PONG", b"x"]
 
 
-async def test_a_group_that_is_gone_is_told_as_such(link: CommandLink) -> None:
+async def test_a_group_that_is_gone_is_told_as_such(link: RawCommandConnection) -> None:
     for _ in range(2):
         with pytest.raises(ResponseError, match="^NOGROUP"):
             await read_group(link, "c")
         await link.call(("XADD", "jobs", "*", "m", "x"))
 
 
-async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, link: CommandLink) -> None:
-    other = CommandLink(await server.open())
+async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, link: RawCommandConnection) -> None:
+    other = RawCommandConnection(await server.open())
     number = await other.call(("CLIENT", "ID"))
     waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
     assert await link.call(("CLIENT", "KILL", "ID", number)) == 1

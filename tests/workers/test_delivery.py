@@ -12,21 +12,21 @@ from typing import Any, cast
 import pytest
 
 from lmpool.errors import SourceMissing
-from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.query import TrieAsk
-from lmpool.workers import dispatch as delivery_module
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import TrieQuery
+from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.dispatch import Delivery
+from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
-from lmpool.workers.queries import Asked
-from lmpool.workers.queue.consumer import Asks, Holdings, Taken
+from lmpool.workers.queries import QueryAnswerer
+from lmpool.workers.queue.consumer import EntriesByPrompt, Holdings, Taken
 from lmpool.workers.queue.publisher import Ending
 
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
 )
 PROMPT, ASKED = b"p" * 16, b"a" * 16
-CARD = ModelCard("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
+INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 
 
 class Ends:
@@ -41,7 +41,7 @@ class Ends:
         self.aborted: list[bytes] = []
         self.ended: list[Ending] = []
         self.owed: set[bytes] = set()
-        self.looked_at: list[Asks] = []
+        self.looked_at: list[EntriesByPrompt] = []
         self.is_waited_for = False
         self.during_look: Callable[[], Awaitable[None]] | None = None
 
@@ -55,7 +55,7 @@ class Ends:
     async def end(self, endings: Sequence[Ending]) -> None:
         self.ended += endings
 
-    async def wanted(self, wants: Asks) -> Asks:
+    async def wanted(self, wants: EntriesByPrompt) -> EntriesByPrompt:
         self.looked_at.append(wants)
         if self.during_look is not None:
             await self.during_look()
@@ -64,10 +64,10 @@ class Ends:
 
 async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
     ends, held = Ends(), Holdings()
-    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
-    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS)
+    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
+    delivery = Dispatcher(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
     job = BackendJob(PROMPT, bytes(4))
-    await delivery.accept([Taken(b"1-0", ASKED, job, ask=TrieAsk("sum", "0" * 32, "inner"))])
+    await delivery.accept([Taken(b"1-0", ASKED, job, ask=TrieQuery("sum", "0" * 32, "inner"))])
     await delivery.accept([Taken(b"2-0", PROMPT, job)])
     supplied = asyncio.Event()
     supplying = asyncio.create_task(delivery.supply(supplied.set))
@@ -80,9 +80,9 @@ async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped
 
 async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
     ends, held = Ends(), Holdings()
-    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
-    delivery = Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS)
-    await delivery.accept([Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), ask=TrieAsk("sum", "0" * 32, "inner"))])
+    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
+    delivery = Dispatcher(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
+    await delivery.accept([Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), ask=TrieQuery("sum", "0" * 32, "inner"))])
     supplied = asyncio.Event()
     supplying = asyncio.create_task(delivery.supply(supplied.set))
     async with asyncio.timeout(10):
@@ -101,14 +101,14 @@ async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
 @pytest.fixture
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All prompts are old enough for a look."""
-    monkeypatch.setattr(delivery_module, "STALE_S", -1.0)
+    monkeypatch.setattr(dispatch_module, "STALE_S", -1.0)
 
 
-def holding(ends: Ends) -> tuple[Delivery, Holdings]:
+def holding(ends: Ends) -> tuple[Dispatcher, Holdings]:
     """A delivery, and what it holds."""
     held = Holdings()
-    asked = Asked(cast(Any, None), cast(Any, ends), CARD)
-    return Delivery(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, CARD, NO_ADAPTERS), held
+    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
+    return Dispatcher(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS), held
 
 
 async def test_prompts_that_have_just_come_are_not_looked_at() -> None:
@@ -129,7 +129,7 @@ async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_looked_at(monke
     ages: dict[bytes, list[int]] = {PROMPT: [], other: []}
     for second in range(1, 3600):
         now = began + second + 0.5
-        monkeypatch.setattr(delivery_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda now=now: now))
         if second == 100:
             await delivery.accept([Taken(b"2-0", other, BackendJob(other, bytes(4)))])
             held[other].since = held[other].looked_at = now
@@ -142,7 +142,7 @@ async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_looked_at(monke
         assert all(after - before <= min(before + 1, 31) for before, after in pairwise(seen)), "it is never forgotten"
         assert len(seen) < 3600 / 30 + 8
     ends.is_waited_for = False
-    monkeypatch.setattr(delivery_module, "time", SimpleNamespace(monotonic=lambda: began + 3640))
+    monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: began + 3640))
     assert await delivery.let_go() == 2
 
 

@@ -23,9 +23,9 @@ from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.backend.contract import BackendStats
-from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.metrics.http import Health
-from lmpool.workers.metrics.prometheus import Look, WorkerCollector
+from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, until, until_async
@@ -102,9 +102,9 @@ async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path:
 
 def families(queue: QueueState | None = None) -> list[Any]:
     """What the collector of a worker gives that has done nothing yet."""
-    figures = Figures()
-    figures.queue = queue
-    return list(WorkerCollector(lambda: Look("m", "w", False, 0, 0.0, BackendStats(), figures)).collect())
+    counters = Counters()
+    counters.queue = queue
+    return list(WorkerCollector(lambda: Snapshot("m", "w", False, 0, 0.0, BackendStats(), counters)).collect())
 
 
 def test_every_metric_has_a_help_and_a_name_of_its_own() -> None:

@@ -17,7 +17,7 @@ from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import Backend, BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Stepper
+from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -100,13 +100,13 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "a block twice": (with_each_block_twice, TWICE.format(3)),
     "a row twice in a block": (with_a_row_twice_in_a_block, TWICE.format(1)),
     "row and failure": (with_row_and_failure, TWICE.format(1)),
-    "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its card says V = {V}$"),
-    "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its card says V = {V}$"),
+    "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its info says V = {V}$"),
+    "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its info says V = {V}$"),
 }
 
 
 class Told:
-    """What a stepper told its owner."""
+    """What a engine thread told its owner."""
 
     def __init__(self) -> None:
         self.finished: list[Finished] = []
@@ -126,13 +126,13 @@ class Told:
 
 
 @asynccontextmanager
-async def stepping(backend: Backend) -> AsyncIterator[tuple[Stepper, Told]]:
-    """A stepper that has started, and what it tells."""
+async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Told]]:
+    """A engine thread that has started, and what it tells."""
     told = Told()
-    stepper = Stepper(lambda: backend, told.finished.append, told.broken.append)
-    await asyncio.wait_for(stepper.start(), DEADLINE_S)
-    yield stepper, told
-    await asyncio.wait_for(stepper.close(), DEADLINE_S)
+    engine_thread = EngineThread(lambda: backend, told.finished.append, told.broken.append)
+    await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
+    yield engine_thread, told
+    await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
 
 
 def jobs(*tokens: int) -> list[BackendJob]:
@@ -143,10 +143,10 @@ def jobs(*tokens: int) -> list[BackendJob]:
 async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
     backend = SyntheticBackend(SyntheticSettings(vocab_size=V, fail_token=FAIL, max_batch=2))
     asked = jobs(1, 2, FAIL, 4, 5)
-    async with stepping(backend) as (stepper, told):
-        stepper.submit(asked)
+    async with stepping(backend) as (engine_thread, told):
+        engine_thread.submit(asked)
         await told.until(lambda: len(told.digests()) == 5, "all are answered")
-        assert not stepper.is_busy
+        assert not engine_thread.is_busy
     assert sorted(told.digests()) == sorted(job.digest for job in asked)
     assert not told.broken
 
@@ -154,11 +154,11 @@ async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
 @pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
 async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
     good, bad = jobs(1, 2, 3), jobs(4, 5, 6)
-    async with stepping(Faulty(spoil, good=1)) as (stepper, told):
-        stepper.submit(good)
+    async with stepping(Faulty(spoil, good=1)) as (engine_thread, told):
+        engine_thread.submit(good)
         await told.until(lambda: len(told.digests()) == 3, "the good step is told")
         assert not told.broken
-        stepper.submit(bad)
+        engine_thread.submit(bad)
         await told.until(lambda: bool(told.broken), "the fault is told")
     (error,) = told.broken
     with pytest.raises(WorkerError, match=f"^the backend 'synthetic' .*{message}"):
@@ -173,10 +173,10 @@ async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) ->
     def again(finished: Finished) -> Finished:
         return finished._replace(blocks=[*finished.blocks, rows([first.digest])])
 
-    async with stepping(Faulty(again, good=1)) as (stepper, told):
-        stepper.submit([first])
+    async with stepping(Faulty(again, good=1)) as (engine_thread, told):
+        engine_thread.submit([first])
         await told.until(lambda: len(told.digests()) == 1, "the first is answered")
-        stepper.submit(jobs(2))
+        engine_thread.submit(jobs(2))
         await told.until(lambda: bool(told.broken), "the fault is told")
     assert first.digest.hex() in str(told.broken[0])
     assert told.digests() == [first.digest]
@@ -184,10 +184,10 @@ async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) ->
 
 async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
     asked = jobs(1)
-    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (stepper, told):
-        stepper.submit(asked)
+    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (engine_thread, told):
+        engine_thread.submit(asked)
         await told.until(lambda: len(told.digests()) == 1, "it is answered")
-        stepper.submit(asked)
+        engine_thread.submit(asked)
         await told.until(lambda: len(told.digests()) == 2, "it is answered again")
     assert not told.broken
 
@@ -247,16 +247,16 @@ def job(number: int, adapter: str = "") -> BackendJob:
 
 
 @asynccontextmanager
-async def held_back(backend: Adapted) -> AsyncIterator[tuple[Stepper, list[Finished], list[BaseException]]]:
+async def held_back(backend: Adapted) -> AsyncIterator[tuple[EngineThread, list[Finished], list[BaseException]]]:
     finished: list[Finished] = []
     broken: list[BaseException] = []
-    stepper = Stepper(lambda: backend, finished.append, broken.append)
-    await stepper.start()
+    engine_thread = EngineThread(lambda: backend, finished.append, broken.append)
+    await engine_thread.start()
     try:
-        yield stepper, finished, broken
+        yield engine_thread, finished, broken
     finally:
         backend.may_step.set()
-        await stepper.close()
+        await engine_thread.close()
 
 
 @pytest.fixture
@@ -268,41 +268,41 @@ def adapter_folder(tmp_path: Path) -> Path:
 async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     (adapter,) = backend.adapters
-    async with held_back(backend) as (stepper, finished, _):
-        stepper.submit([job(0)])
+    async with held_back(backend) as (engine_thread, finished, _):
+        engine_thread.submit([job(0)])
         # All others come during this step, so that they wait in the backend when the adapter is dropped.
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
-        stepper.submit([job(1, adapter), job(2), job(3, adapter)])
-        stepper.drop_adapter(adapter)
-        stepper.submit([job(4, adapter), job(5)])
-        room = stepper.room
+        engine_thread.submit([job(1, adapter), job(2), job(3, adapter)])
+        engine_thread.drop_adapter(adapter)
+        engine_thread.submit([job(4, adapter), job(5)])
+        room = engine_thread.room
         backend.may_step.set()
 
         async def ended() -> bool:
-            return not stepper.is_busy
+            return not engine_thread.is_busy
 
         await until_async(ended, "all have ended")
         stale = {digest[0] for one in finished for digest in one.stale}
         assert stale == {1, 3, 4}
         assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
-        assert stepper.room == room + 6
+        assert engine_thread.room == room + 6
 
 
 async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
-    async with held_back(backend) as (stepper, _, broken):
-        stepper.submit([job(0)])
+    async with held_back(backend) as (engine_thread, _, broken):
+        engine_thread.submit([job(0)])
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
-        room = stepper.room
-        stepper.submit([job(1), job(2), job(3)])
+        room = engine_thread.room
+        engine_thread.submit([job(1), job(2), job(3)])
         # The first is being computed: it is answered all the same.
-        stepper.abort([job(number).digest for number in (0, 1, 2, 9)])
-        stepper.submit([job(2)])
-        assert {digest[0] for digest in stepper.owed} == {2, 3}
+        engine_thread.abort([job(number).digest for number in (0, 1, 2, 9)])
+        engine_thread.submit([job(2)])
+        assert {digest[0] for digest in engine_thread.owed} == {2, 3}
         backend.may_step.set()
 
         async def ended() -> bool:
-            return not stepper.is_busy and stepper.room == room + 1
+            return not engine_thread.is_busy and engine_thread.room == room + 1
 
         await until_async(ended, "all have ended and there is room again")
         assert not broken
@@ -311,14 +311,14 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
 
 async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
-    async with held_back(backend) as (stepper, _, broken):
-        revision = await stepper.load_adapter("b", str(adapter_folder))
+    async with held_back(backend) as (engine_thread, _, broken):
+        revision = await engine_thread.load_adapter("b", str(adapter_folder))
         assert f"b@{revision}" in backend.adapters
         with pytest.raises(SettingsError, match="cannot be read"):
-            await stepper.load_adapter("c", str(adapter_folder / "none"))
+            await engine_thread.load_adapter("c", str(adapter_folder / "none"))
         assert not broken, "an adapter that cannot be loaded is no fault of the backend"
         with pytest.raises(RuntimeError, match="the device is gone"):
-            await stepper.load_adapter("broken", str(adapter_folder))
+            await engine_thread.load_adapter("broken", str(adapter_folder))
 
         async def is_broken() -> bool:
             return bool(broken)

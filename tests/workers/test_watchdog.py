@@ -15,11 +15,10 @@ from lmpool.broker.server import Server
 from lmpool.errors import AdapterRefused, DeadlineExceeded, WorkerError
 from lmpool.protocol.row import Block
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.backend import engine_thread
 from lmpool.workers.backend.contract import BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Call, Stepper, Watchdog
+from lmpool.workers.backend.engine_thread import Call, EngineThread, Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.queue.consumer import Asks
+from lmpool.workers.queue.consumer import EntriesByPrompt
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
@@ -165,8 +164,8 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
 
 async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    stepper = Stepper(lambda: Hanging(""), lambda _: None, lambda _: None)
-    stepper.call = Call()
+    engine_thread = EngineThread(lambda: Hanging(""), lambda _: None, lambda _: None)
+    engine_thread.call = Call()
     told: list[WorkerError] = []
     looks = 0
 
@@ -179,7 +178,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
 
     monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(engine_thread, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
-    async with Watchdog(stepper, 8.0, told.append):
+    async with Watchdog(engine_thread, 8.0, told.append):
 
         async def is_told() -> bool:
             return bool(told)
@@ -203,7 +202,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     assert serving is not None
     publish = serving.publisher.publish
 
-    async def slow_publish(block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+    async def slow_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._lifecycle.broken is not None and not fetches

@@ -238,7 +238,7 @@ class AdapterChange:
                 if tried:  # And the answer was lost, or somebody else was faster.
                     return known
                 served = ", ".join(known.adapters) or "none"
-                model = self._session.card.name
+                model = self._session.info.name
                 raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
             if self._have_seen(known, await self._told()):
                 remove = partial(self._registry.remove, self._name, known, _known_for())
@@ -319,7 +319,7 @@ class AdapterChange:
             if worker.fields.get("state") != "draining":
                 told[worker.worker_id] = self._read(worker)
         # Signs of life come three times a lease: a server that has forgotten one has it again by then.
-        patience = self._session.card.lease_s / 2
+        patience = self._session.info.lease_s / 2
         self._heard = {name: heard for name, heard in self._heard.items() if now - heard < patience}
         silent = [_Told(name) for name in self._heard]
         self._heard |= dict.fromkeys(told, now)
@@ -373,7 +373,7 @@ class AdapterChange:
             raise self._late(state) from error
 
     def _late(self, state: str) -> LMPoolError:
-        model, seconds = self._session.card, self._deadline.seconds
+        model, seconds = self._session.info, self._deadline.seconds
         text = f"not done within {seconds:g} s with the adapter {self._name!r} of {model.name!r}: {state}"
         if not self._waits_for:
             return NoWorker(f"{text}, and no live worker serves the model; start one with `{model.start_command}`")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmpool.metrics import prometheus
-from lmpool.producer.client.requests import Figures
+from lmpool.producer.client.requests import Counters
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 
@@ -28,7 +28,7 @@ class ProducerCollector:
 
     def __init__(self, *producers: Producer | SyncProducer) -> None:
         self._library = prometheus("metrics")
-        self._figures = [figures_of(producer) for producer in producers]
+        self._counters = [counters_of(producer) for producer in producers]
 
     def collect(self) -> Iterator[Any]:
         """The metric families now. Before a producer has connected, its model is ""."""
@@ -52,21 +52,21 @@ class ProducerCollector:
             "lmpool_producer_request_seconds", "Seconds of requests that used the server.", labels=by_outcome
         )
         # One of each model: Prometheus takes nothing from a page that has the same labels twice.
-        for model, figures in {figures.model: figures for figures in self._figures}.items():
-            for name, histogram in figures.seconds.items():
+        for model, counters in {counters.model: counters for counters in self._counters}.items():
+            for name, histogram in counters.seconds.items():
                 outcome = _OUTCOMES.get(name, name)
                 requests.add_metric((model, outcome), sum(histogram.counts))
                 seconds.add_metric((model, outcome), *histogram.cumulative())
-            requests.add_metric((model, "local_hit"), figures.stats.local_hits)
-            for kind, count in figures.failures.copy().items():
+            requests.add_metric((model, "local_hit"), counters.stats.local_hits)
+            for kind, count in counters.failures.copy().items():
                 failures.add_metric((model, kind), count)
-            under_way.add_metric((model,), figures.under_way)
-            fetched.add_metric((model,), figures.fetched_bytes)
-            cache_bytes.add_metric((model,), figures.cache.size)
-            cache_rows.add_metric((model,), len(figures.cache))
+            under_way.add_metric((model,), counters.under_way)
+            fetched.add_metric((model,), counters.fetched_bytes)
+            cache_bytes.add_metric((model,), counters.cache.size)
+            cache_rows.add_metric((model,), len(counters.cache))
         yield from (requests, failures, under_way, fetched, cache_bytes, cache_rows, seconds)
 
 
-def figures_of(producer: Producer | SyncProducer) -> Figures:
+def counters_of(producer: Producer | SyncProducer) -> Counters:
     """What a producer counts."""
-    return (producer._producer if isinstance(producer, SyncProducer) else producer)._figures
+    return (producer._producer if isinstance(producer, SyncProducer) else producer)._counters

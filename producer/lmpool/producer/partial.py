@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import all_of
+from lmpool.aio import gather
 from lmpool.errors import (
     CorruptRow,
     InvalidPrompt,
@@ -24,17 +24,17 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
-from lmpool.producer.client.sessions import SessionSlot
+from lmpool.producer.client.sessions import SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
 from lmpool.protocol.query import (
     MOST_SEED,
-    FreshAsk,
-    SampleAsk,
+    FreshQuery,
+    SampleQuery,
     Sampling,
-    ScoreAsk,
-    TopAsk,
+    ScoreQuery,
     TopK,
+    TopQuery,
     sample,
     top,
     unpack_token,
@@ -83,7 +83,7 @@ class PartialRows:
     prompts check all of them before the first is sent, and end with the first failure.
     """
 
-    _rows: SessionSlot
+    _rows: SessionPerLoop
     _timeout: float
 
     async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
@@ -114,7 +114,7 @@ class PartialRows:
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
             encoded = [session.encode(ids, name) for ids in asked]
             count = _check_k(k, session)
-            tops = await all_of([ask_top(session, prompt, count, deadline) for prompt in encoded])
+            tops = await gather([ask_top(session, prompt, count, deadline) for prompt in encoded])
             values = np.array([best.values for best in tops], np.float32).reshape(-1, count)
             return TopK(values, np.array([best.ids for best in tops], np.int64).reshape(-1, count))
 
@@ -148,7 +148,7 @@ class PartialRows:
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
             encoded = [session.encode(ids, name) for ids in asked]
             draws = zip(encoded, [sampling._replace(seed=own) for own in seeds], strict=True)
-            drawn = await all_of([ask_sample(session, *draw, deadline, private=seed is None) for draw in draws])
+            drawn = await gather([ask_sample(session, *draw, deadline, private=seed is None) for draw in draws])
             return np.array(drawn, np.int64)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
@@ -188,7 +188,7 @@ class PartialRows:
                 raise type(error)(f"continuation: {error}") from error
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
-            return await all_of([ask_scores(session, *pair, deadline) for pair in zip(firsts, seconds, strict=True)])
+            return await gather([ask_scores(session, *pair, deadline) for pair in zip(firsts, seconds, strict=True)])
 
         return await self._request(adapter, timeout, ask)
 
@@ -212,13 +212,13 @@ class PartialRows:
     async def _request(
         self, adapter: object, timeout: float | None, ask: Callable[[Session, str, Deadline], Coroutine[Any, Any, T]]
     ) -> T:
-        """One request: by its deadline, and with the adapter as jobs name it (see `SessionSlot.request`)."""
+        """One request: by its deadline, and with the adapter as jobs name it (see `SessionPerLoop.request`)."""
         deadline = Deadline.of(timeout, self._timeout)
         return await self._rows.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
 
 
 def _check_k(k: Any, session: Session) -> int:
-    vocab_size = session.card.vocab_size
+    vocab_size = session.info.vocab_size
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= vocab_size:
         raise SettingsError(f"k: {shown(k)} must be a whole number from 1 to {vocab_size}, the model's V")
     return int(k)
@@ -351,8 +351,8 @@ async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) 
     row = session.kept(prompt)
     if row is not None:
         return top(row, k)
-    asking = prompt.asking(TopAsk(k).pack(), 2 * k)
-    return await _answer(session, asking, deadline, lambda answer: unpack_top(answer, session.card.vocab_size))
+    asking = prompt.asking(TopQuery(k).pack(), 2 * k)
+    return await _answer(session, asking, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
 
 
 async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: Deadline, *, private: bool) -> int:
@@ -360,23 +360,23 @@ async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: 
     row = session.kept(prompt)
     if row is not None:
         return sample(row, how)
-    asking = prompt.asking(SampleAsk(*how).pack(), 1)
-    read = partial(unpack_token, vocab_size=session.card.vocab_size)
+    asking = prompt.asking(SampleQuery(*how).pack(), 1)
+    read = partial(unpack_token, vocab_size=session.info.vocab_size)
     return await _answer(session, asking, deadline, read, private=private)
 
 
 async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline) -> Row:
     """The log-probability of each token of a continuation, float32 (m,)."""
-    card, ids = session.card, prompt.ids + continuation.ids
+    info, ids = session.info, prompt.ids + continuation.ids
     start, end = len(prompt.ids) // 4, len(ids) // 4
-    if end > card.max_prompt_tokens:
+    if end > info.max_prompt_tokens:
         raise PromptTooLong(
-            f"the prompt and its continuation have {end} tokens: this model takes at most {card.max_prompt_tokens}"
+            f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
         )
-    if card.scores:
+    if info.scores:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
-            asking = whole.asking(ScoreAsk(start).pack(), end - start)
+            asking = whole.asking(ScoreQuery(start).pack(), end - start)
             return await _answer(session, asking, deadline, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
@@ -385,14 +385,14 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
     prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
     wanted = decode_ids(continuation.ids).tolist()
     pairs = zip(prompts, wanted, strict=True)
-    found = await all_of([ask_entries(session, one, [token], deadline) for one, token in pairs])
+    found = await gather([ask_entries(session, one, [token], deadline) for one, token in pairs])
     return np.concatenate(found)
 
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
     """A row that is computed now, whatever caches hold."""
-    ask = FreshAsk(secrets.token_bytes(DIGEST_SIZE)).pack()
-    return await _answer(session, prompt.asking(ask, session.card.vocab_size), deadline, check_row, private=True)
+    ask = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
+    return await _answer(session, prompt.asking(ask, session.info.vocab_size), deadline, check_row, private=True)
 
 
 async def ask_entries_of_all(
@@ -404,5 +404,5 @@ async def ask_entries_of_all(
     async def ask(at: int) -> None:
         out[at] = await ask_entries(session, prompts[at], targets[at], deadline)
 
-    await all_of([ask(at) for at in range(len(prompts))])
+    await gather([ask(at) for at in range(len(prompts))])
     return out

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
-from lmpool.producer.client.requests import Figures, ProducerStats, RowLRU
+from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
-from lmpool.producer.client.sessions import CopiedAsItself, SessionSlot
+from lmpool.producer.client.sessions import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.partial import (
     PartialRows,
@@ -27,9 +27,9 @@ from lmpool.producer.partial import (
     read_batch_targets,
     read_targets,
 )
-from lmpool.producer.trie import PooledTrie, TrieAsker, trie_of
+from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.prompt import encode_prompt, list_prompts
 from lmpool.settings import check_choice, check_name, shown
 from lmpool.vocabulary import Vocabulary
@@ -100,15 +100,17 @@ class Producer(CopiedAsItself, PartialRows):
         self._keys = Keys(prefix)
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
-        self._figures = Figures(self._stats, self._cache)
-        self._rows = SessionSlot(
+        self._counters = Counters(self._stats, self._cache)
+        self._rows = SessionPerLoop(
             lambda: Server(redis),
-            lambda server: Session(server, self._keys, self._cache, self._stats, self._figures, when_full, when_absent),
+            lambda server: Session(
+                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent
+            ),
             model,
             when_absent,
         )
         # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
-        self._tries = SessionSlot(
+        self._tries = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
                 server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full, when_absent=when_absent
@@ -152,8 +154,8 @@ class Producer(CopiedAsItself, PartialRows):
         if session is None or targets is not None or fresh is not False or adapter != "":
             return await self._logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        card = session.card
-        prompt = encode_prompt(ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+        info = session.info
+        prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
         row = self._cache.get(prompt.digest)
         if row is not None:
             self._stats.requests += 1
@@ -174,7 +176,7 @@ class Producer(CopiedAsItself, PartialRows):
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
             prompt = session.encode(ids, name)
-            wanted = None if targets is None else read_targets(targets, session.card.vocab_size)
+            wanted = None if targets is None else read_targets(targets, session.info.vocab_size)
             if fresh:
                 row = await ask_fresh(session, prompt, deadline)
                 return row if wanted is None else entries_of(row, wanted)
@@ -208,7 +210,7 @@ class Producer(CopiedAsItself, PartialRows):
             encoded = [session.encode(ids, name) for ids in asked]
             if targets is None:
                 return await session.answer_all(encoded, deadline)
-            wanted, count = read_batch_targets(targets, len(encoded), session.card.vocab_size)
+            wanted, count = read_batch_targets(targets, len(encoded), session.info.vocab_size)
             return await ask_entries_of_all(session, encoded, wanted, count, deadline)
 
         return await self._request(adapter, timeout, ask)
@@ -298,18 +300,18 @@ class Producer(CopiedAsItself, PartialRows):
             session = await self._rows.open(deadline)
             vocabulary = await session.vocabularies.of_model(deadline)
         structure = await asyncio.to_thread(trie_of, vocabulary)
-        return PooledTrie(structure, TrieAsker(structure, self._rows, self._tries), self._timeout, local=local)
+        return PooledTrie(structure, TrieQueries(structure, self._rows, self._tries), self._timeout, local=local)
 
     @property
-    def model(self) -> ModelCard:
-        """The card of the model.
+    def model(self) -> ModelInfo:
+        """The info of the model.
 
         Raises:
             LMPoolError: the producer has not connected yet.
         """
         if self._rows.session is None:
             raise LMPoolError("not connected yet: enter the producer (`async with`) or `await producer.open()`")
-        return self._rows.session.card
+        return self._rows.session.info
 
     def stats(self) -> ProducerStats:
         """A snapshot of what became of this producer's requests."""
@@ -354,13 +356,13 @@ class Producer(CopiedAsItself, PartialRows):
 
     @property
     def _is_connected(self) -> bool:
-        """Whether it has a model's card."""
+        """Whether it has a model's info."""
         return self._rows.session is not None
 
     @property
     def _name(self) -> str | None:
         """The model's name, as far as it is known."""
-        return self._model if self._rows.session is None else self._rows.session.card.name
+        return self._model if self._rows.session is None else self._rows.session.info.name
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):

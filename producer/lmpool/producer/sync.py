@@ -26,7 +26,7 @@ from lmpool.producer.client.sessions import CopiedAsItself
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.trie import PooledTrie, TrieOptions, Values
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TopK
 from lmpool.vocabulary import Vocabulary
 
@@ -227,8 +227,8 @@ class SyncProducer(CopiedAsItself):
         return SyncTrie(self._wait_for(self._producer.trie(vocabulary, local=local)), self._wait_for)
 
     @property
-    def model(self) -> ModelCard:
-        """The card of the model; connects where there is no connection yet.
+    def model(self) -> ModelInfo:
+        """The info of the model; connects where there is no connection yet.
 
         Raises:
             As `Producer.open`.

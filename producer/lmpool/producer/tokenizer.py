@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 
 
 class Tokenizer(Protocol):
@@ -20,20 +20,20 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(card: ModelCard, option: str = "text", otherwise: str = "pass token ids with --ids") -> Tokenizer:
+def load_tokenizer(info: ModelInfo, option: str = "text", otherwise: str = "pass token ids with --ids") -> Tokenizer:
     """The tokenizer that belongs to a served model; needs transformers.
 
     Args:
-        card: the model's card.
+        info: the model's info.
         option: what the user has given or left out, for an error.
         otherwise: what the user can do instead, for an error.
 
     Raises:
         SettingsError: the model has none, or it cannot be loaded here.
     """
-    if not card.source:
-        raise SettingsError(f"{option}: the model {card.name!r} has no tokenizer; {otherwise}")
-    return read_tokenizer(card.source, card.gguf_file, option=option, otherwise=otherwise)
+    if not info.source:
+        raise SettingsError(f"{option}: the model {info.name!r} has no tokenizer; {otherwise}")
+    return read_tokenizer(info.source, info.gguf_file, option=option, otherwise=otherwise)
 
 
 def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str) -> Tokenizer:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import all_of, shared
+from lmpool.aio import gather, join_task
 from lmpool.errors import (
     CorruptRow,
     InvalidWeights,
@@ -22,10 +22,10 @@ from lmpool.errors import (
     UnknownVocabulary,
 )
 from lmpool.producer.client.session import Session
-from lmpool.producer.client.sessions import CopiedAsItself, SessionSlot
+from lmpool.producer.client.sessions import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.prompt import Prompt, digest_of, list_prompts
-from lmpool.protocol.query import Selection, TrieAsk
+from lmpool.protocol.query import Selection, TrieQuery
 from lmpool.trie.kernels import Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.trie.weights import SentWeights, check_weights
@@ -85,7 +85,7 @@ class Choice:
         return self.trie.pick(kernels.inner(op, weights), weights, self.nodes)
 
 
-class TrieAsker:
+class TrieQueries:
     """Asks trie workers, and model workers that answer tries themselves.
 
     Args:
@@ -97,7 +97,7 @@ class TrieAsker:
         rows: as above.
     """
 
-    def __init__(self, trie: Trie, rows: SessionSlot, tries: SessionSlot) -> None:
+    def __init__(self, trie: Trie, rows: SessionPerLoop, tries: SessionPerLoop) -> None:
         self._trie = trie
         self.rows = rows
         self._tries = tries
@@ -121,7 +121,7 @@ class TrieAsker:
 
         async def ask() -> Values:
             sent = SentWeights(weights)
-            packed = TrieAsk(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
+            packed = TrieQuery(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
             return await session.answer(_NO_PROMPT.asking(packed, length), deadline, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
@@ -136,10 +136,10 @@ class TrieAsker:
             InvalidWeights: the model's rows are not as long as the vocabulary.
         """
         encoded = [models.encode(ids, adapter) for ids in prompts]
-        card, tokens = models.card, self._trie.n_tokens
-        if tokens != card.vocab_size:
+        info, tokens = models.info, self._trie.n_tokens
+        if tokens != info.vocab_size:
             raise InvalidWeights(
-                f"the rows of the model {card.name!r} have {card.vocab_size} entries, but the vocabulary has {tokens} "
+                f"the rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has {tokens} "
                 "tokens: use `await producer.trie()` for the model's own"
             )
         return encoded
@@ -152,7 +152,7 @@ class TrieAsker:
             return _put(np.empty(0, np.float32), out)
         trie = self._trie
         length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
-        ask = TrieAsk(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
+        ask = TrieQuery(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
         found = await self._of_row(models, prompt, ask, length, deadline)
         if choice.nodes is None:
             return trie.expand(found[: trie.n_inner], found[trie.n_inner :], out)
@@ -165,11 +165,11 @@ class TrieAsker:
             row = await models.answer(prompt, deadline)
         return row if op == "logsumexp" else np.exp(row)
 
-    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieAsk, length: int, deadline: Deadline) -> Values:
+    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieQuery, length: int, deadline: Deadline) -> Values:
         async def ask_models() -> Values:
             return await models.answer(prompt.asking(ask.pack(), length), deadline)
 
-        if models.card.answers_tries:
+        if models.info.answers_tries:
             try:
                 return await self._insist(models, ask_models, deadline, 1)
             except SourceMissing:
@@ -178,7 +178,7 @@ class TrieAsker:
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.
-            packed = TrieAsk(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
+            packed = TrieQuery(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
             return await tries.answer(_NO_PROMPT.asking(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
@@ -279,7 +279,7 @@ class PooledTrie(CopiedAsItself):
 
     Args:
         structure: the nodes.
-        asker: asks the pool.
+        queries: asks the pool.
         timeout: seconds that a request may take.
         local: compute in this process.
 
@@ -287,9 +287,9 @@ class PooledTrie(CopiedAsItself):
         structure: nodes, prefixes and children (`lmpool.trie.trie.Trie`).
     """
 
-    def __init__(self, structure: Trie, asker: TrieAsker, timeout: float, *, local: bool) -> None:
+    def __init__(self, structure: Trie, queries: TrieQueries, timeout: float, *, local: bool) -> None:
         self.structure = structure
-        self._asker = asker
+        self._queries = queries
         self._timeout = timeout
         self._local = local
         self._kernels: Kernels | None = None
@@ -335,7 +335,7 @@ class PooledTrie(CopiedAsItself):
             if is_local:
                 values: Values = (await self._compute(op, weights[None], choice))[0]
                 return values
-            return await self._asker.of_weights(op, weights, choice, deadline)
+            return await self._queries.of_weights(op, weights, choice, deadline)
         value: Values = (await self._of_prompts(op, [prompt], options))[0]
         return value
 
@@ -348,26 +348,26 @@ class PooledTrie(CopiedAsItself):
         if is_local:
             return await self._compute(op, weights, choice)
         out = np.empty((len(weights), choice.size), np.float32)
-        asker, pairs = self._asker, zip(weights, out, strict=True)
-        await all_of([asker.of_weights(op, weight, choice, deadline, row) for weight, row in pairs])
+        queries, pairs = self._queries, zip(weights, out, strict=True)
+        await gather([queries.of_weights(op, weight, choice, deadline, row) for weight, row in pairs])
         return out
 
     async def _of_prompts(self, op: Op, prompts: list[Any], options: TrieOptions) -> Values:
         """Values for the rows of prompts: (n, number of nodes that are wanted)."""
         choice, deadline, is_local = self._read(options)
-        asker = self._asker
+        queries = self._queries
 
         async def ask(models: Session, adapter: str) -> Values:
-            encoded = asker.encode(models, prompts, adapter)
+            encoded = queries.encode(models, prompts, adapter)
             if is_local:
-                rows = await all_of([asker.row(op, models, prompt, deadline) for prompt in encoded])
+                rows = await gather([queries.row(op, models, prompt, deadline) for prompt in encoded])
                 return await self._compute(op, np.array(rows, np.float32).reshape(-1, self.structure.n_tokens), choice)
             out = np.empty((len(encoded), choice.size), np.float32)
             pairs = zip(encoded, out, strict=True)
-            await all_of([asker.of_prompt(op, models, prompt, choice, deadline, row) for prompt, row in pairs])
+            await gather([queries.of_prompt(op, models, prompt, choice, deadline, row) for prompt, row in pairs])
             return out
 
-        return await asker.rows.request(options.get("adapter", ""), deadline, ask)
+        return await queries.rows.request(options.get("adapter", ""), deadline, ask)
 
     def _read(self, options: TrieOptions) -> tuple[Choice, Deadline, bool]:
         if not options.keys() <= _OPTIONS:
@@ -397,7 +397,7 @@ class PooledTrie(CopiedAsItself):
         loop, opening = asyncio.get_running_loop(), self._opening
         if opening is None or opening.done() or opening.get_loop() is not loop:
             opening = self._opening = loop.create_task(asyncio.to_thread(open_kernels, self.structure))
-        self._kernels = await shared(opening)
+        self._kernels = await join_task(opening)
         return self._kernels
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ def pack_command(arguments: Sequence[Argument]) -> bytes:
     return packed
 
 
-class Link(asyncio.BaseProtocol):
+class RawConnection(asyncio.BaseProtocol):
     """An open connection whose bytes are ours.
 
     Args:
@@ -80,7 +80,7 @@ class Link(asyncio.BaseProtocol):
         return False
 
 
-class CommandLink(Link, asyncio.Protocol):
+class RawCommandConnection(RawConnection, asyncio.Protocol):
     """Any commands, their replies parsed by hiredis; replies come in order.
 
     Args:
@@ -133,7 +133,7 @@ class CommandLink(Link, asyncio.Protocol):
         return pending
 
 
-L = TypeVar("L", bound=Link)
+L = TypeVar("L", bound=RawConnection)
 
 _LEAST_REPLY_TIMEOUT_S = 2.0
 _MOST_REPLY_TIMEOUT_S = 30.0
@@ -148,7 +148,7 @@ def reply_timeout(lease_s: float) -> float:
     return min(_MOST_REPLY_TIMEOUT_S, max(_LEAST_REPLY_TIMEOUT_S, lease_s))
 
 
-class Line(Generic[L]):
+class Connection(Generic[L]):
     """Opens a link on demand.
 
     Args:
@@ -257,7 +257,7 @@ class Line(Generic[L]):
             self._link.close()
 
 
-class CommandLine(Line[CommandLink]):
+class CommandConnection(Connection[RawCommandConnection]):
     """A line for any commands.
 
     Args:
@@ -272,8 +272,8 @@ class CommandLine(Line[CommandLink]):
         super().__init__(server, self._connect_to_key)
         self.key = key
 
-    async def _connect_to_key(self) -> CommandLink:
-        return CommandLink(await (await self._server.at(self.key)).open())
+    async def _connect_to_key(self) -> RawCommandConnection:
+        return RawCommandConnection(await (await self._server.at(self.key)).open())
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command.

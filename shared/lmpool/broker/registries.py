@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import read_hashes
 from lmpool.errors import ProtocolError, SettingsError, UnknownVocabulary
 from lmpool.protocol.adapter import (
@@ -189,7 +189,7 @@ class AdapterRegistry:
         made: bytes = await scripts.ADOPT(self._redis, keys, args)
         return Generation.parse(_text(made)) if made else None
 
-    async def confirm(self, line: CommandLine, known: Registered, replicas: int, wait_s: float) -> int:
+    async def confirm(self, line: CommandConnection, known: Registered, replicas: int, wait_s: float) -> int:
         """How many replicas have a state of the registry, or a later one; 0 when it is not what the server has.
 
         Args:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 
@@ -142,7 +142,7 @@ async def read_doubt(server: Server) -> str | None:
 
     HELLO is allowed to every user, and tells Valkey's own version, where INFO shows much that is nobody's business.
     """
-    line = CommandLine(server)
+    line = CommandConnection(server)
     try:
         told = _told(await line.call(b"HELLO"))
     except LMPoolError:

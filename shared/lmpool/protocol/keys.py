@@ -41,7 +41,7 @@ class Keys:
     prefix: str = "lmpool"
 
     def models(self) -> bytes:
-        """Hash: model name -> encoded model card."""
+        """Hash: model name -> encoded model info."""
         return f"{self.prefix}:models".encode()
 
     def worker(self, worker_id: str) -> bytes:

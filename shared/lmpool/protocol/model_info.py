@@ -1,4 +1,4 @@
-"""The model card: what workers promise about a model, and what decides the value of its rows."""
+"""The model info: what workers promise about a model, and what decides the value of its rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lease_s": (0.1, 3600),
     "row_ttl_s": (1, 10**9),
 }
-"""Least and most of each number on a card, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
+"""Least and most of each number on a info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
 TRIE_SERVICE = "trie"
 """The name under which trie workers serve; no model can have it."""
 
-MAX_CARD_BYTES = 64 * 1024
-"""Most bytes of an encoded card."""
+MAX_INFO_BYTES = 64 * 1024
+"""Most bytes of an encoded info."""
 
 # What programs and people know a model by; the other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")
@@ -40,7 +40,7 @@ def _limited(name: str) -> msgspec.Meta:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
+class ModelInfo:
     """One served model.
 
     Attributes:
@@ -115,41 +115,41 @@ class ModelCard:
         """`encoding` as the wire's code."""
         return Encoding[self.encoding.upper()]
 
-    def differences(self, other: ModelCard) -> list[str]:
-        """The identity fields in which two cards differ, as "field: ours, theirs"."""
+    def differences(self, other: ModelInfo) -> list[str]:
+        """The identity fields in which two infos differ, as "field: ours, theirs"."""
         mine, theirs = self.identity, other.identity
         return [f"{name}: {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
 
     def pack(self) -> bytes:
-        """The card as MessagePack."""
+        """The info as MessagePack."""
         packed: bytes = msgpack.packb(asdict(self))
         return packed
 
     @classmethod
-    def unpack(cls, data: bytes) -> ModelCard:
-        """Read a card.
+    def unpack(cls, data: bytes) -> ModelInfo:
+        """Read a info.
 
         Raises:
             ProtocolError: too large, not MessagePack, or fields missing, unknown, of the wrong type or impossible.
         """
-        if len(data) > MAX_CARD_BYTES:
-            raise ProtocolError(f"a model card of {len(data)} bytes is over the limit of {MAX_CARD_BYTES}")
+        if len(data) > MAX_INFO_BYTES:
+            raise ProtocolError(f"a model info of {len(data)} bytes is over the limit of {MAX_INFO_BYTES}")
         try:
             values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"a model card does not decode: {error}") from error
+            raise ProtocolError(f"a model info does not decode: {error}") from error
         if not isinstance(values, dict) or values.keys() != _TYPES.keys():
-            raise ProtocolError("a model card has other fields than this release knows: do all sides run the same one?")
+            raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
             try:  # One by one, so that the error can name the field and the value.
                 msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
-                raise ProtocolError(f"a model card has {name} = {shown(value)}: {error}") from error
+                raise ProtocolError(f"a model info has {name} = {shown(value)}: {error}") from error
             if name in _NAMES and _CONTROL.search(value):
-                raise ProtocolError(f"a model card has {name} = {shown(value)}: expected no control characters")
+                raise ProtocolError(f"a model info has {name} = {shown(value)}: expected no control characters")
         if values["encoding"].upper() not in Encoding.__members__:
-            raise ProtocolError(f"a model card has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
+            raise ProtocolError(f"a model info has encoding = {shown(values['encoding'])}: expected f32, bf16 or f16")
         return cls(**values)
 
 
-_TYPES = get_type_hints(ModelCard, include_extras=True)
+_TYPES = get_type_hints(ModelInfo, include_extras=True)

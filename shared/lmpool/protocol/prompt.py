@@ -42,7 +42,7 @@ class Prompt(NamedTuple):
 
     def asking(self, ask: bytes, length: int) -> Prompt:
         """The same prompt, of which something else is wanted."""
-        return Prompt(self.ids, ask_digest(self.digest, ask), self.adapter, ask, length)
+        return Prompt(self.ids, query_digest(self.digest, ask), self.adapter, ask, length)
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
@@ -52,7 +52,7 @@ def digest_of(ids: bytes, adapter: str = "") -> bytes:
     return hashlib.blake2b(ids, digest_size=DIGEST_SIZE, key=_adapter_key(adapter)).digest()
 
 
-def ask_digest(digest: bytes, ask: bytes) -> bytes:
+def query_digest(digest: bytes, ask: bytes) -> bytes:
     """The name of what is wanted of a prompt instead of its row: 128-bit BLAKE2b of the ask, keyed by the prompt."""
     return hashlib.blake2b(ask, digest_size=DIGEST_SIZE, key=digest).digest()
 

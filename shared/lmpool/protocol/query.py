@@ -137,7 +137,7 @@ _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
 
 
-class TrieAsk(Message, frozen=True):
+class TrieQuery(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
@@ -160,13 +160,13 @@ class TrieAsk(Message, frozen=True):
     source: bytes = b""
 
 
-class TopAsk(Message, frozen=True, tag="top"):
+class TopQuery(Message, frozen=True, tag="top"):
     """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them."""
 
     k: Annotated[int, Meta(ge=1)]
 
 
-class SampleAsk(Message, frozen=True, tag="sample"):
+class SampleQuery(Message, frozen=True, tag="sample"):
     """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -179,7 +179,7 @@ class SampleAsk(Message, frozen=True, tag="sample"):
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
-class ScoreAsk(Message, frozen=True, tag="score"):
+class ScoreQuery(Message, frozen=True, tag="score"):
     """The log-probabilities of the prompt's own tokens from position `start` on, each after those before it.
 
     A forward of its own answers it, not the row: float32 of shape (length of the prompt - start,).
@@ -188,7 +188,7 @@ class ScoreAsk(Message, frozen=True, tag="score"):
     start: Annotated[int, Meta(ge=1)]
 
 
-class FreshAsk(Message, frozen=True, tag="fresh"):
+class FreshQuery(Message, frozen=True, tag="fresh"):
     """The row, computed by a forward of its own from nothing that is kept.
 
     Attributes:
@@ -198,13 +198,13 @@ class FreshAsk(Message, frozen=True, tag="fresh"):
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
-PickAsk = TopAsk | SampleAsk
+PickQuery = TopQuery | SampleQuery
 """What is picked from a row."""
 
-Ask = TrieAsk | TopAsk | SampleAsk | ScoreAsk | FreshAsk
+Query = TrieQuery | TopQuery | SampleQuery | ScoreQuery | FreshQuery
 
 
-def unpack_ask(data: bytes) -> Ask:
+def unpack_query(data: bytes) -> Query:
     """Read an ask.
 
     Raises:
@@ -212,23 +212,23 @@ def unpack_ask(data: bytes) -> Ask:
     """
     match unpack_flat(data, _MOST_BYTES, "ask"):
         case ["top", *_] as values:
-            return checked(TopAsk, values, "an ask")
+            return checked(TopQuery, values, "an ask")
         case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
-            return checked(SampleAsk, values, "an ask")
+            return checked(SampleQuery, values, "an ask")
         case ["score", *_] as values:
-            return checked(ScoreAsk, values, "an ask")
+            return checked(ScoreQuery, values, "an ask")
         case ["fresh", *_] as values:
-            return checked(FreshAsk, values, "an ask")
+            return checked(FreshQuery, values, "an ask")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:
             expected = f"{', '.join(OPS)} of {', '.join(_SELECTIONS)}"
             raise ProtocolError(f"an ask for {shown(op, 40)} of {shown(select, 40)}: expected {expected}")
         case [_, _, _, _, _, _] as values:
-            return _checked_trie(checked(TrieAsk, values, "an ask"))
+            return _checked_trie(checked(TrieQuery, values, "an ask"))
         case other:
             raise ProtocolError(f"not an ask: {described(other)}")
 
 
-def _checked_trie(ask: TrieAsk) -> TrieAsk:
+def _checked_trie(ask: TrieQuery) -> TrieQuery:
     lengths = len(ask.vocabulary), len(ask.rows), len(ask.source)
     if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
         raise ProtocolError("an ask has a digest of the wrong length")

@@ -168,7 +168,7 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
 
     Args:
         data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
-        vocab_size: the V that the model card promises.
+        vocab_size: the V that the model info promises.
 
     Returns:
         read-only float32 log-probabilities of shape (V,).
@@ -197,7 +197,7 @@ def decode_rows(found: Sequence[object], vocab_size: int) -> list[NDArray[np.flo
 
     Args:
         found: the encoded rows.
-        vocab_size: the V that the model card promises.
+        vocab_size: the V that the model info promises.
 
     Returns:
         read-only rows, float32 (V,); None for a few, and when not all are `bytes` and sound rows in the same encoding:
@@ -224,7 +224,7 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
 
     Args:
         data: the row's header, and right behind it the stored numbers of those entries.
-        vocab_size: the V that the model card promises.
+        vocab_size: the V that the model info promises.
         count: how many entries.
 
     Returns:
@@ -321,7 +321,7 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     if magic != MAGIC or version != WIRE_VERSION:
         raise ProtocolError(f"not a row of wire version {WIRE_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:
-        raise ProtocolError(f"the row has V = {size}, the model's card says {vocab_size}")
+        raise ProtocolError(f"the row has V = {size}, the model's info says {vocab_size}")
     encoding = _ENCODINGS.get(code)
     if encoding is None:
         raise ProtocolError(f"the row has the unknown encoding {code}")

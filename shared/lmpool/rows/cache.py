@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandLine, reply_timeout
+from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, decode_rows, encoded_size
-from lmpool.rows.connection import Bulk, RowLine, RowLines, RowLink, RowWrite, fresh_bulk
+from lmpool.rows.connection import Bulk, RawRowConnection, RowConnection, RowConnections, RowWrite, fresh_bulk
 from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
 
 Row = NDArray[np.float32]
@@ -69,21 +69,21 @@ class RowSpace:
     reply_timeout_s: float
 
     @classmethod
-    def of(cls, keys: Keys, card: ModelCard) -> RowSpace:
+    def of(cls, keys: Keys, info: ModelInfo) -> RowSpace:
         """That of a model.
 
         Args:
             keys: the deployment's key names.
-            card: decides the namespace, the size and the lifetime of rows.
+            info: decides the namespace, the size and the lifetime of rows.
         """
         return cls(
-            prefix=keys.row(card.fingerprint),
+            prefix=keys.row(info.fingerprint),
             weights_prefix=keys.weights(),
-            jobs=keys.model(card.name).jobs,
-            vocab_size=card.vocab_size,
-            encoding=card.row_encoding,
-            ttl_ms=int(card.row_ttl_s * 1000),
-            reply_timeout_s=reply_timeout(card.lease_s),
+            jobs=keys.model(info.name).jobs,
+            vocab_size=info.vocab_size,
+            encoding=info.row_encoding,
+            ttl_ms=int(info.row_ttl_s * 1000),
+            reply_timeout_s=reply_timeout(info.lease_s),
         )
 
 
@@ -177,7 +177,10 @@ class ChunkReader:
     """
 
     def __init__(
-        self, server: Server, line: RowLine, apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError
+        self,
+        server: Server,
+        line: RowConnection,
+        apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError,
     ) -> None:
         self._server = server
         self._line = line
@@ -243,8 +246,8 @@ class RedisRows:
         self._ttl_ms = space.ttl_ms
         # A script's reply must fit too where rows are tiny.
         # And a row that is too long must be told from one of the right length.
-        self._line = RowLine(server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate)
-        self._commands = CommandLine(server)
+        self._line = RowConnection(server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate)
+        self._commands = CommandConnection(server)
         self._line.reply_timeout_s = self._commands.reply_timeout_s = space.reply_timeout_s
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(space.vocab_size, space.encoding)
@@ -286,7 +289,7 @@ class RedisRows:
         stored = link.set(writes, _WEIGHTS_TTL_MS)
         return self._refused(link, block.digests, await self._line.wait_for(link, stored))
 
-    def _refused(self, link: RowLink, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
+    def _refused(self, link: RawRowConnection, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
         """What the server refused for good; raises ServerError when it refused something for now."""
         refused = {
             digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
@@ -446,8 +449,8 @@ class Sources:
     def __init__(self, server: Server, keys: Keys, reply_timeout_s: float) -> None:
         self._server = server
         self._keys = keys
-        self._lines = RowLines(server, 0, reply_timeout_s)
-        self._readers: dict[RowLine, ChunkReader] = {}
+        self._lines = RowConnections(server, 0, reply_timeout_s)
+        self._readers: dict[RowConnection, ChunkReader] = {}
 
     async def get_many(self, sources: Sequence[Source]) -> tuple[dict[Source, Row | LMPoolError], int]:
         """Fetch in chunks bounded by bytes.
@@ -464,7 +467,7 @@ class Sources:
         if not sources:
             return {}, 0
         self._lines.allow(max(one.most_bytes for one in sources))
-        parts: list[tuple[RowLine, list[Source]]] = []
+        parts: list[tuple[RowConnection, list[Source]]] = []
         for line, numbers in await self._lines.of([self._key(one) for one in sources]):
             ours = [sources[number] for number in numbers]
             parts += [(line, ours[part]) for part in cut_chunks([one.most_bytes for one in ours])]
@@ -474,7 +477,7 @@ class Sources:
         asked = [one for _, part in parts for one in part]
         return {one: _decoded(one, value) for one, value in zip(asked, values, strict=True)}, size
 
-    async def _read(self, line: RowLine, part: Sequence[Source]) -> Sequence[object]:
+    async def _read(self, line: RowConnection, part: Sequence[Source]) -> Sequence[object]:
         reader = self._readers.get(line)
         if reader is None:
             # One that this worker may not read must not keep it from what other jobs name.

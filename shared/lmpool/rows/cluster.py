@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Block, Encoding
 from lmpool.rows.cache import Deliver, RedisRows, RowCache, RowSpace, Then
 from lmpool.trie.weights import SentWeights
 
 
-def rows_on(server: Server, keys: Keys, card: ModelCard) -> RowCache:
+def rows_on(server: Server, keys: Keys, info: ModelInfo) -> RowCache:
     """The cache of a model's rows on a server or cluster."""
-    space = RowSpace.of(keys, card)
+    space = RowSpace.of(keys, info)
     return ClusterRows(server, space) if server.is_cluster else RedisRows(server, space)
 
 
@@ -39,7 +39,7 @@ class ClusterRows:
     def __init__(self, server: Server, space: RowSpace) -> None:
         self._server = server
         self._space = space
-        self._queue = CommandLine(server, space.jobs)
+        self._queue = CommandConnection(server, space.jobs)
         self._queue.reply_timeout_s = space.reply_timeout_s
         self._masters: dict[Server, RedisRows] = {}
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoScriptError, ResponseError
 
-from lmpool.broker.connection import CRLF, Argument, Line, Link, pack_command
+from lmpool.broker.connection import CRLF, Argument, Connection, RawConnection, pack_command
 from lmpool.broker.server import REPLY_TIMEOUT_S, Server
 from lmpool.errors import ProtocolError
 
@@ -73,7 +73,7 @@ class _Pending:
     values: list[Any] = field(default_factory=list)
 
 
-class RowLink(Link, asyncio.BufferedProtocol):
+class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
     """Speaks RESP for rows on one connection. Replies come in order; any number may be under way.
 
     Args:
@@ -395,7 +395,7 @@ class RowLink(Link, asyncio.BufferedProtocol):
             pending.future.set_result(pending.values)
 
 
-class RowLine(Line[RowLink]):
+class RowConnection(Connection[RawRowConnection]):
     """A line for rows, and for scripts that must find them.
 
     Args:
@@ -409,9 +409,9 @@ class RowLine(Line[RowLink]):
         self._max_bulk = max_bulk
         self._allocate = allocate
 
-    async def _connect_for_rows(self) -> RowLink:
+    async def _connect_for_rows(self) -> RawRowConnection:
         opened = await self._server.open()
-        return RowLink(opened, self._max_bulk, self._allocate, one_by_one=self._server.is_node)
+        return RawRowConnection(opened, self._max_bulk, self._allocate, one_by_one=self._server.is_node)
 
     @property
     def max_bulk(self) -> int:
@@ -452,7 +452,7 @@ class RowLine(Line[RowLink]):
                 raise self._server.explain(value)
         return values
 
-    async def call_on(self, link: RowLink, *arguments: Argument) -> Any:
+    async def call_on(self, link: RawRowConnection, *arguments: Argument) -> Any:
         """Run a command on this very link: behind what was sent there, or not at all."""
         (reply,) = await self.wait_for(link, link.call(arguments))
         if isinstance(reply, ResponseError):
@@ -461,22 +461,22 @@ class RowLine(Line[RowLink]):
         return reply.tobytes() if isinstance(reply, np.ndarray) else reply
 
 
-class RowLines:
+class RowConnections:
     """Lines for rows: one, or one to each master of a cluster.
 
     Args:
         server: where to.
         max_bulk: largest value in bytes that is accepted.
-        reply_timeout_s: as `Line.reply_timeout_s`.
+        reply_timeout_s: as `Connection.reply_timeout_s`.
     """
 
     def __init__(self, server: Server, max_bulk: int, reply_timeout_s: float = REPLY_TIMEOUT_S) -> None:
         self._server = server
         self._reply_timeout_s = reply_timeout_s
         self._max_bulk = max_bulk
-        self._lines: dict[Server, RowLine] = {}
+        self._lines: dict[Server, RowConnection] = {}
 
-    async def of(self, keys: Sequence[bytes]) -> list[tuple[RowLine, list[int]]]:
+    async def of(self, keys: Sequence[bytes]) -> list[tuple[RowConnection, list[int]]]:
         """Which line goes to which of some keys, by their numbers.
 
         Raises:
@@ -493,10 +493,10 @@ class RowLines:
         for line in self._lines.values():
             line.allow(size)
 
-    def _to(self, server: Server) -> RowLine:
+    def _to(self, server: Server) -> RowConnection:
         line = self._lines.get(server)
         if line is None:
-            line = self._lines[server] = RowLine(server, self._max_bulk)
+            line = self._lines[server] = RowConnection(server, self._max_bulk)
             line.reply_timeout_s = self._reply_timeout_s
         return line
 

@@ -18,7 +18,7 @@ from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.embedded import socket_path, socket_url
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.testing.backend import Gate, GatedSettings, SyntheticModel
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
@@ -95,7 +95,7 @@ class MemoryWorker:
             As `Worker.run`.
         """
         self._loop = asyncio.get_running_loop()
-        ready: asyncio.Future[ModelCard] = self._loop.create_future()
+        ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._worker = worker
         self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
         both: list[asyncio.Future[Any]] = [ready, self._task]
@@ -106,12 +106,12 @@ class MemoryWorker:
             raise
         if self._task.done():
             self._task.result()
-        self._card = ready.result()
+        self._info = ready.result()
 
     @property
-    def card(self) -> ModelCard:
+    def info(self) -> ModelInfo:
         """What it serves."""
-        return self._card
+        return self._info
 
     @property
     def is_running(self) -> bool:

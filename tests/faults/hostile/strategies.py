@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from lmpool.protocol.job import Failure, Job
-from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.query import FreshAsk, SampleAsk, Sampling, ScoreAsk, TopAsk, TrieAsk
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import FreshQuery, SampleQuery, Sampling, ScoreQuery, TopQuery, TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import OPS
@@ -65,8 +65,8 @@ digits = st.binary(min_size=16, max_size=16).map(bytes.hex)
 ids = st.lists(st.integers(0, 600) | st.integers(0, 2**32 - 1), max_size=8).map(
     lambda values: np.array(values, "<u4").tobytes()
 )
-trie_asks = st.builds(
-    TrieAsk,
+trie_queries = st.builds(
+    TrieQuery,
     st.sampled_from(OPS),
     digits,
     st.sampled_from(["inner", "values", "nodes", "under"]),
@@ -75,27 +75,27 @@ trie_asks = st.builds(
     st.just(b"") | digests,
 )
 samplings = st.builds(Sampling, st.floats(0, 1e6), st.floats(1e-300, 1.0), st.integers(0, 2**64 - 1))
-valid_asks = st.one_of(
-    st.builds(TopAsk, st.integers(1, 600)),
-    samplings.map(lambda how: SampleAsk(*how)),
-    st.builds(ScoreAsk, st.integers(1, 9)),
-    st.builds(FreshAsk, digests),
-    trie_asks,
+valid_queries = st.one_of(
+    st.builds(TopQuery, st.integers(1, 600)),
+    samplings.map(lambda how: SampleQuery(*how)),
+    st.builds(ScoreQuery, st.integers(1, 9)),
+    st.builds(FreshQuery, digests),
+    trie_queries,
 ).map(lambda ask: ask.pack())
-wrong_asks = st.one_of(
-    st.builds(TopAsk, numbers).map(lambda ask: ask.pack()),
-    st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleAsk(*how).pack()),
-    st.builds(ScoreAsk, numbers).map(lambda ask: ask.pack()),
-    st.builds(FreshAsk, noise).map(lambda ask: ask.pack()),
+wrong_queries = st.one_of(
+    st.builds(TopQuery, numbers).map(lambda ask: ask.pack()),
+    st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
+    st.builds(ScoreQuery, numbers).map(lambda ask: ask.pack()),
+    st.builds(FreshQuery, noise).map(lambda ask: ask.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),
 )
-asks = valid_asks | wrong_asks | mutated(valid_asks)
+asks = valid_queries | wrong_queries | mutated(valid_queries)
 
 
 def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
     """Jobs for a model with this fingerprint: right ones, and those with something wrong in them."""
     adapters = st.sampled_from(["", "", "poet@", "@", "poet@0f"]) | names
-    right = st.builds(Job, ids, st.just(""), st.just(fingerprint), st.booleans(), st.just(b"") | valid_asks)
+    right = st.builds(Job, ids, st.just(""), st.just(fingerprint), st.booleans(), st.just(b"") | valid_queries)
     others = st.builds(
         Job, ids | noise, adapters, st.just(fingerprint) | names, st.booleans(), st.just(b"") | asks | odd_bytes
     )
@@ -120,12 +120,12 @@ failures = st.builds(
     names,
 ).map(Failure.pack)
 vocabularies = st.lists(noise, min_size=1, max_size=8).map(lambda tokens: Vocabulary(tokens).pack())
-CARD = ModelCard("syn", "synthetic", 512, 1000, "seed-0", "float32")
-card_changes = st.dictionaries(st.sampled_from(list(asdict(CARD))) | names, anything, max_size=3)
-cards = st.one_of(
-    card_changes.map(lambda changed: bytes(msgpack.packb({**asdict(CARD), **changed}))),
-    mutated(st.just(CARD.pack())),
-    st.integers(1, 2**32 - 1).map(lambda size: replace(CARD, vocab_size=size).pack()),
+INFO = ModelInfo("syn", "synthetic", 512, 1000, "seed-0", "float32")
+info_changes = st.dictionaries(st.sampled_from(list(asdict(INFO))) | names, anything, max_size=3)
+infos = st.one_of(
+    info_changes.map(lambda changed: bytes(msgpack.packb({**asdict(INFO), **changed}))),
+    mutated(st.just(INFO.pack())),
+    st.integers(1, 2**32 - 1).map(lambda size: replace(INFO, vocab_size=size).pack()),
     odd_bytes,
 )
 heartbeats = st.one_of(

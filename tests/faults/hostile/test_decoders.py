@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
-from lmpool.protocol.model_info import MAX_CARD_BYTES, ModelCard
-from lmpool.protocol.query import pack_token, pack_top, top, unpack_ask, unpack_token, unpack_top
+from lmpool.protocol.model_info import MAX_INFO_BYTES, ModelInfo
+from lmpool.protocol.query import pack_token, pack_top, top, unpack_query, unpack_token, unpack_top
 from lmpool.protocol.row import HEADER_SIZE, Encoding, check_row, decode_alike, decode_entries, decode_row
 from lmpool.synthetic import synthetic_row
 from lmpool.vocabulary import Vocabulary
@@ -44,10 +44,10 @@ def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
 @given(hostile.asks | hostile.odd_bytes)
 def test_what_is_read_as_an_ask_is_an_ask(data: bytes) -> None:
     try:
-        ask = unpack_ask(data)
+        ask = unpack_query(data)
     except ProtocolError:
         return
-    assert unpack_ask(ask.pack()) == ask
+    assert unpack_query(ask.pack()) == ask
 
 
 @cases(200)
@@ -61,17 +61,17 @@ def test_what_is_read_as_a_failure_is_a_failure(data: bytes) -> None:
 
 
 @cases(200)
-@given(hostile.cards)
-def test_what_is_read_as_a_card_is_one_that_a_worker_can_have(data: bytes) -> None:
+@given(hostile.infos)
+def test_what_is_read_as_a_info_is_one_that_a_worker_can_have(data: bytes) -> None:
     try:
-        card = ModelCard.unpack(data)
+        info = ModelInfo.unpack(data)
     except ProtocolError:
         return
-    assert ModelCard.unpack(card.pack()) == card
-    assert 1 <= card.vocab_size < 2**32
-    assert math.isfinite(card.lease_s)
-    assert card.row_encoding in Encoding
-    assert len(card.fingerprint) == 32
+    assert ModelInfo.unpack(info.pack()) == info
+    assert 1 <= info.vocab_size < 2**32
+    assert math.isfinite(info.lease_s)
+    assert info.row_encoding in Encoding
+    assert len(info.fingerprint) == 32
 
 
 @cases(100)
@@ -171,9 +171,9 @@ def peak(work: Callable[[], object]) -> int:
 
 LIMITS: dict[Callable[[bytes], object], int] = {
     unpack_job: 16 * MIB,
-    unpack_ask: 8 * MIB,
+    unpack_query: 8 * MIB,
     unpack_failure: 8 * 4096,
-    ModelCard.unpack: MAX_CARD_BYTES,
+    ModelInfo.unpack: MAX_INFO_BYTES,
 }
 BOMBS = {
     "empty texts in arrays": b"\x98" + (b"\xdd" + (2**21).to_bytes(4, "big") + b"\xa0" * 2**21) * 8,

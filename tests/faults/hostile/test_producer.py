@@ -187,7 +187,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
         case 6:
             field = draw(st.sampled_from([b"other", b"more"]) | hostile.noise)
             if field != b"syn":
-                redis.hset(keys.models(), field, draw(hostile.cards))
+                redis.hset(keys.models(), field, draw(hostile.infos))
         case 7:
             worker = keys.worker(draw(st.sampled_from(["a", "b", "c"])))
             redis.hset(worker, mapping={draw(hostile.noise): draw(hostile.heartbeats), "state": draw(hostile.noise)})
@@ -242,7 +242,7 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
     assert "Traceback" not in worker.text
 
 
-async def test_a_card_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
-    pool.redis.hset(pool.keys.models(), "twin", hostile.CARD.pack())
+async def test_a_info_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
+    pool.redis.hset(pool.keys.models(), "twin", hostile.INFO.pack())
     with pytest.raises(ProtocolError, match="'twin' cannot be read: it is that of 'syn'"):
         await pool.producer("twin").open()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lmpool.producer import SyncProducer
 from lmpool.protocol.job import Job
-from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import VectorBlock
 from lmpool.trie.kernels import OPS
 from lmpool.trie.weights import SECRET_SIZE, name_of
@@ -23,7 +23,7 @@ from tests.support.trie_answers import answers, assert_right, draw_weights
 A_BATCH = 25
 TOKENS = (b"a", b"ab", b"abc", b"b", b"", b"ab")
 VOCABULARY = Vocabulary(TOKENS)
-FINGERPRINT = TrieSettings().open().card.fingerprint
+FINGERPRINT = TrieSettings().open().info.fingerprint
 SECRETS = [bytes([number]) * SECRET_SIZE for number in range(6)]
 NAMES = [name_of(secret) for secret in SECRETS]
 weights = st.one_of(
@@ -34,7 +34,7 @@ weights = st.one_of(
     hostile.spoilt_rows(hostile.encoded_row([1], len(TOKENS))),
 )
 near = st.builds(
-    TrieAsk,
+    TrieQuery,
     st.sampled_from(OPS),
     st.sampled_from([VOCABULARY.digest, "0" * 32]),
     st.sampled_from(["inner", "values", "nodes", "under"]),
@@ -76,7 +76,7 @@ def test_trie_jobs_of_any_kind_harm_nobody(pool: Pool) -> None:
             assert_right(trie.weight_sum(asked), expected.of("sum", asked))
 
         # The same, whose weights are missing: it is asked for again while it ends.
-        missing = TrieAsk("sum", VOCABULARY.digest, "inner", b"", "", bytes(16)).pack()
+        missing = TrieQuery("sum", VOCABULARY.digest, "inner", b"", "", bytes(16)).pack()
         for _ in range(400):
             redis.xadd(jobs, {"m": Job(b"", "", FINGERPRINT, False, missing).pack()})
         send()

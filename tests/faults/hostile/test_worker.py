@@ -27,7 +27,7 @@ from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, unti
 A_BATCH = 25
 LEASE_S = 1.0
 
-entries = st.shared(st.just(hostile.CARD.fingerprint)).flatmap(hostile.job_entries)
+entries = st.shared(st.just(hostile.INFO.fingerprint)).flatmap(hostile.job_entries)
 
 
 def row(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -36,7 +36,7 @@ def row(*ids: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 @pytest.fixture
 def worker(pool: Pool) -> WorkerProcess:
-    return pool.start("--lease-s", LEASE_S, "--max-batch", 16, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
+    return pool.start("--lease-s", LEASE_S, "--max-batch", 16, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
 
 def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     jobs = pool.keys.model("syn").jobs
-    assert hostile.CARD.fingerprint == producer.model.fingerprint
+    assert hostile.INFO.fingerprint == producer.model.fingerprint
     asked = iter(range(10**9))
 
     @cases(400, a_batch=A_BATCH)
@@ -74,9 +74,9 @@ def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, produce
     assert_serves(pool, worker)
 
 
-HUGE = Job(bytes(4 * 200_000), "", hostile.CARD.fingerprint).pack()
+HUGE = Job(bytes(4 * 200_000), "", hostile.INFO.fingerprint).pack()
 ODD_ENTRIES = {
-    "a prompt of a million tokens": [b"m", Job(bytes(4_000_000), "", hostile.CARD.fingerprint).pack()],
+    "a prompt of a million tokens": [b"m", Job(bytes(4_000_000), "", hostile.INFO.fingerprint).pack()],
     "more than a job may have": [b"m", bytes(17 * 2**20)],
     "twelve thousand fields": [b"x", b"y"] * 6000 + [b"m", b"no job"],
     "a job behind other fields": [b"x", b"y", b"m", HUGE],
@@ -85,7 +85,7 @@ ODD_ENTRIES = {
     "a field without a name": [b"", b""],
     "a deep nest": [b"m", b"\x91" * 1_000_000],
     "a bomb": [b"m", b"\x98" + b"\xdd\x00\x20\x00\x00" + b"\xa0" * 2**21],
-    "an adapter of a megabyte": [b"m", Job(b"\0\0\0\0", "a" * 2**20, hostile.CARD.fingerprint).pack()],
+    "an adapter of a megabyte": [b"m", Job(b"\0\0\0\0", "a" * 2**20, hostile.INFO.fingerprint).pack()],
     "a fingerprint of a megabyte": [b"m", Job(b"\0\0\0\0", "", "f" * 2**20).pack()],
 }
 
@@ -103,7 +103,7 @@ def test_odd_entries_are_ended_whichever_way_they_come(
         execute(pool.redis, "XADD", jobs, "*", *fields)
     execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", 100, "STREAMS", jobs, ">")
     assert pool.held() == len(silent)
-    after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.CARD.max_prompt_tokens)
+    after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
     assert_serves(pool, after)
     found: Any = pool.redis.xrange(dead)
     assert len(found) >= len(ODD_ENTRIES)
@@ -120,7 +120,7 @@ def test_what_is_registered_under_a_waiting_key_cannot_stop_a_worker(
     prompts = [[10 + number] for number in range(6)]
     for prompt in prompts:
         ids = np.array(prompt, "<u4").tobytes()
-        pool.redis.xadd(model.jobs, {"m": Job(ids, "", hostile.CARD.fingerprint).pack()})
+        pool.redis.xadd(model.jobs, {"m": Job(ids, "", hostile.INFO.fingerprint).pack()})
     waiting = [model.waiting + digest_of(np.array(prompt, "<u4").tobytes()) for prompt in prompts]
     exhausted, other = model.reply("exhausted"), model.reply("other")
     execute(pool.redis, "XADD", exhausted, f"{2**64 - 1}-{2**64 - 1}", "d", "x")
@@ -187,10 +187,10 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     for name in (b"not-a-hash", b"junk", b"large", b"\xff\xfe", b"gone"):
         execute(pool.redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, name)
     pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
-    pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.CARD.pack()})
+    pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.INFO.pack()})
     pool.redis.hset(model.adapters, "junk", b"\xc1")
     # It has seen all that when it has claimed and beaten: once a lease at least.
-    until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "cards of nobody are swept")
+    until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "infos of nobody are swept")
     other = pool.start("--lease-s", LEASE_S, wait=False)
     assert_serves(pool, worker)
     # One that starts may refuse, in a sentence, to serve adapters that cannot be read.
@@ -202,13 +202,13 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     assert worker.is_running
 
 
-def test_a_card_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_a_info_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     models = pool.keys.models()
     ours = pool.redis.hget(models, "syn")
     assert ours is not None
-    for junk in (b"junk", bytes(2**20), hostile.CARD.pack().replace(b"seed-0", b"seed-9")):
+    for junk in (b"junk", bytes(2**20), hostile.INFO.pack().replace(b"seed-0", b"seed-9")):
         pool.redis.hset(models, "syn", junk)
-        until(lambda: pool.redis.hget(models, "syn") == ours, "the worker puts its card right")
+        until(lambda: pool.redis.hget(models, "syn") == ours, "the worker puts its info right")
     assert_serves(pool, worker)
 
 
@@ -217,7 +217,7 @@ async def test_adapters_that_cannot_be_read_do_not_fill_a_worker_with_jobs(pool:
     pool.redis.hset(model.adapters, "junk", b"\xc1")
     ids = np.array([1], "<u4").tobytes()
     for number in range(200):
-        pool.redis.xadd(model.jobs, {"m": Job(ids, f"poet@{number}", hostile.CARD.fingerprint).pack()})
+        pool.redis.xadd(model.jobs, {"m": Job(ids, f"poet@{number}", hostile.INFO.fingerprint).pack()})
     async with pool.producer("syn") as producer:
         found = await asyncio.gather(*(producer.logprobs([number]) for number in range(20)))
     assert all(np.array_equal(one, row(number)) for number, one in enumerate(found))

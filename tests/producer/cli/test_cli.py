@@ -228,7 +228,7 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
     assert json.loads(on(pool, "status", "--json").stdout) == []
     pool.start()
     (model,) = json.loads(on(pool, "status", "--json").stdout)
-    assert model["card"]["name"] == "syn"
+    assert model["info"]["name"] == "syn"
     assert (model["queued"], model["dead"]) == (0, 0)
     (worker,) = model["workers"]
     assert worker["state"] == "ready"
@@ -334,7 +334,7 @@ def test_up_is_found_by_clients_and_ends_with_ctrl_c(runtime: Path, tmp_path: Pa
         owner.until_says("serving ")
         with SyncProducer() as producer:
             assert np.array_equal(producer.logprobs([1]), synthetic_row([1], vocab_size=V))
-        assert json.loads(run("status", "--json").stdout)[0]["card"]["name"] == "syn"
+        assert json.loads(run("status", "--json").stdout)[0]["info"]["name"] == "syn"
         second = WorkerProcess([*lmpool_command(), "up", "other", "--backend", "synthetic"], tmp_path / "second.log")
         try:
             second.until_says("serving ")

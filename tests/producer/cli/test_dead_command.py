@@ -21,7 +21,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
 from lmpool.producer.cli.dead_letters import DeadLetters, dead_app, letters_table, read_letter, shortened
 from lmpool.protocol.job import Failure, Job
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool, until
@@ -61,7 +61,7 @@ def refusal(ended: Ended) -> str:
 
 
 def fingerprint_of(pool: Pool) -> str:
-    return ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn")).fingerprint  # type: ignore[arg-type]
+    return ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn")).fingerprint  # type: ignore[arg-type]
 
 
 def bury(pool: Pool, data: bytes, failure: bytes = GIVEN_UP.pack(), entry: str = "*") -> str:

@@ -21,7 +21,7 @@ from lmpool.producer import SyncProducer
 from lmpool.producer.cli import commands
 from lmpool.protocol.adapter import Adapter
 from lmpool.protocol.job import Failure
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_name
 from lmpool.workers.cli.serve import start_log
 from tests.support.pool import Pool, V, lmpool_command
@@ -59,10 +59,10 @@ def spoilt(pool: Pool) -> Pool:
     """A pool with a worker that serves a name full of markup, beside what somebody hostile has written."""
     worker = pool.start(model=ALLOWED)
     models = pool.keys.models()
-    pool.redis.hset(models, NASTY, ModelCard(NASTY, "synthetic", V, 100, "r", "float32").pack())
-    pool.redis.hset(models, "bad", ModelCard("bad", f"synthetic{NASTY}", V, 100, "r", "float32").pack())
+    pool.redis.hset(models, NASTY, ModelInfo(NASTY, "synthetic", V, 100, "r", "float32").pack())
+    pool.redis.hset(models, "bad", ModelInfo("bad", f"synthetic{NASTY}", V, 100, "r", "float32").pack())
     pool.redis.hset(
-        models, "noted", ModelCard("noted", "synthetic", V, 100, "\u202e[/x]", "float32", note=":bomb:").pack()
+        models, "noted", ModelInfo("noted", "synthetic", V, 100, "\u202e[/x]", "float32", note=":bomb:").pack()
     )
     told: dict[Any, Any] = {"model": NASTY, "state": "loading", "backend": NASTY, "rows": NASTY}
     pool.redis.hset(pool.keys.worker(NASTY), mapping=told)
@@ -111,7 +111,7 @@ def test_json_is_ascii_and_has_what_others_wrote(spoilt: Pool) -> None:
     assert {ALLOWED, NASTY} <= {model["name"] for model in found}
 
 
-def test_cards_with_control_characters_are_left_out_and_the_others_serve(spoilt: Pool) -> None:
+def test_infos_with_control_characters_are_left_out_and_the_others_serve(spoilt: Pool) -> None:
     with SyncProducer(ALLOWED, redis=spoilt.url, prefix=spoilt.prefix) as producer:
         assert producer.logprobs([1]).shape == (V,)
     with pytest.raises(ProtocolError, match="'bad' cannot be read: .* backend = .* no control characters"):
@@ -123,7 +123,7 @@ def test_cards_with_control_characters_are_left_out_and_the_others_serve(spoilt:
 
 def test_a_process_says_nothing_harmful_either(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool = Pool(own_server.url, "lmpool", tmp_path)
-    pool.redis.hset(pool.keys.models(), NASTY, ModelCard(NASTY, NASTY, V, 100, "r", "float32").pack())
+    pool.redis.hset(pool.keys.models(), NASTY, ModelInfo(NASTY, NASTY, V, 100, "r", "float32").pack())
     pool.redis.set(pool.keys.worker("w"), NASTY)
     pool.redis.hset(pool.keys.loading(), "w", NASTY)
     for arguments in (["status"], ["logprobs", "1", "--ids", "--model", f"no{NASTY}".replace("\0", "")]):

@@ -44,7 +44,7 @@ def a_worker(name: str) -> dict[str, object]:
 
 def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
     ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
-    model = {"name": LONG, "card": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
+    model = {"name": LONG, "info": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
     found: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
     for width in (60, 80, 100, 120, 200):
         lines = lines_of(found, width)

@@ -20,7 +20,7 @@ from lmpool.errors import EmptyPrompt, NoWorker, SettingsError, TokenOutOfRange,
 from lmpool.producer.cli import trie_show
 from lmpool.producer.cli.options import run as run_async
 from lmpool.producer.cli.trie_show import Branch, Grower, Limits, TokensBelow, from_text, print_tree, to_text, trie_app
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.trie import Trie
 from tests.producer.cli.test_cli import on, one_line
@@ -147,7 +147,7 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
         def decode(self, token_ids: list[int]) -> str:
             return bytes(token_ids).decode()
 
-    monkeypatch.setattr(trie_show, "load_tokenizer", lambda card: Letters())
+    monkeypatch.setattr(trie_show, "load_tokenizer", lambda info: Letters())
     found = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
     assert found["prompt"] == list("hé\n".encode())
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout
@@ -174,8 +174,8 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(served: Pool) -> None:
 
 
 def test_a_model_without_a_vocabulary_has_no_trie(served: Pool, pool: Pool) -> None:
-    card = ModelCard.unpack(dict(served.redis.hgetall(served.keys.models()))[b"syn"])  # type: ignore[arg-type]
-    pool.redis.hset(pool.keys.models(), "syn", replace(card, vocabulary="").pack())
+    info = ModelInfo.unpack(dict(served.redis.hgetall(served.keys.models()))[b"syn"])  # type: ignore[arg-type]
+    pool.redis.hset(pool.keys.models(), "syn", replace(info, vocabulary="").pack())
     assert "the model 'syn' publishes no vocabulary" in one_line(on(pool, "trie", "show", "1", "--ids"))
 
 
@@ -195,7 +195,7 @@ def test_a_narrow_terminal_gets_lines_that_are_cut_and_not_folded(monkeypatch: p
 # Branches
 
 
-class Asked:
+class QueryAnswerer:
     """Masses of nodes, and what was asked."""
 
     def __init__(self, trie: Trie) -> None:
@@ -207,9 +207,9 @@ class Asked:
         return await self._tokens.shares(nodes)
 
 
-def grown(tokens: list[bytes], prefix: bytes, limits: Limits) -> tuple[Branch, Asked]:
+def grown(tokens: list[bytes], prefix: bytes, limits: Limits) -> tuple[Branch, QueryAnswerer]:
     trie = Trie(tokens)
-    asked = Asked(trie)
+    asked = QueryAnswerer(trie)
     return run_async(Grower(trie, TokensBelow(trie), asked).grow(prefix, limits)), asked
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from lmpool.broker.readers import Alive
 from lmpool.errors import NoWorker
-from lmpool.producer.client.discovery import Crew
-from lmpool.protocol.model_info import ModelCard
+from lmpool.producer.client.discovery import Liveness
+from lmpool.protocol.model_info import ModelInfo
 
-CARD = replace(ModelCard("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
+INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
 
 
 class Empty:
     """A pool that nobody serves, each time that it is looked at; stands for the channel and the lobby."""
 
-    card = CARD
+    info = INFO
 
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())
@@ -30,8 +30,8 @@ class Empty:
 async def looks(*times: float) -> list[NoWorker | None]:
     """What looks at such a pool tell, at these times."""
     empty = cast(Any, Empty())
-    crew = Crew(empty, empty)
-    return [await crew.look(time) for time in times]
+    liveness = Liveness(empty, empty)
+    return [await liveness.look(time) for time in times]
 
 
 async def test_nobody_is_missed_before_a_lease_and_a_restart_have_passed() -> None:

@@ -15,21 +15,21 @@ from lmpool import errors
 from lmpool.aio import Tasks, own
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
 from lmpool.producer.client.connections import Adopted
-from lmpool.producer.client.receive import Inbox
+from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
     BatchWaiter,
     Deadlines,
-    Flight,
-    FlightTable,
+    PendingRequest,
+    PendingRequests,
     ProducerStats,
     RowLRU,
     SingleWaiter,
     Stage,
 )
-from lmpool.producer.client.submit import Outbox
+from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
 from lmpool.rows.cache import Row
 from tests.support.pool import DEADLINE_S
@@ -59,7 +59,7 @@ class Desk:
     def __init__(self) -> None:
         self.cache = RowLRU(10_000)
         self.stats = ProducerStats()
-        self.flights = FlightTable(self.cache, self.stats)
+        self.requests = PendingRequests(self.cache, self.stats)
 
     def counted(self) -> dict[str, int]:
         """The counters that are not zero."""
@@ -74,65 +74,65 @@ def desk() -> Desk:
 # Boarding and leaving
 
 
-def test_the_first_waiter_starts_a_flight_and_the_next_ones_join_it(desk: Desk) -> None:
-    flight, is_new = desk.flights.board(prompt(1), Ear())
+def test_the_first_waiter_starts_a_request_and_the_next_ones_join_it(desk: Desk) -> None:
+    request, is_new = desk.requests.board(prompt(1), Ear())
     assert is_new
-    assert flight.stage is Stage.UNSENT
-    assert desk.flights.board(prompt(1), Ear()) == (flight, False)
-    assert desk.flights.board(prompt(1), Ear()) == (flight, False)
-    assert len(flight.waiters) == 3
-    assert len(desk.flights) == 1
+    assert request.stage is Stage.UNSENT
+    assert desk.requests.board(prompt(1), Ear()) == (request, False)
+    assert desk.requests.board(prompt(1), Ear()) == (request, False)
+    assert len(request.waiters) == 3
+    assert len(desk.requests) == 1
     assert desk.counted() == {}, "nothing has ended"
 
 
-def test_different_prompts_are_different_flights(desk: Desk) -> None:
-    one, _ = desk.flights.board(prompt(1), Ear())
-    two, is_new = desk.flights.board(prompt(1, 2), Ear())
+def test_different_prompts_are_different_requests(desk: Desk) -> None:
+    one, _ = desk.requests.board(prompt(1), Ear())
+    two, is_new = desk.requests.board(prompt(1, 2), Ear())
     assert is_new
     assert one is not two
-    assert desk.flights.get(prompt(1).digest) is one
-    assert desk.flights.get(prompt(3).digest) is None
-    assert list(desk.flights) == [one, two]
+    assert desk.requests.get(prompt(1).digest) is one
+    assert desk.requests.get(prompt(3).digest) is None
+    assert list(desk.requests) == [one, two]
 
 
-def test_a_flight_ends_when_its_last_waiter_leaves(desk: Desk) -> None:
+def test_a_request_ends_when_its_last_waiter_leaves(desk: Desk) -> None:
     first, second = Ear(), Ear()
-    flight, _ = desk.flights.board(prompt(1), first)
-    desk.flights.board(prompt(1), second)
-    assert desk.flights.leave(flight, first) is False
-    assert desk.flights.is_open(flight)
-    assert desk.flights.leave(flight, second) is True
-    assert not desk.flights.is_open(flight)
-    assert len(desk.flights) == 0
+    request, _ = desk.requests.board(prompt(1), first)
+    desk.requests.board(prompt(1), second)
+    assert desk.requests.leave(request, first) is False
+    assert desk.requests.is_open(request)
+    assert desk.requests.leave(request, second) is True
+    assert not desk.requests.is_open(request)
+    assert len(desk.requests) == 0
     assert desk.counted() == {"failed": 2}
 
 
 def test_who_has_left_hears_nothing(desk: Desk) -> None:
     gone, stays = Ear(), Ear()
-    flight, _ = desk.flights.board(prompt(1), gone)
-    desk.flights.board(prompt(1), stays)
-    desk.flights.leave(flight, gone)
-    desk.flights.deliver([prompt(1).digest], [row()])
+    request, _ = desk.requests.board(prompt(1), gone)
+    desk.requests.board(prompt(1), stays)
+    desk.requests.leave(request, gone)
+    desk.requests.deliver([prompt(1).digest], [row()])
     assert (len(gone.heard), len(stays.heard)) == (0, 1)
 
 
-def test_a_prompt_asked_for_again_after_all_have_left_is_a_new_flight(desk: Desk) -> None:
+def test_a_prompt_asked_for_again_after_all_have_left_is_a_new_request(desk: Desk) -> None:
     ear = Ear()
-    old, _ = desk.flights.board(prompt(1), ear)
-    desk.flights.leave(old, ear)
-    new, is_new = desk.flights.board(prompt(1), Ear())
+    old, _ = desk.requests.board(prompt(1), ear)
+    desk.requests.leave(old, ear)
+    new, is_new = desk.requests.board(prompt(1), Ear())
     assert is_new
     assert new is not old
-    assert desk.flights.is_open(new)
-    assert not desk.flights.is_open(old)
+    assert desk.requests.is_open(new)
+    assert not desk.requests.is_open(old)
 
 
-def test_flights_may_end_while_they_are_gone_through(desk: Desk) -> None:
+def test_requests_may_end_while_they_are_gone_through(desk: Desk) -> None:
     for i in range(5):
-        desk.flights.board(prompt(i), Ear())
-    for flight in desk.flights:
-        desk.flights.land(flight, WorkerError("no"))
-    assert len(desk.flights) == 0
+        desk.requests.board(prompt(i), Ear())
+    for request in desk.requests:
+        desk.requests.land(request, WorkerError("no"))
+    assert len(desk.requests) == 0
 
 
 # Landing
@@ -141,35 +141,35 @@ def test_flights_may_end_while_they_are_gone_through(desk: Desk) -> None:
 def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(desk: Desk) -> None:
     ears = [Ear() for _ in range(3)]
     for ear in ears:
-        desk.flights.board(prompt(1), ear)
+        desk.requests.board(prompt(1), ear)
     found = row(1.0)
-    desk.flights.deliver([prompt(1).digest], [found])
-    desk.flights.deliver([prompt(1).digest], [found])
+    desk.requests.deliver([prompt(1).digest], [found])
+    desk.requests.deliver([prompt(1).digest], [found])
     assert [ear.heard for ear in ears] == [[found]] * 3
     assert desk.cache.get(prompt(1).digest) is found
-    assert len(desk.flights) == 0
+    assert len(desk.requests) == 0
 
 
 def test_a_failure_reaches_every_waiter_and_is_not_kept(desk: Desk) -> None:
     ears = [Ear(), Ear()]
     for ear in ears:
-        flight, _ = desk.flights.board(prompt(1), ear)
-    desk.flights.land(flight, WorkerError("no"))
+        request, _ = desk.requests.board(prompt(1), ear)
+    desk.requests.land(request, WorkerError("no"))
     assert [[(type(heard), str(heard)) for heard in ear.heard] for ear in ears] == [[(WorkerError, "no")]] * 2
     assert len(desk.cache) == 0
-    assert not desk.flights.is_open(flight)
+    assert not desk.requests.is_open(request)
     assert desk.counted() == {"failed": 2}
 
 
 def test_every_waiter_has_an_exception_of_its_own(desk: Desk) -> None:
     """Who adds a note to it, or raises it through many frames, changes nobody else's."""
     ears = [Ear() for _ in range(4)]
-    flights = [desk.flights.board(prompt(1 + at // 2), ear)[0] for at, ear in enumerate(ears)]
+    requests = [desk.requests.board(prompt(1 + at // 2), ear)[0] for at, ear in enumerate(ears)]
     error = NoWorker("nobody")
     error.__cause__ = OSError("gone")
     error.add_note("told to all")
-    for flight in flights[::2]:
-        desk.flights.land(flight, error)
+    for request in requests[::2]:
+        desk.requests.land(request, error)
     heard = [one for ear in ears for one in ear.heard if isinstance(one, NoWorker)]
     assert len({id(one) for one in [*heard, error]}) == 5
     heard[0].add_note("mine")
@@ -201,42 +201,42 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
 
 @pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])
 def test_a_landing_is_counted_where_the_row_came_from(desk: Desk, origin: str) -> None:
-    flight, _ = desk.flights.board(prompt(1), Ear())
-    flight.origin = origin
-    desk.flights.deliver([prompt(1).digest], [row()])
+    request, _ = desk.requests.board(prompt(1), Ear())
+    request.origin = origin
+    desk.requests.deliver([prompt(1).digest], [row()])
     assert desk.counted() == {origin: 1}
 
 
 def test_a_row_comes_from_the_cache_unless_something_else_is_known(desk: Desk) -> None:
     for _ in range(3):
-        desk.flights.board(prompt(1), Ear())
-    desk.flights.deliver([prompt(1).digest], [row()])
+        desk.requests.board(prompt(1), Ear())
+    desk.requests.deliver([prompt(1).digest], [row()])
     assert desk.counted() == {"cache_hits": 1, "joined": 2}
 
 
 def test_nothing_in_the_cache_changes_nothing(desk: Desk) -> None:
     ear = Ear()
-    flight, _ = desk.flights.board(prompt(1), ear)
-    desk.flights.deliver([prompt(1).digest], [None])
-    assert desk.flights.is_open(flight)
+    request, _ = desk.requests.board(prompt(1), ear)
+    desk.requests.deliver([prompt(1).digest], [None])
+    assert desk.requests.is_open(request)
     assert ear.heard == []
     assert desk.counted() == {}
 
 
 def test_a_row_that_nobody_waits_for_is_dropped(desk: Desk) -> None:
-    desk.flights.deliver([prompt(1).digest], [row()])
-    desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
+    desk.requests.deliver([prompt(1).digest], [row()])
+    desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
     assert len(desk.cache) == 0
     assert desk.counted() == {}
 
 
-def test_landing_an_old_flight_does_not_end_the_new_one_of_its_prompt(desk: Desk) -> None:
+def test_landing_an_old_request_does_not_end_the_new_one_of_its_prompt(desk: Desk) -> None:
     ear = Ear()
-    old, _ = desk.flights.board(prompt(1), ear)
-    desk.flights.leave(old, ear)
-    new, _ = desk.flights.board(prompt(1), Ear())
-    desk.flights.land(old, WorkerError("late"))
-    assert desk.flights.is_open(new)
+    old, _ = desk.requests.board(prompt(1), ear)
+    desk.requests.leave(old, ear)
+    new, _ = desk.requests.board(prompt(1), Ear())
+    desk.requests.land(old, WorkerError("late"))
+    assert desk.requests.is_open(new)
 
 
 # Damaged rows
@@ -244,28 +244,28 @@ def test_landing_an_old_flight_does_not_end_the_new_one_of_its_prompt(desk: Desk
 
 def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(desk: Desk) -> None:
     ear = Ear()
-    flight, _ = desk.flights.board(prompt(1), ear)
+    request, _ = desk.requests.board(prompt(1), ear)
     for overwrites in (0, 0, 1):
-        flight.overwrites = overwrites
-        desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
-        assert desk.flights.is_open(flight)
-        assert flight.damaged
-    flight.overwrites = 2
-    desk.flights.deliver([prompt(1).digest], [CorruptRow("still bad")])
+        request.overwrites = overwrites
+        desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
+        assert desk.requests.is_open(request)
+        assert request.damaged
+    request.overwrites = 2
+    desk.requests.deliver([prompt(1).digest], [CorruptRow("still bad")])
     (last,) = ear.heard
     assert isinstance(last, CorruptRow)
     assert str(last) == "still bad"
-    assert not desk.flights.is_open(flight)
+    assert not desk.requests.is_open(request)
     assert desk.counted() == {"failed": 1}
     assert len(desk.cache) == 0
 
 
 def test_a_mended_row_lands(desk: Desk) -> None:
     ear = Ear()
-    desk.flights.board(prompt(1), ear)
-    desk.flights.deliver([prompt(1).digest], [CorruptRow("bad")])
+    desk.requests.board(prompt(1), ear)
+    desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
     found = row(2.0)
-    desk.flights.deliver([prompt(1).digest], [found])
+    desk.requests.deliver([prompt(1).digest], [found])
     assert ear.heard == [found]
 
 
@@ -274,12 +274,12 @@ def test_a_mended_row_lands(desk: Desk) -> None:
 
 def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(desk: Desk) -> None:
     for i, stage in enumerate(Stage):
-        flight, _ = desk.flights.board(prompt(i), Ear())
-        flight.stage = stage
+        request, _ = desk.requests.board(prompt(i), Ear())
+        request.stage = stage
     desk.cache.put(b"old", row())
-    desk.flights.follow("other weights")
-    assert [flight.stage for flight in desk.flights] == [Stage.UNSENT] * len(Stage)
-    assert all(len(flight.waiters) == 1 for flight in desk.flights)
+    desk.requests.follow("other weights")
+    assert [request.stage for request in desk.requests] == [Stage.UNSENT] * len(Stage)
+    assert all(len(request.waiters) == 1 for request in desk.requests)
     assert len(desk.cache) == 0
 
 
@@ -381,9 +381,9 @@ async def test_a_cancelled_batch_ignores_what_comes() -> None:
 
 async def test_one_prompt_twice_in_a_batch_fills_both_rows(desk: Desk) -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
-    desk.flights.board(prompt(1), batch.at(0))
-    desk.flights.board(prompt(1), batch.at(1))
-    desk.flights.deliver([prompt(1).digest], [row(4.0)])
+    desk.requests.board(prompt(1), batch.at(0))
+    desk.requests.board(prompt(1), batch.at(1))
+    desk.requests.deliver([prompt(1).digest], [row(4.0)])
     assert batch.future.done()
     assert batch.rows.tolist() == [[4.0] * 3] * 2
 
@@ -403,18 +403,18 @@ def test_a_snapshot_of_the_counters_stays_as_it_is() -> None:
 # Lost connections
 
 
-CARD = ModelCard("m", "synthetic", 3, 10, "seed", "float32")
+INFO = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
 
 
 class Interrupted:
     """A channel whose reader loses its connection once; it tells what was looked for."""
 
-    def __init__(self, flights: FlightTable) -> None:
+    def __init__(self, requests: PendingRequests) -> None:
         rows: Any = None
-        self.model = Adopted(CARD, "f", Keys("test").model(CARD.name), b"reply", rows)
+        self.model = Adopted(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
         self.looked_for: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        self._flights = flights
+        self._requests = requests
         self._calls = 0
 
     async def call(self, *_: Any) -> Any:
@@ -425,7 +425,7 @@ class Interrupted:
 
     async def settle(self, digests: list[bytes]) -> None:
         for digest in digests:
-            self._flights.deliver([digest], [row()])
+            self._requests.deliver([digest], [row()])
         self.looked_for.set_result(digests)
 
     def note(self, error: BaseException) -> None:
@@ -433,19 +433,19 @@ class Interrupted:
 
 
 async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) -> None:
-    touched, _ = desk.flights.board(prompt(1), Ear(), touch=True)
-    sent, _ = desk.flights.board(prompt(2), Ear())
-    assert desk.flights.send(deque([sent])) == [sent]
-    waits_here, _ = desk.flights.board(prompt(3), Ear())
-    channel: Any = Interrupted(desk.flights)
-    outbox: Any = None
-    inbox = Inbox(channel, desk.flights, outbox, lambda: None)
+    touched, _ = desk.requests.board(prompt(1), Ear(), touch=True)
+    sent, _ = desk.requests.board(prompt(2), Ear())
+    assert desk.requests.send(deque([sent])) == [sent]
+    waits_here, _ = desk.requests.board(prompt(3), Ear())
+    channel: Any = Interrupted(desk.requests)
+    submitter: Any = None
+    receiver = Receiver(channel, desk.requests, submitter, lambda: None)
     async with asyncio.TaskGroup() as group:
-        parts = [group.create_task(part) for part in (inbox.read(), inbox.collect())]
+        parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(channel.looked_for, DEADLINE_S) == [prompt(2).digest]
         for part in parts:
             part.cancel()
-    assert list(desk.flights) == [touched, waits_here], "what the server does not have yet is not looked for"
+    assert list(desk.requests) == [touched, waits_here], "what the server does not have yet is not looked for"
 
 
 # Learning what a look for rows finds
@@ -456,15 +456,15 @@ class Answering:
 
     trouble: LMPoolError | None = None
 
-    def __init__(self, flights: FlightTable, outcome: str, cached: Sequence[Prompt] = ()) -> None:
+    def __init__(self, requests: PendingRequests, outcome: str, cached: Sequence[Prompt] = ()) -> None:
         rows: Any = self
-        self.model = Adopted(CARD, "f", Keys("test").model(CARD.name), b"reply", rows)
+        self.model = Adopted(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.line = self
         self.is_seen = True
         self.looks: list[list[bytes]] = []
         self.meanwhile: Callable[[], None] = lambda: None
-        self.lost: list[Flight] = []
-        self._flights = flights
+        self.lost: list[PendingRequest] = []
+        self._requests = requests
         self._outcome = outcome
         self._cached = {one.digest for one in cached}
 
@@ -482,23 +482,23 @@ class Answering:
         await asyncio.sleep(0)
         self.meanwhile()
         for digest in digests:
-            self._flights.deliver([digest], [row() if digest in self._cached else None])
+            self._requests.deliver([digest], [row() if digest in self._cached else None])
 
     async def settle(self, digests: list[bytes]) -> None:
         for digest in digests:
-            self._flights.deliver([digest], [row()])
+            self._requests.deliver([digest], [row()])
 
-    async def upload(self, flights: list[Flight]) -> bool:
+    async def upload(self, requests: list[PendingRequest]) -> bool:
         return False
 
     async def unlink(self, keys: list[bytes]) -> None:
         assert not keys
 
-    def note_lost(self, flights: list[Flight]) -> bool:
-        self.lost += flights
+    def note_lost(self, requests: list[PendingRequest]) -> bool:
+        self.lost += requests
         return False
 
-    def spent(self, flights: list[Flight]) -> list[bytes]:
+    def spent(self, requests: list[PendingRequest]) -> list[bytes]:
         return []
 
     def full(self) -> str:
@@ -508,40 +508,40 @@ class Answering:
 async def learned(desk: Desk, channel: Any, *, way: str = "") -> float:
     """By how much the rate of hits has changed when some prompts have been asked for."""
     tasks = Tasks()
-    outbox = Outbox(channel, desk.flights, tasks, waits_when_full=False)
-    outbox._hit_rate = 0.6
-    boarded: list[tuple[Flight, Ear]] = []
+    submitter = Submitter(channel, desk.requests, tasks, waits_when_full=False)
+    submitter._hit_rate = 0.6
+    boarded: list[tuple[PendingRequest, Ear]] = []
     for at in range(20):
         ear = Ear()
-        flight, _ = desk.flights.board(prompt(at), ear, touch=way == "touched")
-        flight.is_private = way == "private"
-        boarded.append((flight, ear))
-        outbox.add(flight)
+        request, _ = desk.requests.board(prompt(at), ear, touch=way == "touched")
+        request.is_private = way == "private"
+        boarded.append((request, ear))
+        submitter.add(request)
 
     def leave() -> None:
-        for flight, ear in boarded:
-            desk.flights.leave(flight, ear)
-            outbox.take_back(flight)
+        for request, ear in boarded:
+            desk.requests.leave(request, ear)
+            submitter.take_back(request)
 
     if way == "cancelled":
         channel.meanwhile = leave
     for _ in range(20):
         await asyncio.sleep(0)
     await tasks.cancel()
-    return outbox._hit_rate - 0.6
+    return submitter._hit_rate - 0.6
 
 
 ASKED = [prompt(at) for at in range(20)]
 
 
 async def test_a_look_that_finds_rows_raises_the_rate_and_one_that_does_not_lowers_it(desk: Desk) -> None:
-    assert await learned(desk, Answering(desk.flights, "Q", ASKED)) > 0
+    assert await learned(desk, Answering(desk.requests, "Q", ASKED)) > 0
     assert desk.counted() == {"cache_hits": 20}
 
 
 @pytest.mark.parametrize(("outcome", "is_hit"), [("Q", False), ("J", False), ("R", True)])
 async def test_the_rate_is_learned_from_what_the_script_says(desk: Desk, outcome: str, is_hit: bool) -> None:
-    assert (await learned(desk, Answering(desk.flights, outcome)) > 0) == is_hit
+    assert (await learned(desk, Answering(desk.requests, outcome)) > 0) == is_hit
 
 
 @pytest.mark.parametrize(
@@ -557,7 +557,7 @@ async def test_the_rate_is_learned_from_what_the_script_says(desk: Desk, outcome
 async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing(
     desk: Desk, way: str, outcome: str, counted: dict[str, int]
 ) -> None:
-    channel = Answering(desk.flights, outcome)
+    channel = Answering(desk.requests, outcome)
     assert await learned(desk, channel, way=way) == 0
     assert desk.counted() == counted
     # Nobody looks for what cannot be found.
@@ -565,7 +565,7 @@ async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing
 
 
 async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
-    channel: Any = Answering(desk.flights, "Q")
+    channel: Any = Answering(desk.requests, "Q")
 
     async def fails(*_: Any) -> bytes:
         raise QueueFull("no")
@@ -581,7 +581,7 @@ async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
 @pytest.mark.parametrize("outcome", ["Q", "J", "R"])
 async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(desk: Desk, outcome: str, again: bool) -> None:
     # After a lost connection all are asked for again: those that are computed are not gone.
-    flight, _ = desk.flights.board(prompt(1), Ear())
-    channel: Any = Answering(desk.flights, outcome)
-    await Outbox(channel, desk.flights, Tasks()).submit([flight], again=again)
-    assert channel.lost == ([flight] if again and outcome == "Q" else [])
+    request, _ = desk.requests.board(prompt(1), Ear())
+    channel: Any = Answering(desk.requests, outcome)
+    await Submitter(channel, desk.requests, Tasks()).submit([request], again=again)
+    assert channel.lost == ([request] if again and outcome == "Q" else [])

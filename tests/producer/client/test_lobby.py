@@ -1,4 +1,4 @@
-"""The lobby: what a pool serves, even when one of its cards is none."""
+"""The lobby: what a pool serves, even when one of its infos is none."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import redis.asyncio as redis_async
 
 from lmpool.errors import AmbiguousModel, ProtocolError, UnknownModel
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 
 KEYS = Keys("test")
-NO_CARDS = [b"", b"\xc1", b"\x80", b"x" * 70_000]
+NO_INFOS = [b"", b"\xc1", b"\x80", b"x" * 70_000]
 
 
-def card(name: str) -> ModelCard:
-    return ModelCard(name, "synthetic", 64, 32, "seed-0", "float32")
+def info(name: str) -> ModelInfo:
+    return ModelInfo(name, "synthetic", 64, 32, "seed-0", "float32")
 
 
 @pytest.fixture
@@ -29,51 +29,51 @@ async def redis() -> AsyncIterator[redis_async.Redis]:
     await client.aclose()
 
 
-async def serve(redis: redis_async.Redis, cards: dict[str | bytes, bytes]) -> Lobby:
-    await redis.hset(KEYS.models(), mapping=cards)  # type: ignore[arg-type]
-    return Lobby(redis, KEYS)
+async def serve(redis: redis_async.Redis, infos: dict[str | bytes, bytes]) -> Discovery:
+    await redis.hset(KEYS.models(), mapping=infos)  # type: ignore[arg-type]
+    return Discovery(redis, KEYS)
 
 
-@pytest.mark.parametrize("bad", NO_CARDS, ids=["empty", "no MessagePack", "no fields", "too large"])
-async def test_a_card_that_cannot_be_read_leaves_the_others_usable(
+@pytest.mark.parametrize("bad", NO_INFOS, ids=["empty", "no MessagePack", "no fields", "too large"])
+async def test_a_info_that_cannot_be_read_leaves_the_others_usable(
     redis: redis_async.Redis, bad: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lobby = await serve(redis, {"a": card("a").pack(), "broken": bad, "z": card("z").pack()})
+    discovery = await serve(redis, {"a": info("a").pack(), "broken": bad, "z": info("z").pack()})
     with caplog.at_level(logging.WARNING, "lmpool.producer"):
-        assert await lobby.cards() == {"a": card("a"), "z": card("z")}
+        assert await discovery.infos() == {"a": info("a"), "z": info("z")}
     assert "'broken'" in caplog.text
-    assert await lobby.card("z") == card("z")
+    assert await discovery.info("z") == info("z")
     with pytest.raises(UnknownModel, match="served are: a, z"):
-        await lobby.card("m")
+        await discovery.info("m")
     with pytest.raises(AmbiguousModel, match="a, z"):
-        await lobby.card(None)
+        await discovery.info(None)
 
 
-async def test_the_model_of_a_card_that_cannot_be_read_is_named(redis: redis_async.Redis) -> None:
-    lobby = await serve(redis, {"a": card("a").pack(), "broken": b"\xc1"})
+async def test_the_model_of_a_info_that_cannot_be_read_is_named(redis: redis_async.Redis) -> None:
+    discovery = await serve(redis, {"a": info("a").pack(), "broken": b"\xc1"})
     with pytest.raises(ProtocolError, match="'broken'"):
-        await lobby.card("broken")
+        await discovery.info("broken")
 
 
-async def test_the_only_card_that_can_be_read_is_the_only_one(redis: redis_async.Redis) -> None:
-    lobby = await serve(redis, {"a": card("a").pack(), "broken": b"\xc1"})
-    assert await lobby.card(None) == card("a")
+async def test_the_only_info_that_can_be_read_is_the_only_one(redis: redis_async.Redis) -> None:
+    discovery = await serve(redis, {"a": info("a").pack(), "broken": b"\xc1"})
+    assert await discovery.info(None) == info("a")
 
 
-async def test_a_pool_without_any_readable_card_is_not_said_to_be_empty(redis: redis_async.Redis) -> None:
-    lobby = await serve(redis, {"broken": b"\xc1"})
-    assert await lobby.cards() == {}
+async def test_a_pool_without_any_readable_info_is_not_said_to_be_empty(redis: redis_async.Redis) -> None:
+    discovery = await serve(redis, {"broken": b"\xc1"})
+    assert await discovery.infos() == {}
     with pytest.raises(ProtocolError, match="'broken'"):
-        await lobby.card(None)
+        await discovery.info(None)
 
 
 async def test_a_name_that_is_no_utf8_does_no_harm(redis: redis_async.Redis) -> None:
-    lobby = await serve(redis, {"a": card("a").pack(), b"\xff": b"\xc1"})
-    assert await lobby.card(None) == card("a")
+    discovery = await serve(redis, {"a": info("a").pack(), b"\xff": b"\xc1"})
+    assert await discovery.info(None) == info("a")
 
 
 async def test_an_empty_pool_says_how_to_serve_a_model(redis: redis_async.Redis) -> None:
-    lobby = Lobby(redis, KEYS)
+    discovery = Discovery(redis, KEYS)
     for name in ("m", None):
         with pytest.raises(UnknownModel, match="lmpool worker"):
-            await lobby.card(name)
+            await discovery.info(name)

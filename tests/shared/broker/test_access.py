@@ -363,7 +363,7 @@ def _is_refusal(error: ResponseError) -> bool:
 
 
 async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:
-    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).card.fingerprint
+    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).info.fingerprint
     guest, guest_worker = add_guest(server, "producer", ours), add_guest(server, "worker", ours)
     workers.start("worker", "worker", "theirs", *SYNTHETIC)
     restricted = workers.start(guest_worker, "worker", "mine", *SYNTHETIC, "--seed", "1")
@@ -371,7 +371,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
         await asyncio.to_thread(worker.until_says, "serving ")
     async with Producer("theirs", redis=server.url("producer")) as theirs:
         await theirs.logprobs([1])
-        reply = theirs._rows.session._channel.model.reply  # type: ignore[union-attr]
+        reply = theirs._rows.session._connections.model.reply  # type: ignore[union-attr]
     jobs = KEYS.model("theirs").jobs
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})
@@ -400,7 +400,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
         return any(one.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for one in server.refusals())
 
     # It leaves to the other model's workers what is theirs, and goes on.
-    await asyncio.to_thread(until, has_looked, "the restricted worker looks after cards that nobody serves")
+    await asyncio.to_thread(until, has_looked, "the restricted worker looks after infos that nobody serves")
     restricted.signal(signal.SIGTERM)
     assert await asyncio.to_thread(restricted.wait) == 0
     assert "will try again" not in restricted.text
@@ -505,6 +505,6 @@ def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Pat
 
 def test_trie_workers_may_store_answers_and_no_rows() -> None:
     # The fingerprint of trie workers is the same everywhere until the meaning of their answers changes.
-    card = TrieBackend(TrieSettings()).card
+    info = TrieBackend(TrieSettings()).info
     (line,) = [one for one in (SHIPPED / "users.acl").read_text().splitlines() if one.startswith("user trie-worker ")]
-    assert f"~lmpool:row:{card.fingerprint}:*)" in line
+    assert f"~lmpool:row:{info.fingerprint}:*)" in line

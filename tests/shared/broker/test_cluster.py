@@ -222,16 +222,16 @@ async def test_a_node_that_is_named_as_if_it_were_all_is_told(cluster: LocalClus
     ] == []
 
 
-async def test_a_node_that_has_the_card_but_not_the_queue_is_told_too(cluster: LocalCluster, pool: Pool) -> None:
+async def test_a_node_that_has_the_info_but_not_the_queue_is_told_too(cluster: LocalCluster, pool: Pool) -> None:
     nodes: Any = redis.cluster.RedisCluster.from_url(cluster.url.replace("+cluster", ""))
     queue = nodes.get_node_from_key(pool.keys.model("syn").jobs.decode())
     names = (f"{pool.prefix}-{number}" for number in itertools.count())
     pool.prefix = next(name for name in names if nodes.get_node_from_key(Keys(name).models().decode()) != queue)
-    card = nodes.get_node_from_key(Keys(pool.prefix).models().decode())
+    info = nodes.get_node_from_key(Keys(pool.prefix).models().decode())
     nodes.close()
     await asyncio.to_thread(pool.start)
     with pytest.raises(ServerError, match=r"one node of a Redis Cluster: name it as redis\+cluster://HOST:PORT"):
-        await Producer(redis=f"redis://{card.host}:{card.port}", prefix=pool.prefix).logprobs([1])
+        await Producer(redis=f"redis://{info.host}:{info.port}", prefix=pool.prefix).logprobs([1])
 
 
 def test_a_server_that_is_no_cluster_is_told() -> None:

@@ -17,7 +17,7 @@ from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError
 from lmpool.producer.client import discovery
-from lmpool.producer.client.connections import Channel
+from lmpool.producer.client.connections import Connections
 from lmpool.testing.front import Front
 from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import Pool, is_held, run_lmpool, until, until_async
@@ -96,14 +96,14 @@ def test_bench_tells_of_evictions(own_pool: Pool) -> None:
 
 def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
     """Have every row be gone when a producer comes to fetch it."""
-    fetch = Channel.fetch
+    fetch = Connections.fetch
 
-    async def too_late(channel: Channel, digests: Sequence[bytes]) -> None:
+    async def too_late(channel: Connections, digests: Sequence[bytes]) -> None:
         for key in pool.redis.scan_iter(f"{pool.prefix}:row:*"):
             pool.redis.delete(key)
         await fetch(channel, digests)
 
-    monkeypatch.setattr(Channel, "fetch", too_late)
+    monkeypatch.setattr(Connections, "fetch", too_late)
 
 
 async def late(pool: Pool, text: str = "the row was gone") -> str:
@@ -238,9 +238,9 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
     worker = await asyncio.to_thread(own_pool.start, "--lease-s", 5, "--step-ms", 600_000)
     looks: list[NoWorker | None] = []
     refused: list[int] = []
-    look = discovery.Crew.look
+    look = discovery.Liveness.look
 
-    async def noted(self: discovery.Crew, now: float) -> NoWorker | None:
+    async def noted(self: discovery.Liveness, now: float) -> NoWorker | None:
         try:
             looks.append(await look(self, now))
         except Exception:
@@ -248,7 +248,7 @@ async def test_workers_whose_heartbeats_are_refused_are_not_told_as_gone(
             raise
         return looks[-1]
 
-    monkeypatch.setattr(discovery.Crew, "look", noted)
+    monkeypatch.setattr(discovery.Liveness, "look", noted)
     change, undo, word = TROUBLES[trouble]
     async with own_pool.producer() as producer:
         asked = asyncio.ensure_future(producer.logprobs([1]))
@@ -330,6 +330,6 @@ def test_a_trie_worker_has_the_queue_of_a_model_that_it_forgets_expire(own_pool:
     own_pool.redis.xadd(keys.dead, {"e": "x"})
     assert own_pool.redis.ttl(keys.jobs) == own_pool.redis.ttl(keys.dead) == -1
     own_pool.start_trie_worker("--lease-s", 1)
-    until(lambda: not own_pool.redis.hexists(own_pool.keys.models(), "syn"), "the card is swept")
+    until(lambda: not own_pool.redis.hexists(own_pool.keys.models(), "syn"), "the info is swept")
     until(lambda: 0 < own_pool.redis.ttl(keys.jobs) <= 7 * 24 * 3600, "the queue expires")
     assert 0 < own_pool.redis.ttl(keys.dead) <= 7 * 24 * 3600

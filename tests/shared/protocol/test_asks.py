@@ -11,39 +11,39 @@ from msgspec.structs import asdict, replace
 from lmpool.broker.registries import look_up, register
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
-from lmpool.protocol.prompt import ask_digest, digest_of, encode_prompt
-from lmpool.protocol.query import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.protocol.prompt import digest_of, encode_prompt, query_digest
+from lmpool.protocol.query import FreshQuery, Query, SampleQuery, ScoreQuery, TopQuery, TrieQuery, unpack_query
 from lmpool.vocabulary import Vocabulary
 from tests.support.pool import Pool
 
-ASK = TrieAsk("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
+ASK = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
 
 
 @pytest.mark.parametrize(
     "ask",
     [
         ASK,
-        TrieAsk("logsumexp", "0" * 32, "inner"),
-        TrieAsk("max", "0" * 32, "under", b"\0\0\0\0"),
+        TrieQuery("logsumexp", "0" * 32, "inner"),
+        TrieQuery("max", "0" * 32, "under", b"\0\0\0\0"),
         replace(ASK, nodes=b"", select="values"),
-        TopAsk(1),
-        TopAsk(2**31),
-        SampleAsk(0.0, 1.0, 0),
-        SampleAsk(0.7, 0.9, 2**64 - 1),
-        ScoreAsk(1),
-        FreshAsk(b"n" * 16),
+        TopQuery(1),
+        TopQuery(2**31),
+        SampleQuery(0.0, 1.0, 0),
+        SampleQuery(0.7, 0.9, 2**64 - 1),
+        ScoreQuery(1),
+        FreshQuery(b"n" * 16),
     ],
 )
-def test_an_ask_survives_the_wire(ask: Ask) -> None:
-    assert unpack_ask(ask.pack()) == ask
+def test_an_ask_survives_the_wire(ask: Query) -> None:
+    assert unpack_query(ask.pack()) == ask
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # The name of an answer is made from these bytes.
-    assert TopAsk(300).pack().hex() == "92a3746f70cd012c"
-    assert SampleAsk(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
-    assert ScoreAsk(3).pack().hex() == "92a573636f726503"
-    assert FreshAsk(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
+    assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
+    assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
+    assert ScoreQuery(3).pack().hex() == "92a573636f726503"
+    assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
     assert ASK.pack() == msgpack.packb(["sum", "0" * 32, "nodes", ASK.nodes, "f" * 32, b"s" * 16])
 
 
@@ -65,7 +65,7 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
 def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
     packed = msgpack.packb(tuple({**asdict(ASK), **changes}.values()))
     with pytest.raises(ProtocolError, match=message):
-        unpack_ask(packed)
+        unpack_query(packed)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object
 )
 def test_a_malformed_pick_is_refused(fields: list[object]) -> None:
     with pytest.raises(ProtocolError):
-        unpack_ask(msgpack.packb(fields))
+        unpack_query(msgpack.packb(fields))
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_worse_than_a_protocol_error(data: bytes) -> None:
     try:
-        unpack_ask(data)
+        unpack_query(data)
     except ProtocolError:
         pass
 
@@ -119,7 +119,7 @@ def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> No
     for _ in range(data.draw(st.integers(1, 4))):
         packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
     try:
-        unpack_ask(bytes(packed))
+        unpack_query(bytes(packed))
     except ProtocolError:
         pass
 
@@ -130,7 +130,7 @@ def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
     asked = [prompt.asking(ask.pack(), 2) for ask in asks]
     assert len({prompt.digest, *(one.digest for one in asked)}) == 5
     assert asked[0].ids == prompt.ids
-    assert asked[0].digest == ask_digest(digest_of(prompt.ids), ASK.pack())
+    assert asked[0].digest == query_digest(digest_of(prompt.ids), ASK.pack())
     other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).asking(ASK.pack(), 2)
     adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").asking(ASK.pack(), 2)
     assert len({asked[0].digest, other.digest, adapted.digest}) == 3

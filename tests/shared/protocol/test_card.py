@@ -1,4 +1,4 @@
-"""Model cards: round trips, what makes the fingerprint, and every malformed card refused."""
+"""Model infos: round trips, what makes the fingerprint, and every malformed info refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol import model_info as card_module
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol import model_info as info_module
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding
 
-CARD = ModelCard(name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32")
+INFO = ModelInfo(name="m", backend="synthetic", vocab_size=64, max_prompt_tokens=32, revision="seed-0", dtype="float32")
 OTHER: dict[str, Any] = {
     "name": "n",
     "backend": "hf",
@@ -40,8 +40,8 @@ IDENTITY = {"backend", "vocab_size", "revision", "dtype", "lossy"}
 
 
 def test_the_examples_cover_every_field() -> None:
-    assert set(OTHER) == {field.name for field in fields(ModelCard)}
-    assert all(getattr(CARD, name) != value for name, value in OTHER.items())
+    assert set(OTHER) == {field.name for field in fields(ModelInfo)}
+    assert all(getattr(INFO, name) != value for name, value in OTHER.items())
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=30)
@@ -49,7 +49,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_
 
 @given(
     st.builds(
-        ModelCard,
+        ModelInfo,
         name=NAMES,
         backend=st.sampled_from(["hf", "synthetic"]),
         vocab_size=st.integers(1, 2**31),
@@ -64,10 +64,10 @@ NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_
         row_ttl_s=st.floats(1, 1e6) | st.integers(1, 10**6),
     )
 )
-def test_cards_survive_the_wire(card: ModelCard) -> None:
-    read = ModelCard.unpack(card.pack())
-    assert read == card
-    assert read.fingerprint == card.fingerprint
+def test_infos_survive_the_wire(info: ModelInfo) -> None:
+    read = ModelInfo.unpack(info.pack())
+    assert read == info
+    assert read.fingerprint == info.fingerprint
 
 
 @pytest.mark.parametrize("field", ["name", "backend", "revision", "dtype"])
@@ -75,71 +75,71 @@ def test_cards_survive_the_wire(card: ModelCard) -> None:
 def test_a_name_with_control_characters_is_refused(field: str, control: str) -> None:
     bad: dict[str, Any] = {field: f"a{control}b"}
     with pytest.raises(ProtocolError, match=f"has {field} = .*: expected no control characters"):
-        ModelCard.unpack(replace(CARD, **bad).pack())
+        ModelInfo.unpack(replace(INFO, **bad).pack())
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_the_fingerprint_changes_exactly_with_what_decides_a_rows_value(name: str) -> None:
-    changed = replace(CARD, **{name: OTHER[name]})
-    assert (changed.fingerprint != CARD.fingerprint) == (name in IDENTITY)
+    changed = replace(INFO, **{name: OTHER[name]})
+    assert (changed.fingerprint != INFO.fingerprint) == (name in IDENTITY)
 
 
 def test_the_encoding_is_part_of_the_fingerprint_only_when_it_loses_bits() -> None:
-    exact = {replace(CARD, encoding=name).fingerprint for name in ("f32", "bf16", "f16")}
-    lossy = {replace(CARD, encoding=name, lossy=True).fingerprint for name in ("f32", "bf16", "f16")}
+    exact = {replace(INFO, encoding=name).fingerprint for name in ("f32", "bf16", "f16")}
+    lossy = {replace(INFO, encoding=name, lossy=True).fingerprint for name in ("f32", "bf16", "f16")}
     assert len(exact) == 1
     assert len(lossy) == 3
     assert not exact & lossy
 
 
 def test_the_wire_version_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = CARD.fingerprint
-    monkeypatch.setattr(card_module, "WIRE_VERSION", 2)
-    assert CARD.fingerprint != before
+    before = INFO.fingerprint
+    monkeypatch.setattr(info_module, "WIRE_VERSION", 2)
+    assert INFO.fingerprint != before
 
 
 def test_the_fingerprint_is_pinned() -> None:
     # It names rows in a cache that outlives releases; the same weights must keep the same name.
-    assert CARD.fingerprint == "c892dd89ed9a74b5f26911a5cc3324d3"
+    assert INFO.fingerprint == "c892dd89ed9a74b5f26911a5cc3324d3"
 
 
 def test_values_do_not_run_into_each_other_in_the_fingerprint() -> None:
-    assert replace(CARD, revision="ab", dtype="c").fingerprint != replace(CARD, revision="a", dtype="bc").fingerprint
+    assert replace(INFO, revision="ab", dtype="c").fingerprint != replace(INFO, revision="a", dtype="bc").fingerprint
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
-    found = CARD.differences(replace(CARD, **{name: OTHER[name]}))
+    found = INFO.differences(replace(INFO, **{name: OTHER[name]}))
     if name == "lossy":
         assert found == ["lossy: '', not 'f32'"]
     elif name in IDENTITY:
-        assert found == [f"{name}: {getattr(CARD, name)!r}, not {OTHER[name]!r}"]
+        assert found == [f"{name}: {getattr(INFO, name)!r}, not {OTHER[name]!r}"]
     else:
         assert found == []
 
 
 def test_differences_name_every_field_that_differs() -> None:
-    found = CARD.differences(ModelCard(**OTHER))
+    found = INFO.differences(ModelInfo(**OTHER))
     assert {line.partition(":")[0] for line in found} == IDENTITY
 
 
-def test_cards_without_differences_have_one_fingerprint_and_the_other_way_round() -> None:
+def test_infos_without_differences_have_one_fingerprint_and_the_other_way_round() -> None:
     for name, value in OTHER.items():
-        other = replace(CARD, **{name: value})
-        assert (CARD.differences(other) == []) == (CARD.fingerprint == other.fingerprint)
+        other = replace(INFO, **{name: value})
+        assert (INFO.differences(other) == []) == (INFO.fingerprint == other.fingerprint)
 
 
 def test_the_encoding_is_known_by_its_code() -> None:
-    found = {name: replace(CARD, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
+    found = {name: replace(INFO, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
     assert found == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
 
 
-# Malformed cards
+# Malformed infos
 
 
 def packed(**changed: Any) -> bytes:
-    """A card as MessagePack, with fields of one's own."""
-    data: bytes = msgpack.packb({**asdict(CARD), **changed})
+    """A info as MessagePack, with fields of one's own."""
+    data: bytes = msgpack.packb({**asdict(INFO), **changed})
     return data
 
 
@@ -154,25 +154,25 @@ WRONG_TYPES: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), WRONG_TYPES)
 def test_a_field_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ProtocolError, match=name):
-        ModelCard.unpack(packed(**{name: value}))
+        ModelInfo.unpack(packed(**{name: value}))
 
 
 def test_a_whole_number_passes_for_seconds() -> None:
-    assert ModelCard.unpack(packed(lease_s=3)).lease_s == 3
+    assert ModelInfo.unpack(packed(lease_s=3)).lease_s == 3
 
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_missing_field_is_refused(name: str) -> None:
-    values = asdict(CARD)
+    values = asdict(INFO)
     del values[name]
     with pytest.raises(ProtocolError, match="fields"):
-        ModelCard.unpack(msgpack.packb(values))
+        ModelInfo.unpack(msgpack.packb(values))
 
 
 @pytest.mark.parametrize("more", [{"colour": 1}, {b"name": "m"}, {"": ""}])
 def test_an_unknown_field_is_refused(more: dict[Any, Any]) -> None:
     with pytest.raises(ProtocolError, match="fields"):
-        ModelCard.unpack(msgpack.packb({**asdict(CARD), **more}))
+        ModelInfo.unpack(msgpack.packb({**asdict(INFO), **more}))
 
 
 IMPOSSIBLE: list[tuple[str, Any]] = [
@@ -188,23 +188,23 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
 def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
     # Each would end in an exception of another tree where it is used: int(nan * 1000), struct.pack, ...
     with pytest.raises(ProtocolError, match=f"has {name} = {value!r}: [Ee]xpected "):
-        ModelCard.unpack(packed(**{name: value}))
+        ModelInfo.unpack(packed(**{name: value}))
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(asdict(CARD).values())),
-     msgpack.packb("card"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
+    [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(asdict(INFO).values())),
+     msgpack.packb("info"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
 )  # fmt: skip
-def test_what_is_not_a_card_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError, match="model card"):
-        ModelCard.unpack(data)
+def test_what_is_not_a_info_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="model info"):
+        ModelInfo.unpack(data)
 
 
-def test_a_card_over_the_limit_is_refused_with_size_and_limit() -> None:
+def test_a_info_over_the_limit_is_refused_with_size_and_limit() -> None:
     data = packed(note="x" * 65_536)
     with pytest.raises(ProtocolError, match=f"{len(data)} bytes .* 65536"):
-        ModelCard.unpack(data)
+        ModelInfo.unpack(data)
 
 
 @pytest.mark.parametrize(
@@ -216,26 +216,26 @@ def test_a_bomb_is_refused_without_decoding_it(bomb: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            ModelCard.unpack(bomb)
+            ModelInfo.unpack(bomb)
         assert tracemalloc.get_traced_memory()[1] < 200_000
     finally:
         tracemalloc.stop()
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_are_no_card(data: bytes) -> None:
+def test_random_bytes_are_no_info(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        ModelCard.unpack(data)
+        ModelInfo.unpack(data)
 
 
 @given(st.data())
-def test_a_changed_card_is_refused_or_is_another_well_typed_card(data: st.DataObject) -> None:
-    bad = bytearray(CARD.pack())
+def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataObject) -> None:
+    bad = bytearray(INFO.pack())
     for _ in range(data.draw(st.integers(1, 3))):
         bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = ModelCard.unpack(bytes(bad))
+        found = ModelInfo.unpack(bytes(bad))
     except ProtocolError:
         return
-    for name, declared in get_type_hints(ModelCard).items():
+    for name, declared in get_type_hints(ModelInfo).items():
         assert type(getattr(found, name)) in {declared, int if declared is float else declared}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lmpool.broker.connection import Line
+from lmpool.broker.connection import Connection
 from lmpool.broker.server import Server
 from lmpool.errors import ServerUnreachable
 
@@ -37,14 +37,14 @@ def deaf() -> Deaf:
 
 
 @pytest.fixture
-async def line(deaf: Deaf) -> Line[Any]:
+async def line(deaf: Deaf) -> Connection[Any]:
     async def connect() -> Any:
         return deaf
 
-    return Line(Server("redis://localhost:1"), connect)
+    return Connection(Server("redis://localhost:1"), connect)
 
 
-async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Line[Any], deaf: Deaf) -> None:
+async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Connection[Any], deaf: Deaf) -> None:
     line.reply_timeout_s = 0.05
     for _ in range(2):
         answered, unanswered = (asyncio.ensure_future(line.wait_for(deaf, deaf.ask())) for _ in range(2))
@@ -57,7 +57,7 @@ async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Lin
         deaf.closed = False
 
 
-async def test_a_server_that_answers_in_time_is_not_given_up(line: Line[Any], deaf: Deaf) -> None:
+async def test_a_server_that_answers_in_time_is_not_given_up(line: Connection[Any], deaf: Deaf) -> None:
     line.reply_timeout_s, loop = 0.05, asyncio.get_running_loop()
     began = loop.time()
     # Longer than the first one's deadline.
@@ -67,7 +67,9 @@ async def test_a_server_that_answers_in_time_is_not_given_up(line: Line[Any], de
     assert not deaf.closed
 
 
-async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(line: Line[Any], deaf: Deaf) -> None:
+async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
+    line: Connection[Any], deaf: Deaf
+) -> None:
     line.reply_timeout_s = 3600
     patient = asyncio.ensure_future(line.wait_for(deaf, deaf.ask()))
     await asyncio.sleep(0)
@@ -86,7 +88,7 @@ async def test_nobody_overtakes_those_who_wait_for_a_connection() -> None:
         await connected.wait()
         return SimpleNamespace(closed=False)
 
-    line: Line[Any] = Line(Server("redis://localhost:1"), connect)
+    line: Connection[Any] = Connection(Server("redis://localhost:1"), connect)
     order: list[int] = []
     tasks: list[asyncio.Task[None]] = []
 

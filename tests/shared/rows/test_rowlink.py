@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from lmpool.broker.connection import Argument, CommandLink
+from lmpool.broker.connection import Argument, RawCommandConnection
 from lmpool.errors import ProtocolError
 from lmpool.rows import connection
-from lmpool.rows.connection import RowLink, RowWrite
+from lmpool.rows.connection import RawRowConnection, RowWrite
 
 MAX_BULK = 1_000_000
 LARGE = 200_000  # more than the 64 KiB window of the parser
@@ -67,13 +67,13 @@ class Transport:
             at += count
 
 
-class Line:
+class Connection:
     """A link on a transport."""
 
     def __init__(self, max_bulk: int = MAX_BULK) -> None:
         self.transport = Transport()
         connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.link = RowLink(cast(AbstractConnection, connection), max_bulk)
+        self.link = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
 
     def mget(self, count: int) -> Reply:
         return self.link.mget([b"key-%d" % index for index in range(count)])
@@ -92,7 +92,7 @@ class Commands:
     def __init__(self) -> None:
         self.transport = Transport()
         connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.link = CommandLink(cast(AbstractConnection, connection))
+        self.link = RawCommandConnection(cast(AbstractConnection, connection))
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
         """Hand bytes over, at most `sizes` at a time."""
@@ -139,7 +139,7 @@ cuts = st.lists(st.integers(1, 12), max_size=60)
 @given(values, nulls, cuts)
 def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], null: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        line = Line()
+        line = Connection()
         reply = line.mget(len(found))
         line.feed(array(found, null), sizes)
         assert plain(reply) == found
@@ -153,7 +153,7 @@ def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["mget", "set", "call"]), min_size=1, max_size=6))
 
     async def work() -> None:
-        line, stream = Line(), b""
+        line, stream = Connection(), b""
         expected: list[Any] = []
         replies: list[Reply] = []
         for kind in kinds:
@@ -187,7 +187,7 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.sampled_from([1, 2, 3, 1000, 70_000]), max_size=40))
 
     async def work() -> None:
-        line = Line()
+        line = Connection()
         first, second = line.mget(len(found)), line.mget(1)
         line.feed(array(found) + array([b"after"]), steps)
         assert plain(first) == found
@@ -198,14 +198,14 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 3000])
 async def test_a_reply_that_comes_byte_by_byte(size: int) -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(3)
     line.feed(array([b"x" * size, None, b""]), iter(lambda: 1, 0))
     assert plain(reply) == [b"x" * size, None, b""]
 
 
 async def test_many_small_rows_fill_the_window_many_times() -> None:
-    line = Line()
+    line = Connection()
     found: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
     reply = line.mget(1000)
     line.feed(array(found))
@@ -213,7 +213,7 @@ async def test_many_small_rows_fill_the_window_many_times() -> None:
 
 
 async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() -> None:
-    line = Line()
+    line = Connection()
     line.mget(1)
     line.feed(array([bytes(100_000)]))
     assert len(line.link.get_buffer(-1)) < 100_000, "what comes behind a large value is mostly another one"
@@ -225,7 +225,7 @@ async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() ->
 
 
 async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
-    line = Line()
+    line = Connection()
     found: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
     reply = line.mget(4)
     line.feed(array(found), iter(lambda: 2, 0))
@@ -233,7 +233,7 @@ async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
 
 
 async def test_each_value_is_fresh_memory_of_its_own() -> None:
-    line = Line()
+    line = Connection()
     first, second = line.mget(4), line.mget(1)
     line.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
     *small, one, other = first.result()
@@ -247,7 +247,7 @@ async def test_each_value_is_fresh_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 70_000, 10**9])
 async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) -> None:
-    line = Line()
+    line = Connection()
     large, other = b"x" * LARGE, b"y" * (LARGE - 1)
     found: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
     replies = [line.mget(len(found)), line.mget(2), line.set(1), line.mget(1)]
@@ -257,7 +257,7 @@ async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) 
 
 @pytest.mark.parametrize("step", [1, 7, 10**9])
 async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
-    line = Line()
+    line = Connection()
     found: list[bytes | None] = [
         b"ab",
         b"cd",
@@ -279,7 +279,7 @@ async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> 
 
 @pytest.mark.parametrize("at", range(4))
 async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at: int) -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(4)
     values = [b"$2\r\nab\r\n"] * 4
     values[at] = b"$2\r\nabcd"
@@ -288,7 +288,7 @@ async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at:
 
 
 async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_end() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(2)
     line.feed(array([b"one" * 30_000, b"two" * 30_000]))
     received = [cast(np.ndarray[Any, Any], value.base) for value in reply.result()]
@@ -298,7 +298,7 @@ async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_en
 
 
 async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(2)
     whole = array([b"abc", b"def"])
     for byte in whole[:-1]:
@@ -315,7 +315,7 @@ async def test_bytes_that_are_lost_within_the_last_value_are_not_replaced_by_tho
     size: int, lost: int, step: int
 ) -> None:
     """Whatever comes behind it takes the place of what was lost, and the line end is not where it should be."""
-    line = Line()
+    line = Connection()
     replies = [line.mget(1), line.mget(1)]
     first, second = array([b"a" * size]), array([b"b" * size])
     line.feed(first[: -2 - lost] + first[-2:] + second, iter(lambda: step, 0))
@@ -323,7 +323,7 @@ async def test_bytes_that_are_lost_within_the_last_value_are_not_replaced_by_tho
 
 
 async def test_one_value_that_does_not_end_answers_no_call() -> None:
-    line = Line()
+    line = Connection()
     reply = line.link.call([b"GETRANGE", b"k", 0, 5])
     line.feed(b"$5\r\nabc\r\n")
     assert not reply.done()
@@ -335,7 +335,7 @@ async def test_one_value_that_does_not_end_answers_no_call() -> None:
 
 
 async def test_a_row_that_is_refused_is_an_error_of_that_row_alone() -> None:
-    line = Line()
+    line = Connection()
     reply = line.set(3)
     line.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
     stored, refused, kept = reply.result()
@@ -346,7 +346,7 @@ async def test_a_row_that_is_refused_is_an_error_of_that_row_alone() -> None:
 
 
 async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values() -> None:
-    line = Line()
+    line = Connection()
     refused, good = line.mget(3), line.mget(1)
     line.feed(b"-LOADING Redis is loading the dataset in memory\r\n" + array([b"v"]), [5, 5, 5])
     with pytest.raises(ResponseError, match="^LOADING"):
@@ -356,7 +356,7 @@ async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values()
 
 
 async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
-    line = Line()
+    line = Connection()
     first, second = line.mget(1), line.mget(1)
     text = "ERR " + "x" * 5000
     line.feed(array([bytes(LARGE)]) + f"-{text}\r\n".encode())
@@ -367,7 +367,7 @@ async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
 
 
 async def test_an_error_that_is_no_utf8_is_an_error_too() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(1)
     line.feed(b"-ERR \xff\xfe\r\n")
     with pytest.raises(ResponseError):
@@ -375,7 +375,7 @@ async def test_an_error_that_is_no_utf8_is_an_error_too() -> None:
 
 
 async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    line = Line()
+    line = Connection()
     gone, stays = line.mget(1), line.mget(1)
     gone.cancel()
     line.feed(array([b"for the first"]) + array([b"for the second"]))
@@ -395,14 +395,14 @@ async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() ->
      (b"_\r\n", None), (b"$70000\r\n" + b"x" * 70_000 + b"\r\n", b"x" * 70_000)],
 )  # fmt: skip
 async def test_a_call_gives_a_number_or_bytes_or_nothing(data: bytes, value: object) -> None:
-    line = Line()
+    line = Connection()
     call = line.link.call([b"EVALSHA", "sha", 0])
     line.feed(data)
     assert plain(call) == [value]
 
 
 async def test_a_call_that_is_refused_gives_the_error_and_the_link_stays_open() -> None:
-    line = Line()
+    line = Connection()
     call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
     line.feed(b"-NOSCRIPT No matching script.\r\n" + array([b"v"]))
     (error,) = call.result()
@@ -412,7 +412,7 @@ async def test_a_call_that_is_refused_gives_the_error_and_the_link_stays_open() 
 
 
 async def test_a_call_on_a_closed_link_fails_and_writes_nothing() -> None:
-    line = Line()
+    line = Connection()
     line.link.close()
     with pytest.raises(ConnectionError, match="closed"):
         await line.link.call([b"PING"])
@@ -420,7 +420,7 @@ async def test_a_call_on_a_closed_link_fails_and_writes_nothing() -> None:
 
 
 async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    line = Line()
+    line = Connection()
     call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
     call.cancel()
     line.feed(b":7\r\n" + array([b"v"]))
@@ -430,7 +430,7 @@ async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> No
 # What breaks a link
 
 
-def assert_broken(line: Line, replies: list[Reply], kind: type[Exception]) -> None:
+def assert_broken(line: Connection, replies: list[Reply], kind: type[Exception]) -> None:
     assert line.link.closed
     assert "abort" in line.transport.calls
     for reply in replies:
@@ -468,7 +468,7 @@ BROKEN: dict[str, bytes] = {
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("size", [3, 10**9])
 async def test_what_answers_no_mget_closes_the_link_and_fails_all_that_wait(data: bytes, size: int) -> None:
-    line = Line()
+    line = Connection()
     replies = [line.mget(2), line.mget(2), line.set(2)]
     line.feed(data, iter(lambda: size, 0))
     assert_broken(line, replies, ProtocolError)
@@ -479,7 +479,7 @@ async def test_what_answers_no_mget_closes_the_link_and_fails_all_that_wait(data
 )
 @pytest.mark.parametrize("size", [1, 10**9])
 async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: int) -> None:
-    line = Line()
+    line = Connection()
     line.feed(data, iter(lambda: size, 0))
     assert_broken(line, [], ProtocolError)
 
@@ -487,7 +487,7 @@ async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: 
 @pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"*-1\r\n"])
 async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
     for ask in ("set", "call"):
-        line = Line()
+        line = Connection()
         reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
         line.feed(data)
         assert_broken(line, [reply], ProtocolError)
@@ -496,7 +496,7 @@ async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
 @pytest.mark.parametrize(("ask", "data"), [("set", b"$1\r\nx\r\n"), ("set", b":1\r\n"), ("call", b"+OK\r\n")])
 async def test_a_reply_of_another_kind_breaks_the_link(ask: str, data: bytes) -> None:
     # A reply was lost: what follows would be taken for those of other commands.
-    line = Line()
+    line = Connection()
     reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
     line.feed(data)
     assert_broken(line, [reply], ProtocolError)
@@ -506,7 +506,7 @@ async def test_a_reply_of_another_kind_breaks_the_link(ask: str, data: bytes) ->
 async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(1)
     taken: list[int] = []
     monkeypatch.setattr(connection, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
@@ -518,7 +518,7 @@ async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
 
 
 async def test_a_value_of_exactly_the_limit_is_taken() -> None:
-    line = Line(max_bulk=10)
+    line = Connection(max_bulk=10)
     reply = line.mget(1)
     line.feed(array([b"x" * 10]))
     assert plain(reply) == [b"x" * 10]
@@ -527,7 +527,7 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
 @given(st.binary(min_size=1, max_size=200), cuts)
 def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        line = Line()
+        line = Connection()
         replies = [line.mget(2), line.set(1)]
         line.feed(data, sizes)
         if line.link.closed:
@@ -541,7 +541,7 @@ def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: 
 
 @pytest.mark.parametrize("reason", [None, OSError("cable cut")])
 async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -> None:
-    line = Line()
+    line = Connection()
     replies = [line.mget(1), line.set(2), line.mget(3)]
     line.feed(b"*1\r\n$100\r\npart of a row")
     line.link.connection_lost(reason)
@@ -551,11 +551,11 @@ async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
     # A false answer makes the event loop close it, and `connection_lost` follows.
-    assert Line().link.eof_received() is False
+    assert Connection().link.eof_received() is False
 
 
 async def test_closing_fails_what_waits_with_the_reason() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(1)
     line.link.close(OSError("enough"))
     assert_broken(line, [reply], OSError)
@@ -563,7 +563,7 @@ async def test_closing_fails_what_waits_with_the_reason() -> None:
 
 
 async def test_closing_twice_keeps_the_first_reason() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(1)
     line.link.close(ProtocolError("first"))
     line.link.close(OSError("second"))
@@ -573,7 +573,7 @@ async def test_closing_twice_keeps_the_first_reason() -> None:
 
 
 async def test_what_comes_after_the_close_is_ignored() -> None:
-    line = Line()
+    line = Connection()
     reply = line.mget(1)
     buffer = line.link.get_buffer(-1)
     data = array([b"late"])
@@ -585,7 +585,7 @@ async def test_what_comes_after_the_close_is_ignored() -> None:
 
 
 async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
-    line = Line()
+    line = Connection()
     line.link.close()
     replies = [line.mget(1), line.set(1), line.set(1, size=LARGE)]
     for reply in replies:
@@ -596,7 +596,7 @@ async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
 
 async def test_a_connection_that_is_not_open_is_refused() -> None:
     with pytest.raises(ConnectionError, match="not open"):
-        RowLink(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
+        RawRowConnection(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
 
 
 # A link for any commands
@@ -678,11 +678,11 @@ async def test_a_lost_connection_fails_all_commands_and_a_closed_link_writes_not
 
 
 async def test_the_protocol_is_changed_while_nothing_is_read() -> None:
-    assert Line().transport.calls == ["pause_reading", "set_protocol", "resume_reading"]
+    assert Connection().transport.calls == ["pause_reading", "set_protocol", "resume_reading"]
 
 
 async def test_mget_on_the_wire() -> None:
-    line = Line()
+    line = Connection()
     line.link.mget([b"a", b"\x00\r\n\xff"])
     assert line.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
 
@@ -692,7 +692,7 @@ CALL_ON_THE_WIRE = b"*6\r\n$7\r\nEVALSHA\r\n$4\r\nsh\xc3\xa4\r\n$1\r\n2\r\n$3\r\
 
 
 async def test_a_call_on_the_wire() -> None:
-    line, commands = Line(), Commands()
+    line, commands = Connection(), Commands()
     line.link.call(CALL)
     commands.link.call(CALL)
     assert line.transport.written == commands.transport.written == CALL_ON_THE_WIRE
@@ -704,7 +704,7 @@ OVERWRITE = b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000
 
 @pytest.mark.parametrize("size", [0, 1, 8, 32 * 1024 - 1, 32 * 1024, LARGE])
 async def test_set_on_the_wire(size: int) -> None:
-    line, numbers = Line(), np.random.default_rng(0).bytes(size)
+    line, numbers = Connection(), np.random.default_rng(0).bytes(size)
     value = b"header--" + numbers
     first = RowWrite(b"k", b"header--", memoryview(numbers), False)
     line.link.set([first], 60_000)
@@ -717,14 +717,14 @@ async def test_set_on_the_wire(size: int) -> None:
 
 async def test_rows_of_several_sizes_in_one_call_are_sent_whole() -> None:
     for sizes in ((1, LARGE, 5), (LARGE, 0, 1), (0, 5, LARGE)):
-        line = Line()
+        line = Connection()
         line.link.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
         assert "writelines" in line.transport.calls, "the large one was copied"
         assert line.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
 
 
 async def test_asking_for_nothing_is_answered_at_once_and_sends_nothing() -> None:
-    line = Line()
+    line = Connection()
     assert await line.link.mget([]) == []
     assert await line.link.set([], 1000) == []
     assert line.transport.written == b""

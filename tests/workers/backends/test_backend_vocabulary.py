@@ -11,7 +11,7 @@ import pytest
 from examples.smollm2 import gguf_path
 from transformers import AutoTokenizer
 
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends import checkpoint
 from lmpool.workers.backends.checkpoint import read_vocabulary
@@ -19,7 +19,7 @@ from lmpool.workers.backends.sglang.launch import _place
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model
 
-CARD = ModelCard(name="tiny", backend="hf", vocab_size=97, max_prompt_tokens=64, revision="1", dtype="float32")
+INFO = ModelInfo(name="tiny", backend="hf", vocab_size=97, max_prompt_tokens=64, revision="1", dtype="float32")
 
 BROKEN = {
     "no JSON": "{]",
@@ -41,7 +41,7 @@ BROKEN = {
 
 
 def read(folder: Path, **changed: Any) -> Vocabulary | None:
-    return read_vocabulary(replace(CARD, source=str(folder), **changed), None, trust_remote_code=False)
+    return read_vocabulary(replace(INFO, source=str(folder), **changed), None, trust_remote_code=False)
 
 
 def warning(caplog: pytest.LogCaptureFixture) -> str:
@@ -102,9 +102,9 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
     trouble = ["", "no way there"]
     monkeypatch.setattr(checkpoint, "hub_trouble", lambda: trouble.pop(0))
-    read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
-    read_vocabulary(replace(CARD, source="org/model"), "v2", trust_remote_code=True)
-    read_vocabulary(replace(CARD, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
+    read_vocabulary(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
+    read_vocabulary(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
+    read_vocabulary(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
     # What a folder lacks is not looked for elsewhere, nor anything on a hub that does not answer.
     cached = {**hub, "local_files_only": True}

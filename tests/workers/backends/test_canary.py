@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers.backend.contract import BackendJob, Finished
@@ -28,8 +28,8 @@ class Rowed(SyntheticBackend):
     """A backend that answers rows only."""
 
     @property
-    def card(self) -> ModelCard:
-        return replace(super().card, scores=False)
+    def info(self) -> ModelInfo:
+        return replace(super().info, scores=False)
 
 
 class Faulty(Rowed):
@@ -218,11 +218,11 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
     "NaN": (changing(with_nan), r"sum to exp\(nan\), not to 1"),
     "a token too few": (
         changing(lambda rows: normalised(rows[:, :-1])),
-        f"has answered rows of {V - 1} entries; its card says V = {V}",
+        f"has answered rows of {V - 1} entries; its info says V = {V}",
     ),
     "a token too many": (
         changing(lambda rows: np.pad(rows, ((0, 0), (0, 1)))),
-        f"has answered rows of {V + 1} entries; its card says V = {V}",
+        f"has answered rows of {V + 1} entries; its info says V = {V}",
     ),
     "rows of strangers": (answer_strangers, f"answered 4 prompts that it was not asked, such as {'00' * 16}"),
     "each row twice": (answer_twice, "answered 4 prompts twice in one step"),
@@ -256,8 +256,8 @@ def test_a_row_that_is_wrong_alone_is_found_too() -> None:
 def test_what_is_rounding_depends_on_the_dtype(dtype: str, passes: bool) -> None:
     class Rounded(Faulty):
         @property
-        def card(self) -> ModelCard:
-            return replace(super().card, dtype=dtype)
+        def info(self) -> ModelInfo:
+            return replace(super().info, dtype=dtype)
 
     backend = Rounded(changing(noisy(0.03)))
     if passes:

@@ -156,11 +156,11 @@ def test_a_large_vocabulary_is_bit_identical_too(encoding: str) -> None:
 
 
 @encodings
-def test_rows_travel_in_the_encoding_of_the_card(encoding: str) -> None:
+def test_rows_travel_in_the_encoding_of_the_info(encoding: str) -> None:
     served = backend(encoding=encoding)
     served.submit([job([1], 50)])
     (block,) = served.step().blocks
-    assert block.encoding is served.card.row_encoding is Encoding[encoding.upper()]
+    assert block.encoding is served.info.row_encoding is Encoding[encoding.upper()]
 
 
 def test_a_step_takes_the_oldest_prompts_up_to_the_batch() -> None:
@@ -289,18 +289,18 @@ def test_a_closed_backend_holds_nothing() -> None:
     assert served.capacity() == 8
 
 
-def test_the_card_says_what_is_served_and_that_it_is_no_model() -> None:
-    card = backend(name="toy", seed=9, max_prompt_tokens=12, encoding="bf16").card
-    assert (card.name, card.backend, card.vocab_size, card.max_prompt_tokens) == ("toy", "synthetic", 50, 12)
-    assert "not computed by a model" in card.note
+def test_the_info_says_what_is_served_and_that_it_is_no_model() -> None:
+    info = backend(name="toy", seed=9, max_prompt_tokens=12, encoding="bf16").info
+    assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("toy", "synthetic", 50, 12)
+    assert "not computed by a model" in info.note
 
 
 def test_the_fingerprint_is_that_of_the_rows() -> None:
-    plain = backend().card.fingerprint
+    plain = backend().info.fingerprint
     same = [backend(**{name: value}) for name, value in {"name": "n", "encoding": "bf16", "max_batch": 9}.items()]
     other = [backend(seed=1), backend(vocab_size=51)]
-    assert {served.card.fingerprint for served in same} == {plain}
-    assert len({plain, *(served.card.fingerprint for served in other)}) == 3
+    assert {served.info.fingerprint for served in same} == {plain}
+    assert len({plain, *(served.info.fingerprint for served in other)}) == 3
 
 
 # Vocabularies

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.protocol.query import Selection, TrieAsk
+from lmpool.protocol.query import Selection, TrieQuery
 from lmpool.protocol.row import VectorBlock, decode_row
 from lmpool.settings import count_cores
 from lmpool.trie.kernels import OPS, Kernels, Op
@@ -18,7 +18,7 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.queue.consumer import Holdings, Taken
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
-from lmpool.workers.trie.inputs import Shelf, Shelved, TrieInputs, ValuesShelf
+from lmpool.workers.trie.inputs import ByteLRU, Shelved, TrieInput, ValuesCache
 from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
 
 V = 200
@@ -26,7 +26,7 @@ FP = "f" * 32
 
 
 def shelved(seed: int = 40, kept: int = 2**20) -> Shelved:
-    return Shelved(Vocabulary(words(seed, V)), "cpu", ValuesShelf(kept))
+    return Shelved(Vocabulary(words(seed, V)), "cpu", ValuesCache(kept))
 
 
 def job(
@@ -38,9 +38,9 @@ def job(
     rows: str = "",
     source: bytes = b"s" * 16,
     values: Values | None = None,
-) -> TrieInputs:
+) -> TrieInput:
     packed = np.array(nodes, "<i4").tobytes()
-    return TrieInputs(TrieAsk(op, trie.vocabulary.digest, select, packed, rows, source), trie, vector, values)
+    return TrieInput(TrieQuery(op, trie.vocabulary.digest, select, packed, rows, source), trie, vector, values)
 
 
 def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
@@ -74,7 +74,7 @@ def test_each_selection_is_what_it_says() -> None:
     trie, ws = shelved(), draw_weights(1, V)
     told, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
     exact, leaf = told.of("sum", ws), len(told.node) - 1
-    wanted: dict[bytes, TrieInputs] = {
+    wanted: dict[bytes, TrieInput] = {
         b"inner": job(trie, ws),
         b"values": job(trie, ws, select="values"),
         b"nodes": job(trie, ws, select="nodes", nodes=[3, 3, 0]),
@@ -122,7 +122,7 @@ def test_a_batch_in_which_all_fails_has_no_answers() -> None:
 
 def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
     fine, ws = shelved(), draw_weights(2, V)
-    lost = Shelved(Vocabulary(words(41, V)), "nowhere", ValuesShelf(0))
+    lost = Shelved(Vocabulary(words(41, V)), "nowhere", ValuesCache(0))
     jobs = {b"fine": job(fine, ws), b"one": job(lost, ws), b"two": job(lost, 2 * ws)}
     block, failures = answer(jobs)
     assert set(vectors(block)) == {b"fine"}
@@ -258,32 +258,32 @@ class Book:
 
 
 def test_a_shelf_drops_what_was_used_longest_ago() -> None:
-    shelf: Shelf[str, Book] = Shelf(100)
+    cache: ByteLRU[str, Book] = ByteLRU(100)
     for name in "abc":
-        shelf.put(name, Book(33))
-    assert shelf.get("a") is not None
-    shelf.put("d", Book(33))
-    assert [name for name in "abcd" if shelf.get(name) is not None] == ["a", "c", "d"]
+        cache.put(name, Book(33))
+    assert cache.get("a") is not None
+    cache.put("d", Book(33))
+    assert [name for name in "abcd" if cache.get(name) is not None] == ["a", "c", "d"]
 
 
 def test_a_shelf_counts_a_thing_that_is_put_twice_once() -> None:
-    shelf: Shelf[str, Book] = Shelf(100)
+    cache: ByteLRU[str, Book] = ByteLRU(100)
     for _ in range(10):
-        shelf.put("a", Book(60))
-    shelf.put("b", Book(40))
-    assert shelf.get("a") is not None
-    shelf.put("a", Book(61))
-    assert shelf.get("b") is None
+        cache.put("a", Book(60))
+    cache.put("b", Book(40))
+    assert cache.get("a") is not None
+    cache.put("a", Book(61))
+    assert cache.get("b") is None
 
 
 def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
-    shelf: Shelf[str, Book] = Shelf(0)
-    shelf.put("a", Book(10))
-    shelf.put("b", Book(10**12))
-    assert shelf.get("a") is None
-    assert shelf.get("b") is not None
-    shelf.put("c", Book(1))
-    assert shelf.get("b") is None
+    cache: ByteLRU[str, Book] = ByteLRU(0)
+    cache.put("a", Book(10))
+    cache.put("b", Book(10**12))
+    assert cache.get("a") is None
+    assert cache.get("b") is not None
+    cache.put("c", Book(1))
+    assert cache.get("b") is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
@@ -293,7 +293,7 @@ def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
     ids=["few", "many", "one", "twins", "nested"],
 )
 def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequence[bytes], device: str) -> None:
-    one = Shelved(Vocabulary(tokens), device, ValuesShelf(0))
+    one = Shelved(Vocabulary(tokens), device, ValuesCache(0))
     trie, kernels = one.open()
     assert trie.n_inner <= trie.n_tokens
     weights = np.zeros((32 * count_cores(), trie.n_tokens), np.float32)
@@ -305,7 +305,7 @@ def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequ
 
 def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
     held = Holdings()
-    ask = TrieAsk("sum", "0" * 32, "inner")
+    ask = TrieQuery("sum", "0" * 32, "inner")
     held_job = BackendJob(b"p" * 16, b"ids")
     assert held.add(Taken(b"1", b"a" * 16, held_job, ask=ask), held_job)
     assert not held.add(Taken(b"2", b"b" * 16, held_job, ask=ask), held_job)

@@ -17,8 +17,8 @@ from lmpool import errors
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import Job, unpack_failure, unpack_job
-from lmpool.protocol.prompt import ask_digest, digest_of
-from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.prompt import digest_of, query_digest
+from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import VectorBlock
 from lmpool.trie.trie import Trie
 from lmpool.trie.weights import name_of
@@ -242,7 +242,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
 
 def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
     """Jobs that no client of ours sends, and the failure that each ends in: None for an answer."""
-    card = TrieSettings().open().card
+    info = TrieSettings().open().info
     known = trie.digest
     nodes = np.array([0, trie.n_nodes], "<i4").tobytes()
     fine = stored(pool, b"fine" * 4, GOOD)
@@ -258,39 +258,42 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
     of_another: Any = pool.redis.get(pool.keys.weights() + fine)
     pool.redis.set(pool.keys.weights() + replaced, of_another, px=60_000)
 
-    def job(ask: TrieAsk | bytes, ids: bytes = b"", fingerprint: str = card.fingerprint) -> bytes:
+    def job(ask: TrieQuery | bytes, ids: bytes = b"", fingerprint: str = info.fingerprint) -> bytes:
         return Job(ids, "", fingerprint, False, ask if isinstance(ask, bytes) else ask.pack()).pack()
 
     return [
-        (job(TrieAsk("sum", known, "inner", b"", "", fine)), None),
-        (job(TrieAsk("sum", known, "nodes", b"", "", fine)), None),
-        (job(TrieAsk("sum", known, "under", np.array([trie.n_nodes - 1], "<i4").tobytes(), "", fine)), None),
-        (job(TrieAsk("sum", known, "nodes", nodes, "", fine)), f"node {trie.n_nodes} is out of range"),
-        (job(TrieAsk("sum", known, "nodes", b"\xff" * 4, "", fine)), "node -1 is out of range"),
-        (job(TrieAsk("max", known, "under", b"\xff" * 4, "", fine)), "node -1 is out of range"),
-        (job(TrieAsk("sum", known, "inner", b"", "", b"none" * 4)), "weights .* are not in the cache"),
-        (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"long" * 4, np.ones(V + 3)))), f"V = {V + 3}"),
-        (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"nan!" * 4, with_nan(5)))), "weight 5 .*is NaN"),
+        (job(TrieQuery("sum", known, "inner", b"", "", fine)), None),
+        (job(TrieQuery("sum", known, "nodes", b"", "", fine)), None),
+        (job(TrieQuery("sum", known, "under", np.array([trie.n_nodes - 1], "<i4").tobytes(), "", fine)), None),
+        (job(TrieQuery("sum", known, "nodes", nodes, "", fine)), f"node {trie.n_nodes} is out of range"),
+        (job(TrieQuery("sum", known, "nodes", b"\xff" * 4, "", fine)), "node -1 is out of range"),
+        (job(TrieQuery("max", known, "under", b"\xff" * 4, "", fine)), "node -1 is out of range"),
+        (job(TrieQuery("sum", known, "inner", b"", "", b"none" * 4)), "weights .* are not in the cache"),
+        (job(TrieQuery("sum", known, "inner", b"", "", stored(pool, b"long" * 4, np.ones(V + 3)))), f"V = {V + 3}"),
+        (job(TrieQuery("sum", known, "inner", b"", "", stored(pool, b"nan!" * 4, with_nan(5)))), "weight 5 .*is NaN"),
         (
-            job(TrieAsk("sum", known, "inner", b"", "", enormous)),
+            job(TrieQuery("sum", known, "inner", b"", "", enormous)),
             r"68157456 bytes is over the limit of 67108864|not a row|is none",
         ),
-        (job(TrieAsk("sum", known, "inner", b"", "", stored(pool, b"junk" * 4, os.urandom(4 * V + 16)))), "not a row"),
-        (job(TrieAsk("sum", known, "inner", b"", "", replaced)), "somebody else has written there"),
-        (job(TrieAsk("sum", wide.digest, "inner", b"", "", fine)), f"V = {V}"),
-        (job(TrieAsk("sum", garbage, "inner", b"", "", fine)), garbage),
-        (job(TrieAsk("sum", other, "inner", b"", "", fine)), wide.digest),
         (
-            job(TrieAsk("sum", huge, "inner", b"", "", fine)),
+            job(TrieQuery("sum", known, "inner", b"", "", stored(pool, b"junk" * 4, os.urandom(4 * V + 16)))),
+            "not a row",
+        ),
+        (job(TrieQuery("sum", known, "inner", b"", "", replaced)), "somebody else has written there"),
+        (job(TrieQuery("sum", wide.digest, "inner", b"", "", fine)), f"V = {V}"),
+        (job(TrieQuery("sum", garbage, "inner", b"", "", fine)), garbage),
+        (job(TrieQuery("sum", other, "inner", b"", "", fine)), wide.digest),
+        (
+            job(TrieQuery("sum", huge, "inner", b"", "", fine)),
             r"68157440 bytes is over the limit of 67108864|not a row|is none",
         ),
-        (job(TrieAsk("sum", listed, "inner", b"", "", fine)), "does not know the vocabulary"),
-        (job(TrieAsk("sum", "f" * 32, "inner", b"", "", fine)), "does not know the vocabulary f"),
-        (job(TrieAsk("sum", "é" * 32, "inner", b"", "", fine)), "does not know the vocabulary é"),
-        (job(TrieAsk("sum", known, "inner")), "are not in the cache|no.* source|does not name"),
-        (job(TrieAsk("sum", known, "inner", b"", "e" * 32, fine)), "row of prompt .* is not in the cache"),
+        (job(TrieQuery("sum", listed, "inner", b"", "", fine)), "does not know the vocabulary"),
+        (job(TrieQuery("sum", "f" * 32, "inner", b"", "", fine)), "does not know the vocabulary f"),
+        (job(TrieQuery("sum", "é" * 32, "inner", b"", "", fine)), "does not know the vocabulary é"),
+        (job(TrieQuery("sum", known, "inner")), "are not in the cache|no.* source|does not name"),
+        (job(TrieQuery("sum", known, "inner", b"", "e" * 32, fine)), "row of prompt .* is not in the cache"),
         (job(b""), "was asked for a row"),
-        (job(TrieAsk("sum", known, "inner", b"", "", fine), fingerprint="0" * 32), "fingerprint"),
+        (job(TrieQuery("sum", known, "inner", b"", "", fine), fingerprint="0" * 32), "fingerprint"),
     ] + [(junk, "") for junk in (b"", os.urandom(50), job(b"\xc1"), job(b"\x96\xa4mean"), job(b"digest"))]
 
 
@@ -326,7 +329,7 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
         if reason == "":
             continue
         job = unpack_job(packed)
-        digest = ask_digest(digest_of(b""), job.ask) if job.ask else digest_of(b"")
+        digest = query_digest(digest_of(b""), job.ask) if job.ask else digest_of(b"")
         if job.fingerprint == "0" * 32:
             continue  # It has the name of another.
         reasons[digest] = reason
@@ -352,12 +355,12 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
 async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, producer: Producer) -> None:
     trie = await producer.trie()
     model, digest = producer.model, trie.structure.digest
-    asks: list[TrieAsk | bytes] = [
-        TrieAsk("sum", digest, "nodes", b"\xff" * 4),
-        TrieAsk("sum", "f" * 32, "values"),
-        TrieAsk("sum", Vocabulary(words(33, 9)).digest, "values"),
-        TrieAsk("sum", digest, "values", b"", "e" * 32, b"s" * 16),
-        TrieAsk("sum", digest, "nodes"),
+    asks: list[TrieQuery | bytes] = [
+        TrieQuery("sum", digest, "nodes", b"\xff" * 4),
+        TrieQuery("sum", "f" * 32, "values"),
+        TrieQuery("sum", Vocabulary(words(33, 9)).digest, "values"),
+        TrieQuery("sum", digest, "values", b"", "e" * 32, b"s" * 16),
+        TrieQuery("sum", digest, "nodes"),
         b"\xc1",
         os.urandom(30),
     ]

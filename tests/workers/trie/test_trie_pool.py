@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.broker.connection import CommandLink
+from lmpool.broker.connection import RawCommandConnection
 from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError, UnknownModel
 from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.trie import PooledTrie
-from lmpool.protocol.model_info import ModelCard
-from lmpool.rows.connection import RowLink
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.rows.connection import RawRowConnection
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
@@ -102,7 +102,7 @@ async def counters(pool: Pool, model: str) -> dict[str, int]:
     """Steps and rows of the one live worker of a model, as of its last heartbeat."""
     client = Server(pool.url).client()
     try:
-        (worker,) = await Lobby(client, pool.keys).workers(model)
+        (worker,) = await Discovery(client, pool.keys).workers(model)
         return {name: int(worker.fields[name]) for name in ("steps", "rows", "failures")}
     finally:
         await client.aclose()
@@ -112,7 +112,7 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
     """The counters as of a heartbeat that comes from now on."""
     client = Server(pool.url).client()
     try:
-        (worker,) = await Lobby(client, pool.keys).workers(model)
+        (worker,) = await Discovery(client, pool.keys).workers(model)
         key = pool.keys.worker(worker.worker_id)
         left = await client.pttl(key)
 
@@ -295,18 +295,18 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes this process has got and sent on the connections that take rows and scripts."""
     counted: list[int] = []
-    got, answered = RowLink.buffer_updated, CommandLink.data_received
+    got, answered = RawRowConnection.buffer_updated, RawCommandConnection.data_received
 
-    def count_row(self: RowLink, nbytes: int) -> None:
+    def count_row(self: RawRowConnection, nbytes: int) -> None:
         counted.append(nbytes)
         got(self, nbytes)
 
-    def count_reply(self: CommandLink, data: bytes) -> None:
+    def count_reply(self: RawCommandConnection, data: bytes) -> None:
         counted.append(len(data))
         answered(self, data)
 
-    monkeypatch.setattr(RowLink, "buffer_updated", count_row)
-    monkeypatch.setattr(CommandLink, "data_received", count_reply)
+    monkeypatch.setattr(RawRowConnection, "buffer_updated", count_row)
+    monkeypatch.setattr(RawCommandConnection, "data_received", count_reply)
     return counted
 
 
@@ -602,7 +602,7 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
     size, told = 300, answers(tuple(synthetic_vocabulary(300).tokens))
     pool.start(*LEASE, "--vocab-size", size, "--max-batch", 2)
     for says in (True, False):
-        set_card(pool, answers_tries=says)
+        set_info(pool, answers_tries=says)
         async with pool.producer() as producer:
             trie = await producer.trie()
             with pytest.raises(UnknownModel, match=r"no trie worker serves: .*`lmpool trie-worker`.*local=True"):
@@ -613,7 +613,7 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
     pool.start_trie_worker(*LEASE)
     able.until_says("serving ")
     for says in (True, False):
-        set_card(pool, answers_tries=says)
+        set_info(pool, answers_tries=says)
         async with pool.producer() as producer:
             trie = await producer.trie()
             prompts = [[int(says), i] for i in range(60)]
@@ -621,8 +621,8 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
             assert_right(await trie.batch_weight_sum(prompts=prompts), exact)
 
 
-def set_card(pool: Pool, *, answers_tries: bool) -> None:
-    """Change what the model's card says about tries."""
+def set_info(pool: Pool, *, answers_tries: bool) -> None:
+    """Change what the model's info says about tries."""
     data: Any = pool.redis.hget(pool.keys.models(), "syn")
-    card = replace(ModelCard.unpack(data), answers_tries=answers_tries)
-    pool.redis.hset(pool.keys.models(), "syn", card.pack())
+    info = replace(ModelInfo.unpack(data), answers_tries=answers_tries)
+    pool.redis.hset(pool.keys.models(), "syn", info.pack())

@@ -9,33 +9,33 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure
-from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock
 from lmpool.workers.backend.contract import BackendJob, Finished
-from lmpool.workers.backend.engine_thread import Stepper
+from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
-from lmpool.workers.queries import Asked
+from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import STALE_S, Held, Holdings, Taken
 from lmpool.workers.queue.publisher import Ending, Publisher
-from lmpool.workers.trie.inputs import Larder
+from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
 _SELDOM_S = 30.0
 
 
-class Delivery:
+class Dispatcher:
     """Takes jobs from the queue to the backend, and what comes of them to the clients.
 
     Args:
         held: what the worker holds.
-        stepper: the backend.
+        engine_thread: the backend.
         publisher: stores rows and ends jobs.
-        larder: brings what trie jobs need.
+        trie_inputs: brings what trie jobs need.
         asked: answers what is asked of rows.
-        card: what the worker serves.
+        info: what the worker serves.
         adapters: which adapters it has.
 
     Attributes:
@@ -45,19 +45,19 @@ class Delivery:
     def __init__(
         self,
         held: Holdings,
-        stepper: Stepper,
+        engine_thread: EngineThread,
         publisher: Publisher,
-        larder: Larder,
-        asked: Asked,
-        card: ModelCard,
+        trie_inputs: TrieInputs,
+        asked: QueryAnswerer,
+        info: ModelInfo,
         adapters: AdapterKeeper,
     ) -> None:
         self._held = held
-        self._stepper = stepper
+        self._engine_thread = engine_thread
         self._publisher = publisher
-        self._larder = larder
+        self._trie_inputs = trie_inputs
         self._asked = asked
-        self._card = card
+        self._info = info
         self._adapters = adapters
         self._to_supply: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.failures = 0
@@ -71,7 +71,7 @@ class Delivery:
             elif self._held.add(one, one.job):
                 fresh.append(one.job.digest)
         later = set()
-        if self._card.is_trie:
+        if self._info.is_trie:
             later.update(fresh)
         elif any(one.ask is not None for one in taken):
             later.update(digest for digest in fresh if self._held[digest].is_only_asked)
@@ -90,7 +90,7 @@ class Delivery:
         """
         while True:
             digests = await self._to_supply.get()
-            if self._card.is_trie:
+            if self._info.is_trie:
                 digests = await self._fill(digests)
             else:
                 # Who wants the row itself may have joined since: then it is computed, and all are served from it.
@@ -104,8 +104,8 @@ class Delivery:
     async def _fill(self, digests: list[bytes]) -> list[bytes]:
         """Fetch what trie jobs need; returns those that have it. The others end, and begin anew if asked for again."""
         wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
-        asks = {digest: wanted.ask for digest, wanted in wants if isinstance(wanted.ask, TrieAsk)}
-        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(asks))
+        asks = {digest: wanted.ask for digest, wanted in wants if isinstance(wanted.ask, TrieQuery)}
+        inputs, failures = await self._publisher.insist(lambda: self._trie_inputs.fill(asks))
         for digest, found in inputs.items():
             if digest in self._held:  # The backend may have broken meanwhile.
                 job = self._held[digest].job
@@ -117,7 +117,7 @@ class Delivery:
         """Hand jobs to the backend, those that are still held."""
         jobs = [self._held[digest].job for digest in digests if digest in self._held]
         if served := self._adapters.served_among(jobs):
-            self._stepper.submit(served)
+            self._engine_thread.submit(served)
 
     async def publish(self, finished: Finished, worker_id: str) -> None:
         """Publish what a step brought."""
@@ -176,7 +176,9 @@ class Delivery:
             how many prompts that were.
         """
         now = time.monotonic()
-        due = [digest for digest in self._stepper.owed if digest in self._held and _is_due(self._held[digest], now)]
+        due = [
+            digest for digest in self._engine_thread.owed if digest in self._held and _is_due(self._held[digest], now)
+        ]
         if not due:
             return 0
         for digest in due:
@@ -187,21 +189,21 @@ class Delivery:
         for digest, ours in asks.items():
             removed = ours.keys() - wanted.get(digest, {}).keys()
             # One that has been answered meanwhile is about to be published, as it is.
-            if removed and digest in self._stepper.owed and self._held.forget(digest, removed):
+            if removed and digest in self._engine_thread.owed and self._held.forget(digest, removed):
                 gone.append(digest)
         if gone:
-            self._stepper.abort(gone)
+            self._engine_thread.abort(gone)
             _log.info("%d prompts that nobody waits for any more are not computed", len(gone))
         return len(gone)
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
         """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
         again = self._held.release(ended)
-        if again and self._card.is_trie:
+        if again and self._info.is_trie:
             # What they need may never have been fetched: their first try may have ended for that very reason.
             self._to_supply.put_nowait([job.digest for job in again])
         elif again:
-            self._stepper.submit(again)
+            self._engine_thread.submit(again)
 
 
 def _is_due(held: Held, now: float) -> bool:

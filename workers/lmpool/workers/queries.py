@@ -12,32 +12,32 @@ from numpy.typing import NDArray
 
 from lmpool.errors import CorruptRow, SourceMissing, WorkerError
 from lmpool.protocol.job import Failure
-from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.query import PickAsk, TopAsk, TrieAsk, pack_token, pack_top, sample, top
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import PickQuery, TopQuery, TrieQuery, pack_token, pack_top, sample, top
 from lmpool.protocol.row import RowBlock, VectorBlock, decode_row
 from lmpool.rows.cache import Row
-from lmpool.workers.queue.consumer import Asks, Holdings, Taken, by_answer
+from lmpool.workers.queue.consumer import EntriesByPrompt, Holdings, Taken, by_answer
 from lmpool.workers.queue.publisher import Ending, Publisher
 from lmpool.workers.trie.backend import answer
-from lmpool.workers.trie.inputs import Larder, TrieInputs
+from lmpool.workers.trie.inputs import TrieInput, TrieInputs
 
 
-class Picked:
+class Sampler:
     """Answers what is picked from one model's rows.
 
     Args:
-        larder: brings rows from the cache.
+        trie_inputs: brings rows from the cache.
         publisher: takes the answers.
-        card: the model's card.
+        info: the model's info.
     """
 
-    def __init__(self, larder: Larder, publisher: Publisher, card: ModelCard) -> None:
-        self._larder = larder
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
+        self._trie_inputs = trie_inputs
         self._publisher = publisher
-        self._fingerprint = card.fingerprint
-        self._vocab_size = card.vocab_size
+        self._fingerprint = info.fingerprint
+        self._vocab_size = info.vocab_size
 
-    async def answer_cached(self, asks: Asks, held: Holdings) -> Collection[bytes]:
+    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> Collection[bytes]:
         """Answer what is asked of rows that are in the cache, without the backend.
 
         Args:
@@ -47,7 +47,7 @@ class Picked:
         Returns:
             the prompts whose rows were there; the others are to be computed.
         """
-        found = await self._publisher.insist(lambda: self._larder.rows(self._fingerprint, asks, self._vocab_size))
+        found = await self._publisher.insist(lambda: self._trie_inputs.rows(self._fingerprint, asks, self._vocab_size))
         rows: dict[bytes, Row] = {}
         for prompt, row in found.items():
             if isinstance(row, np.ndarray):
@@ -57,7 +57,7 @@ class Picked:
         await self.answer({prompt: asks[prompt] for prompt in rows}, rows)
         return rows
 
-    async def answer(self, asks: Asks, rows: Mapping[bytes, Row]) -> None:
+    async def answer(self, asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> None:
         """Answer what is asked of these rows, and end the jobs."""
         answers = await asyncio.to_thread(_pick_all, asks, rows)
         if not answers:
@@ -66,7 +66,7 @@ class Picked:
         await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), entries, overwrite)
 
 
-def _pick_all(asks: Asks, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
+def _pick_all(asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
     """Name of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
     wants: dict[bytes, tuple[bytes, Taken]] = {
         wanted.digest: (prompt, wanted) for prompt, ours in asks.items() for wanted in ours.values()
@@ -75,32 +75,32 @@ def _pick_all(asks: Asks, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.f
 
 
 def _pick(ask: object, row: Row) -> NDArray[np.float32]:
-    assert isinstance(ask, PickAsk)
-    return pack_top(top(row, ask.k)) if isinstance(ask, TopAsk) else pack_token(sample(row, ask.how))
+    assert isinstance(ask, PickQuery)
+    return pack_top(top(row, ask.k)) if isinstance(ask, TopQuery) else pack_token(sample(row, ask.how))
 
 
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
 
 
-class AskedTries:
+class TrieQueryAnswerer:
     """Answers what tries are asked of one model's rows.
 
     Args:
-        larder: brings tries.
+        trie_inputs: brings tries.
         publisher: takes the answers.
-        card: the model's card.
+        info: the model's info.
         is_able: this worker answers; otherwise it tells clients that trie workers do.
     """
 
-    def __init__(self, larder: Larder, publisher: Publisher, card: ModelCard, *, is_able: bool) -> None:
-        self._larder = larder
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, *, is_able: bool) -> None:
+        self._trie_inputs = trie_inputs
         self._publisher = publisher
-        self._fingerprint = card.fingerprint
-        self._vocab_size = card.vocab_size
+        self._fingerprint = info.fingerprint
+        self._vocab_size = info.vocab_size
         self._is_able = is_able
 
-    async def answer_cached(self, asks: Asks, held: Holdings) -> Collection[bytes]:
+    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> Collection[bytes]:
         """Answer what is asked of rows that are in the cache, without the backend.
 
         Args:
@@ -114,7 +114,9 @@ class AskedTries:
         if not self._is_able:
             await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
             return asks.keys()
-        inputs, failures = await self._publisher.insist(lambda: self._larder.fill(named, vocab_size=self._vocab_size))
+        inputs, failures = await self._publisher.insist(
+            lambda: self._trie_inputs.fill(named, vocab_size=self._vocab_size)
+        )
         absent = set()
         for name, failure in failures.items():
             prompt = named[name].source
@@ -127,25 +129,27 @@ class AskedTries:
         await self._finish(known, inputs, {name: one for name, one in failures.items() if named[name].source in known})
         return known.keys()
 
-    async def answer(self, asks: Asks, rows: Mapping[bytes, Row]) -> None:
+    async def answer(self, asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> None:
         """Answer what is asked of these rows, and end the jobs."""
         named = self._named(asks)
         if not self._is_able:
             await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
             return
-        fill = partial(self._larder.fill, named, rows, vocab_size=self._vocab_size)
+        fill = partial(self._trie_inputs.fill, named, rows, vocab_size=self._vocab_size)
         await self._finish(asks, *await self._publisher.insist(fill))
 
-    def _named(self, asks: Asks) -> dict[bytes, TrieAsk]:
+    def _named(self, asks: EntriesByPrompt) -> dict[bytes, TrieQuery]:
         """The asks by the names of their answers, each with the name of its row."""
         return {
             wanted.digest: replace(wanted.ask, rows=self._fingerprint, source=prompt)
             for prompt, wants in asks.items()
             for wanted in wants.values()
-            if isinstance(wanted.ask, TrieAsk)
+            if isinstance(wanted.ask, TrieQuery)
         }
 
-    async def _finish(self, asks: Asks, inputs: Mapping[bytes, TrieInputs], failures: dict[bytes, Failure]) -> None:
+    async def _finish(
+        self, asks: EntriesByPrompt, inputs: Mapping[bytes, TrieInput], failures: dict[bytes, Failure]
+    ) -> None:
         """Compute and publish answers; end the jobs."""
         entries, overwrite = by_answer(asks)
         answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
@@ -160,20 +164,20 @@ class AskedTries:
 _Kind = dict[bytes, dict[bytes, Taken]]
 
 
-class Asked:
+class QueryAnswerer:
     """Answers what is asked of one model's rows.
 
     Args:
-        larder: brings rows and tries.
+        trie_inputs: brings rows and tries.
         publisher: takes the answers.
-        card: the model's card; says whether its workers have tries.
+        info: the model's info; says whether its workers have tries.
     """
 
-    def __init__(self, larder: Larder, publisher: Publisher, card: ModelCard) -> None:
-        self._tries = AskedTries(larder, publisher, card, is_able=card.answers_tries)
-        self._picked = Picked(larder, publisher, card)
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
+        self._tries = TrieQueryAnswerer(trie_inputs, publisher, info, is_able=info.answers_tries)
+        self._picked = Sampler(trie_inputs, publisher, info)
 
-    async def answer_cached(self, asks: Asks, held: Holdings) -> dict[bytes, list[bytes]]:
+    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> dict[bytes, list[bytes]]:
         """Answer what is asked of rows that are in the cache, without the backend.
 
         Args:
@@ -190,7 +194,7 @@ class Asked:
                 ended.setdefault(prompt, []).extend(some[prompt])
         return ended
 
-    async def answer(self, asks: Asks, block: RowBlock) -> None:
+    async def answer(self, asks: EntriesByPrompt, block: RowBlock) -> None:
         """Answer what is asked of the rows of a block, and end the jobs."""
         rows = await asyncio.to_thread(_rows_of, block, asks)
         tries, picks = _by_kind(asks)
@@ -200,12 +204,12 @@ class Asked:
             await self._picked.answer(picks, rows)
 
 
-def _by_kind(asks: Asks) -> tuple[Asks, Asks]:
+def _by_kind(asks: EntriesByPrompt) -> tuple[EntriesByPrompt, EntriesByPrompt]:
     """What is asked of tries, and what is picked."""
     kinds: tuple[_Kind, _Kind] = {}, {}
     for prompt, wants in asks.items():
         for entry, wanted in wants.items():
-            kinds[not isinstance(wanted.ask, TrieAsk)].setdefault(prompt, {})[entry] = wanted
+            kinds[not isinstance(wanted.ask, TrieQuery)].setdefault(prompt, {})[entry] = wanted
     return kinds
 
 

@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 
-from lmpool.broker.connection import CommandLine, reply_timeout
+from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_doubts
 from lmpool.errors import SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
 from lmpool.workers.backend.contract import BackendSettings
-from lmpool.workers.backend.engine_thread import Opened, Stepper
-from lmpool.workers.dispatch import Delivery
+from lmpool.workers.backend.engine_thread import EngineThread, Opened
+from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
-from lmpool.workers.membership.heartbeat import Presence
-from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queries import Asked
-from lmpool.workers.queue.consumer import Holdings, Intake, Unwanted
+from lmpool.workers.membership.heartbeat import Heartbeat
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queries import QueryAnswerer
+from lmpool.workers.queue.consumer import Consumer, Holdings, Unwanted
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
-from lmpool.workers.trie.inputs import Larder
+from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -42,13 +42,13 @@ class Identity:
         server: the pool's Redis.
         settings: see `WorkerSettings`.
         worker_id: its name in Redis.
-        figures: what it counts.
+        counters: what it counts.
     """
 
     server: Server
     settings: WorkerSettings
     worker_id: str
-    figures: Figures
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +56,37 @@ class Serving:
     """The model that a worker serves, and the parts that do it.
 
     Attributes:
-        card: the model's card.
-        stepper: the backend.
+        info: the model's info.
+        engine_thread: the backend.
         redis: a client for what is rare.
         reader: the connection that jobs are taken from.
         rows: the cache.
-        larder: brings what trie jobs need.
+        trie_inputs: brings what trie jobs need.
         held: the prompts that the worker holds.
-        intake: where jobs are taken.
+        consumer: where jobs are taken.
         publisher: stores rows and ends jobs.
         delivery: what becomes of the prompts that are held.
-        presence: keeps the worker visible.
+        heartbeat: keeps the worker visible.
         adapters: has the backend serve the adapters that the server names.
     """
 
-    card: ModelCard
-    stepper: Stepper
+    info: ModelInfo
+    engine_thread: EngineThread
     redis: Redis
-    reader: CommandLine
+    reader: CommandConnection
     rows: RowCache
-    larder: Larder
+    trie_inputs: TrieInputs
     held: Holdings
-    intake: Intake
+    consumer: Consumer
     publisher: Publisher
-    delivery: Delivery
-    presence: Presence
+    delivery: Dispatcher
+    heartbeat: Heartbeat
     adapters: AdapterKeeper
 
     async def close(self) -> None:
         """Close all connections."""
         self.rows.close()
-        self.larder.close()
+        self.trie_inputs.close()
         self.reader.close()
         await self.redis.aclose()
 
@@ -106,66 +106,68 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
 
 
 async def assemble(
-    worker: Identity, stepper: Stepper, opened: Opened, on_change: Callable[[], Awaitable[object]]
+    worker: Identity, engine_thread: EngineThread, opened: Opened, on_change: Callable[[], Awaitable[object]]
 ) -> Serving:
     """Make the parts that serve a model; none of them has used the server yet.
 
     Args:
         worker: who serves.
-        stepper: the backend.
+        engine_thread: the backend.
         opened: what it is.
         on_change: called when the adapters that it serves have changed.
 
     Raises:
         SettingsError: the model has the name of the trie workers, or its trie kernels lack what they need.
     """
-    server, settings, figures = worker.server, worker.settings, worker.figures
-    card = _card_of(opened, settings)
+    server, settings, counters = worker.server, worker.settings, worker.counters
+    info = _info_of(opened, settings)
     if settings.with_trie:
         await asyncio.to_thread(warm_up, opened.device)
     keys = Keys(settings.prefix)
-    model = keys.model(card.name)
+    model = keys.model(info.name)
     # Half a lease: a renewal whose reply does not come is sent again before the lease has passed.
-    redis = server.client(reply_timeout_s=reply_timeout(card.lease_s / 2))
-    reader = CommandLine(server, model.jobs)
-    reader.reply_timeout_s = reply_timeout(card.lease_s)
-    rows = rows_on(server, keys, card)
-    unwanted = Unwanted(redis, model, figures)
-    publisher = Publisher(server, rows, model, card.fingerprint, worker.worker_id, unwanted, figures)
-    presence = Presence(redis, keys, card, worker.worker_id, opened.batch, opened.vocabulary)
+    redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
+    reader = CommandConnection(server, model.jobs)
+    reader.reply_timeout_s = reply_timeout(info.lease_s)
+    rows = rows_on(server, keys, info)
+    unwanted = Unwanted(redis, model, counters)
+    publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters)
+    heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)
     adapters = AdapterKeeper(
-        AdapterRegistry(redis, model, card.fingerprint),
-        stepper,
+        AdapterRegistry(redis, model, info.fingerprint),
+        engine_thread,
         opened.adapters,
         AdapterSources.of(settings),
-        AdapterTrials(redis, keys, card.name, worker.worker_id, settings),
+        AdapterTrials(redis, keys, info.name, worker.worker_id, settings),
         on_change,
-        presence.others,
+        heartbeat.others,
     )
-    larder = Larder(server, keys, opened.device, settings, figures)
+    trie_inputs = TrieInputs(server, keys, opened.device, settings, counters)
     held = Holdings()
     return Serving(
-        card=card,
-        stepper=stepper,
+        info=info,
+        engine_thread=engine_thread,
         redis=redis,
         reader=reader,
         rows=rows,
-        larder=larder,
+        trie_inputs=trie_inputs,
         held=held,
-        intake=Intake(redis, reader, model, card, worker.worker_id, settings.max_deliveries, unwanted, figures),
+        consumer=Consumer(redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters),
         publisher=publisher,
-        delivery=Delivery(held, stepper, publisher, larder, Asked(larder, publisher, card), card, adapters),
-        presence=presence,
+        delivery=Dispatcher(
+            held, engine_thread, publisher, trie_inputs, QueryAnswerer(trie_inputs, publisher, info), info, adapters
+        ),
+        heartbeat=heartbeat,
         adapters=adapters,
     )
 
 
-def _card_of(opened: Opened, settings: WorkerSettings) -> ModelCard:
-    """The backend's card, with what the worker promises."""
-    if opened.card.is_trie != (opened.card.backend == "trie"):
+def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
+    """The backend's info, with what the worker promises."""
+    if opened.info.is_trie != (opened.info.backend == "trie"):
         raise SettingsError(f"name: trie workers serve as {TRIE_SERVICE!r}: serve the model under another name")
     return replace(
-        opened.card,
+        opened.info,
         lease_s=settings.lease_s,
         queue_limit=settings.queue_limit,
         row_ttl_s=settings.row_ttl_s,

@@ -13,13 +13,13 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.aio import delays, end_tasks
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finished
-from lmpool.workers.backend.engine_thread import Opened, Stepper, Watchdog
+from lmpool.workers.backend.engine_thread import EngineThread, Opened, Watchdog
 from lmpool.workers.membership.heartbeat import Loading, new_worker_id
-from lmpool.workers.metrics.counters import Figures, Meter
+from lmpool.workers.metrics.counters import CounterDelta, Counters
 from lmpool.workers.metrics.http import Health
-from lmpool.workers.metrics.prometheus import Look
+from lmpool.workers.metrics.prometheus import Snapshot
 from lmpool.workers.queue.consumer import STALE_S
 from lmpool.workers.serving import Identity, Serving, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings
@@ -86,12 +86,12 @@ class FetchLoop:
 
     def __init__(self, worker: Identity, lifecycle: Lifecycle, serving: Serving) -> None:
         self._server = worker.server
-        self._figures = worker.figures
+        self._counters = worker.counters
         self._lifecycle = lifecycle
         self._held = serving.held
-        self._stepper = serving.stepper
-        self._intake = serving.intake
-        self._delivery = serving.delivery
+        self._engine_thread = serving.engine_thread
+        self._consumer = serving.consumer
+        self._dispatcher = serving.delivery
         # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
 
@@ -109,11 +109,11 @@ class FetchLoop:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
                     if lifecycle.stopping.is_set() or (room := self._room_for_new()) <= 0:
                         continue
-                    taken = await self._intake.take(min(room, self._stepper.batch), _BLOCK_MS)
+                    taken = await self._consumer.take(min(room, self._engine_thread.batch), _BLOCK_MS)
                     was_idle = not self._held
-                    await self._delivery.accept(taken)
+                    await self._dispatcher.accept(taken)
             except (RedisError, OSError, LMPoolError) as error:
-                self._figures.server_errors += 1
+                self._counters.server_errors += 1
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
@@ -132,15 +132,15 @@ class FetchLoop:
         async with self._taking:
             alone, looks = False, 0
             while not lifecycle.stopping.is_set() and (self._room() > 0 or alone):
-                count = max(1, min(self._room(), self._stepper.batch))
-                claimed = await self._intake.claim(count, self._held.all_entries())
-                self._figures.claimed += len(claimed.taken)
+                count = max(1, min(self._room(), self._engine_thread.batch))
+                claimed = await self._consumer.claim(count, self._held.all_entries())
+                self._counters.claimed += len(claimed.taken)
                 if claimed.taken:
                     _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
                 elif not claimed.alone and looks >= claimed.further:
                     break
                 looks += 1
-                await self._delivery.accept(claimed.taken)
+                await self._dispatcher.accept(claimed.taken)
                 alone = claimed.alone
                 if alone:
                     # What may have killed the others runs with nothing else in this worker: until it has
@@ -151,14 +151,14 @@ class FetchLoop:
         """How many prompts may be held more."""
         if self._lifecycle.broken is not None:
             return 0
-        return min(self._stepper.room, self._free())
+        return min(self._engine_thread.room, self._free())
 
     def _room_for_new(self) -> int:
         # None for a part of a batch: it would be published as a part, and the room that it leaves be one again.
-        return self._room() if self._free() >= self._stepper.batch else 0
+        return self._room() if self._free() >= self._engine_thread.batch else 0
 
     def _free(self) -> int:
-        return _UNPUBLISHED_BATCHES * self._stepper.batch - len(self._held)
+        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - len(self._held)
 
 
 class Worker:
@@ -179,8 +179,8 @@ class Worker:
         self._backend = backend
         self._settings = settings or WorkerSettings()
         self._id = new_worker_id()
-        self._figures = Figures()
-        self._meter = Meter(self._figures)
+        self._counters = Counters()
+        self._delta = CounterDelta(self._counters)
         self._lifecycle = Lifecycle()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
         self._serving: Serving | None = None
@@ -193,12 +193,14 @@ class Worker:
         """The worker's name in Redis."""
         return self._id
 
-    def look(self) -> Look:
+    def look(self) -> Snapshot:
         """What the worker is and has done, for metrics; from any thread."""
         is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
         serving = self._serving
-        stats = BackendStats() if serving is None else serving.stepper.stats
-        return Look(self._backend.served_as, self._id, is_ready, self._count_held(), silent_s, stats, self._figures)
+        stats = BackendStats() if serving is None else serving.engine_thread.stats
+        return Snapshot(
+            self._backend.served_as, self._id, is_ready, self._count_held(), silent_s, stats, self._counters
+        )
 
     def _count_held(self) -> int:
         return 0 if self._serving is None else len(self._serving.held)
@@ -212,13 +214,13 @@ class Worker:
 
     async def run(
         self,
-        on_ready: Callable[[ModelCard], None] | None = None,
+        on_ready: Callable[[ModelInfo], None] | None = None,
         guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  it has no state
     ) -> None:
         """Serve until `stop`.
 
         Args:
-            on_ready: called once with the card when the worker takes jobs.
+            on_ready: called once with the info when the worker takes jobs.
             guard: is entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
@@ -231,33 +233,35 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        stepper = Stepper(self._backend.open, self._on_finished, self._break, self._figures)
+        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters)
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):
-                opened = await stepper.start()
+                opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with Watchdog(stepper, self._settings.step_timeout_s, partial(self._hang, stepper)):
-                await self._run(stepper, opened, on_ready)
+            async with Watchdog(engine_thread, self._settings.step_timeout_s, partial(self._hang, engine_thread)):
+                await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
-                await stepper.close(self._settings.step_timeout_s)
-            self.is_hung = stepper.is_hung
+                await engine_thread.close(self._settings.step_timeout_s)
+            self.is_hung = engine_thread.is_hung
             self.health.end()
 
-    async def _run(self, stepper: Stepper, opened: Opened, on_ready: Callable[[ModelCard], None] | None) -> None:
+    async def _run(
+        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
+    ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
 
         async def show() -> None:
             await self._beat(serving)
 
-        worker = Identity(self._server, self._settings, self._id, self._figures)
-        serving = self._serving = await assemble(worker, stepper, opened, show)
+        worker = Identity(self._server, self._settings, self._id, self._counters)
+        serving = self._serving = await assemble(worker, engine_thread, opened, show)
         try:
             await self._join(serving)
-            self._show_ready(stepper)
+            self._show_ready(engine_thread)
             if on_ready is not None:
-                on_ready(serving.card)
+                on_ready(serving.info)
             await self._serve(serving, FetchLoop(worker, self._lifecycle, serving))
             await self._leave(serving, "")
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
@@ -271,13 +275,13 @@ class Worker:
             await serving.close()
 
     async def _join(self, serving: Serving) -> None:
-        await serving.intake.ensure_group()
-        await serving.presence.join(self._counters(serving))
-        if not serving.card.is_trie:
+        await serving.consumer.ensure_group()
+        await serving.heartbeat.join(self._heartbeat_fields(serving))
+        if not serving.info.is_trie:
             await serving.adapters.start()
 
-    def _show_ready(self, stepper: Stepper) -> None:
-        self.health.watch(lambda: stepper.stepping_since)
+    def _show_ready(self, engine_thread: EngineThread) -> None:
+        self.health.watch(lambda: engine_thread.stepping_since)
         self.health.answered()
         if not self._lifecycle.stopping.is_set():
             self.health.state = "ready"
@@ -287,10 +291,10 @@ class Worker:
         try:
             # After a lease others take it all by themselves.
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
-                if handed := await serving.intake.hand_back(reason):
+                if handed := await serving.consumer.hand_back(reason):
                     _log.info("handed %d prompts back: other workers take them over", handed)
                 await serving.adapters.leave(is_broken=self._lifecycle.broken is not None)
-                await serving.presence.leave(for_good=self._lifecycle.broken is None)
+                await serving.heartbeat.leave(for_good=self._lifecycle.broken is None)
         except (RedisError, OSError, ProtocolError) as error:
             # Nothing is lost: what stays there expires or is swept.
             _log.warning("cannot deregister: %s", self._server.explain(error))
@@ -305,7 +309,7 @@ class Worker:
             for name, part in [
                 *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
                 ("supply", serving.delivery.supply(self._lifecycle.look_again)),
-                *([] if serving.card.is_trie else [("adapters", serving.adapters.run())]),
+                *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self._settings.heartbeat_s, partial(self._beat, serving))),
                 ("farewell", self._say_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
@@ -324,7 +328,7 @@ class Worker:
         finally:
             await end_tasks([fetching, draining, *parts])
         if self._lifecycle.broken is not None:
-            what = "" if serving.stepper.is_hung else "the backend broke: "
+            what = "" if serving.engine_thread.is_hung else "the backend broke: "
             raise WorkerError(f"{what}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
@@ -333,13 +337,13 @@ class Worker:
         The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
         is held here. The backend gets the time that it needs.
         """
-        held, stepper = serving.held, serving.stepper
+        held, engine_thread = serving.held, serving.engine_thread
         await self._lifecycle.stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
         if self._lifecycle.broken is not None:
             patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
-        await self._lifecycle.until(lambda: not held or not stepper.is_busy)
+        await self._lifecycle.until(lambda: not held or not engine_thread.is_busy)
         try:
             async with asyncio.timeout(patience):
                 await self._lifecycle.until(lambda: not held)
@@ -359,11 +363,11 @@ class Worker:
             self._lifecycle.look_again()
 
     async def _renew(self, serving: Serving) -> None:
-        await serving.intake.renew(serving.held.all_entries())
+        await serving.consumer.renew(serving.held.all_entries())
 
     async def _claim(self, serving: Serving, loop: FetchLoop) -> None:
         await loop.claim()
-        await serving.presence.sweep()
+        await serving.heartbeat.sweep()
 
     async def _let_go(self, serving: Serving) -> None:
         if await serving.delivery.let_go():
@@ -372,8 +376,8 @@ class Worker:
     async def _beat(self, serving: Serving) -> None:
         try:
             await self._show(serving)
-            await serving.intake.keep_queue()
-            await serving.intake.measure()
+            await serving.consumer.keep_queue()
+            await serving.consumer.measure()
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self._server.explain(error))
             raise
@@ -382,7 +386,7 @@ class Worker:
     async def _show(self, serving: Serving) -> None:
         """Write the heartbeat; say once if the server refuses it, which need not be the first of its troubles."""
         try:
-            await serving.presence.beat(self._counters(serving))
+            await serving.heartbeat.beat(self._heartbeat_fields(serving))
         except ResponseError as error:
             if not self._is_refused:
                 text = str(self._server.explain(error))
@@ -399,19 +403,19 @@ class Worker:
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
 
-    def _counters(self, serving: Serving) -> dict[str, str | int | float]:
-        stats = serving.stepper.stats
+    def _heartbeat_fields(self, serving: Serving) -> dict[str, str | int | float]:
+        stats = serving.engine_thread.stats
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
             "held": len(serving.held),
             "failures": serving.delivery.failures,
-            **self._meter.lately(stats),
-            **({} if serving.card.is_trie else serving.adapters.shown()),
+            **self._delta.lately(stats),
+            **({} if serving.info.is_trie else serving.adapters.shown()),
             **stats._asdict(),
         }
 
     async def _log_counters(self, serving: Serving) -> None:
-        line = self._meter.describe(serving.stepper.stats)
+        line = self._delta.describe(serving.engine_thread.stats)
         _log.info("%s, %d held, %d failures", line, len(serving.held), serving.delivery.failures)
 
     def _on_finished(self, finished: Finished) -> None:
@@ -425,9 +429,9 @@ class Worker:
         self.health.broken = str(error) or type(error).__name__
         self.stop()
 
-    def _hang(self, stepper: Stepper, error: WorkerError) -> None:
-        _log.error("%s; its thread is at\n%s", error, stepper.stack())
-        stepper.abandon(error)
+    def _hang(self, engine_thread: EngineThread, error: WorkerError) -> None:
+        _log.error("%s; its thread is at\n%s", error, engine_thread.stack())
+        engine_thread.abandon(error)
         self._lifecycle.give_up(error)
         self.health.broken = str(error)
         self.stop()
@@ -445,7 +449,7 @@ class Worker:
             except ModelMismatch:
                 raise
             except (RedisError, OSError, LMPoolError) as error:
-                self._figures.server_errors += 1
+                self._counters.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await self._server.reconnect(serving.redis, error)
                 pause = min(seconds, next(waits))

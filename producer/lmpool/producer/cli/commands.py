@@ -33,7 +33,7 @@ from lmpool.producer.cli.options import (
 from lmpool.producer.cli.queue import queue_app
 from lmpool.producer.cli.status import Column, Survey, fitting, status_models, status_workers, survey, top
 from lmpool.producer.cli.trie_show import trie_app
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.protocol.keys import Keys
@@ -274,7 +274,7 @@ def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
     redis = server.client()
     try:
-        prefix = keys.rows() if model is None else keys.row((await Lobby(redis, keys).card(model)).fingerprint)
+        prefix = keys.rows() if model is None else keys.row((await Discovery(redis, keys).info(model)).fingerprint)
         dropped = 0
         batch: list[bytes] = []
         async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):

@@ -23,13 +23,13 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError, UnknownModel, printable
 from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, run
 from lmpool.producer.cli.status import WHOLE, Column, fitting
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.adapter import name_of, revision_of
 from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
 from lmpool.protocol.keys import JOB_FIELD, Keys, ModelKeys
-from lmpool.protocol.model_info import ModelCard
-from lmpool.protocol.prompt import ask_digest, check_encoded, decode_ids, digest_of
-from lmpool.protocol.query import Ask, FreshAsk, SampleAsk, ScoreAsk, TopAsk, unpack_ask
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
+from lmpool.protocol.query import FreshQuery, Query, SampleQuery, ScoreQuery, TopQuery, unpack_query
 from lmpool.settings import check_name
 
 MOST_TEXT = 500
@@ -62,7 +62,7 @@ class DeadLetter(NamedTuple):
     data: bytes
     failure: Failure
     job: Job | None = None
-    ask: Ask | None = None
+    ask: Query | None = None
     digest: bytes = b""
     fault: str = ""
 
@@ -79,8 +79,8 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
-        letter = letter._replace(job=job, digest=ask_digest(prompt, job.ask) if job.ask else prompt)
-        return letter._replace(ask=unpack_ask(job.ask) if job.ask else None)
+        letter = letter._replace(job=job, digest=query_digest(prompt, job.ask) if job.ask else prompt)
+        return letter._replace(ask=unpack_query(job.ask) if job.ask else None)
     except ProtocolError as error:
         return letter._replace(fault=shortened(str(error)))
 
@@ -182,12 +182,12 @@ class DeadLetters:
         """Remove all that there are now; returns how many."""
         return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
 
-    async def retry(self, letter: DeadLetter, card: ModelCard, adapters: Collection[str]) -> bool:
+    async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
         """Queue a job again, with no deliveries; its row is then in the cache for whoever asks.
 
         Args:
             letter: the job.
-            card: of the model that is served now.
+            info: of the model that is served now.
             adapters: those that are in service, as jobs call them; see `served_adapters`.
 
         Returns:
@@ -196,21 +196,21 @@ class DeadLetters:
         Raises:
             LMPoolError: it cannot be computed, or the queue is full; the letter stays.
         """
-        if reason := _refusal(letter, card, adapters):
+        if reason := _refusal(letter, info, adapters):
             raise LMPoolError(f"{letter.entry}: {reason}")
         keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
-        outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, card.queue_limit, _KEPT_MS])
+        outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
         if outcome == b"F":
             raise LMPoolError(
-                f"{letter.entry}: the queue is at its limit of {card.queue_limit} prompts: try again later"
+                f"{letter.entry}: the queue is at its limit of {info.queue_limit} prompts: try again later"
             )
         if outcome == b"G":
             raise LMPoolError(f"{letter.entry}: somebody else has taken it meanwhile")
         return bool(outcome == b"Q")
 
-    async def served_adapters(self, card: ModelCard) -> set[str]:
+    async def served_adapters(self, info: ModelInfo) -> set[str]:
         """The adapters in service, as jobs call them: "name@revision"."""
-        known = await AdapterRegistry(self._redis, self._keys, card.fingerprint).read()
+        known = await AdapterRegistry(self._redis, self._keys, info.fingerprint).read()
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
 
 
@@ -228,18 +228,18 @@ def _letters(reply: Any) -> list[DeadLetter]:
     return [read_letter(entry, fields) for entry, fields in reply]
 
 
-def _refusal(letter: DeadLetter, card: ModelCard, adapters: Collection[str]) -> str:
+def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
     """Why a job cannot be queued again; "" when it can."""
     if letter.fault or letter.job is None:
         return f"it cannot be read, so nobody can compute it: {letter.fault}"
     job = letter.job
-    if job.fingerprint != card.fingerprint:
+    if job.fingerprint != info.fingerprint:
         theirs = shortened(job.fingerprint, 60)
-        return f"it is for another model of this name: its fingerprint is {theirs}, not {card.fingerprint}"
-    if card.is_trie:
+        return f"it is for another model of this name: its fingerprint is {theirs}, not {info.fingerprint}"
+    if info.is_trie:
         return ""
     try:
-        check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+        check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
     except InvalidPrompt as error:
         return str(error)
     if job.adapter and job.adapter not in adapters:
@@ -273,9 +273,9 @@ def list_letters(
 ) -> None:
     """Show the prompts that were given up."""
 
-    async def look(letters: DeadLetters, lobby: Lobby, name: str) -> tuple[list[DeadLetter], int, str]:
+    async def look(letters: DeadLetters, discovery: Discovery, name: str) -> tuple[list[DeadLetter], int, str]:
         found = await letters.newest(limit)
-        return found, await letters.count(), "" if found else await _doubt(lobby, name)
+        return found, await letters.count(), "" if found else await _doubt(discovery, name)
 
     found, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
@@ -325,7 +325,7 @@ def show(
 ) -> None:
     """Show one prompt that was given up, with its token ids."""
 
-    async def look(letters: DeadLetters, _: Lobby, __: str) -> DeadLetter:
+    async def look(letters: DeadLetters, _: Discovery, __: str) -> DeadLetter:
         return (await letters.find([entry]))[0]
 
     letter = run(_with_letters(model, redis, prefix, look))
@@ -351,14 +351,14 @@ def retry(
     """Queue prompts again that were given up. Their rows are then in the cache."""
     _check_choice(entries, every)
 
-    async def change(letters: DeadLetters, lobby: Lobby, name: str) -> dict[str, Any]:
-        card = await lobby.card(name)
-        adapters = await letters.served_adapters(card)
+    async def change(letters: DeadLetters, discovery: Discovery, name: str) -> dict[str, Any]:
+        info = await discovery.info(name)
+        adapters = await letters.served_adapters(info)
         outcome: dict[str, Any] = {"queued": [], "under_way": [], "refused": {}}
         async with aclosing(_chosen(letters, entries)) as chosen:
             async for letter in chosen:
                 try:
-                    is_queued = await letters.retry(letter, card, adapters)
+                    is_queued = await letters.retry(letter, info, adapters)
                 except LMPoolError as error:
                     outcome["refused"][letter.entry] = str(error)
                     continue
@@ -388,10 +388,10 @@ def drop(
     """Forget prompts that were given up."""
     _check_choice(entries, every)
 
-    async def change(letters: DeadLetters, lobby: Lobby, name: str) -> tuple[int, str]:
+    async def change(letters: DeadLetters, discovery: Discovery, name: str) -> tuple[int, str]:
         if entries is None or every:
             count = await letters.drop_all()
-            return count, "" if count else await _doubt(lobby, name)
+            return count, "" if count else await _doubt(discovery, name)
         # With one that is unknown nothing is dropped.
         return await letters.drop([letter.entry for letter in await letters.find(entries)]), ""
 
@@ -403,10 +403,10 @@ def drop(
         say(_joined(f"dropped {dropped} prompts", doubt))
 
 
-async def _doubt(lobby: Lobby, name: str) -> str:
+async def _doubt(discovery: Discovery, name: str) -> str:
     """What to add when a model has no dead letters: a name that is mistyped must not look like good news."""
     try:
-        await lobby.card(name)
+        await discovery.info(name)
     except UnknownModel as error:
         return str(error)
     return ""
@@ -438,21 +438,21 @@ async def _chosen(letters: DeadLetters, entries: list[str] | None) -> AsyncGener
 
 
 async def _with_letters(
-    model: str | None, redis: str | None, prefix: str, work: Callable[[DeadLetters, Lobby, str], Awaitable[T]]
+    model: str | None, redis: str | None, prefix: str, work: Callable[[DeadLetters, Discovery, str], Awaitable[T]]
 ) -> T:
     """Do something with the dead letters of a model, which need not be served if it is named."""
     check_name("prefix", prefix)
     server, keys = Server(redis), Keys(prefix)
     client = server.client()
     try:
-        lobby = Lobby(client, keys)
+        discovery = Discovery(client, keys)
         if model is None:
             try:
-                model = (await lobby.card(None)).name
+                model = (await discovery.info(None)).name
             except UnknownModel as error:
                 raise UnknownModel(f"{error}; name a model that is not served with --model") from error
         check_name("model", model)
-        return await work(DeadLetters(client, keys.model(model)), lobby, model)
+        return await work(DeadLetters(client, keys.model(model)), discovery, model)
     except (RedisError, OSError) as error:
         raise server.explain(error) from error
     finally:
@@ -491,18 +491,18 @@ def _moment(seconds: float) -> str:
         return "at no possible time"
 
 
-def _asked(ask: Ask | None) -> str:
+def _asked(ask: Query | None) -> str:
     """What was wanted, in words."""
     match ask:
         case None:
             return "row"
-        case TopAsk():
+        case TopQuery():
             return f"{ask.k} likeliest tokens"
-        case SampleAsk():
+        case SampleQuery():
             return f"sample (temperature {ask.temperature:g}, top_p {ask.top_p:g}, seed {ask.seed})"
-        case ScoreAsk():
+        case ScoreQuery():
             return f"scores from position {ask.start} on"
-        case FreshAsk():
+        case FreshQuery():
             return "fresh row"
         case _:
             return f"{ask.op} over a trie ({ask.select})"

@@ -16,10 +16,10 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
 from lmpool.producer.cli.status import Column, fitting, seconds
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Failure, unpack_job
 from lmpool.protocol.keys import GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
-from lmpool.protocol.prompt import ask_digest, digest_of
+from lmpool.protocol.prompt import digest_of, query_digest
 from lmpool.settings import check_name
 
 T = TypeVar("T")
@@ -64,8 +64,8 @@ class Cleared(NamedTuple):
 def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
     """Show how many prompts wait, how many workers hold, and which clients have how many in the backlog."""
 
-    async def look(client: Redis, lobby: Lobby, keys: ModelKeys) -> tuple[dict[str, Any], str]:
-        state = await lobby.queue(model)
+    async def look(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[dict[str, Any], str]:
+        state = await discovery.queue(model)
         found = {
             "queued": state.depth,
             "held": await _held(client, keys),
@@ -73,7 +73,7 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
             "age_s": state.age_s,
             "clients": await _clients(client, keys),
         }
-        return found, "" if state.depth else await _doubt(lobby, model)
+        return found, "" if state.depth else await _doubt(discovery, model)
 
     found, doubt = run(_with_queue(model, redis, prefix, look))
     if as_json:
@@ -108,10 +108,10 @@ def clear(
             raise SettingsError("yes: the requests of all clients of this queue would end: say --yes if that is meant")
         typer.confirm(f"End the requests of all who wait in the queue of {model!r}?", abort=True)
 
-    async def change(client: Redis, lobby: Lobby, keys: ModelKeys) -> tuple[Cleared, str]:
-        card = await lobby.find(model)
-        cleared = await clear_queue(client, keys, model, lease_s=card.lease_s if card else 0.0)
-        return cleared, "" if cleared.removed else await _doubt(lobby, model)
+    async def change(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[Cleared, str]:
+        info = await discovery.find(model)
+        cleared = await clear_queue(client, keys, model, lease_s=info.lease_s if info else 0.0)
+        return cleared, "" if cleared.removed else await _doubt(discovery, model)
 
     cleared, doubt = run(_with_queue(model, redis, prefix, change, right="emptying a queue is a right of operators"))
     if as_json:
@@ -198,7 +198,7 @@ def _digest(data: bytes) -> bytes:
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
-        return ask_digest(prompt, job.ask) if job.ask else prompt
+        return query_digest(prompt, job.ask) if job.ask else prompt
     except ProtocolError:
         return b""
 
@@ -223,10 +223,10 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     return {name: count for name, count in behind.items() if count > 0}
 
 
-async def _doubt(lobby: Lobby, model: str) -> str:
+async def _doubt(discovery: Discovery, model: str) -> str:
     """What to add of a queue that is empty: a name that is mistyped must not look like good news."""
     try:
-        await lobby.card(model)
+        await discovery.info(model)
     except UnknownModel as error:
         return str(error)
     return ""
@@ -237,7 +237,11 @@ def _joined(doubt: str) -> str:
 
 
 async def _with_queue(
-    model: str, redis: str | None, prefix: str, work: Callable[[Redis, Lobby, ModelKeys], Awaitable[T]], right: str = ""
+    model: str,
+    redis: str | None,
+    prefix: str,
+    work: Callable[[Redis, Discovery, ModelKeys], Awaitable[T]],
+    right: str = "",
 ) -> T:
     """Do something with a queue; `right`: what to say to users who may not."""
     names = key_names(prefix)
@@ -245,7 +249,7 @@ async def _with_queue(
     server = Server(redis)
     client = server.client()
     try:
-        return await work(client, Lobby(client, names), names.model(model))
+        return await work(client, Discovery(client, names), names.model(model))
     except (RedisError, OSError) as error:
         explained = server.explain(error)
         if right and isinstance(error, NoPermissionError):

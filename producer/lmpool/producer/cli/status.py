@@ -23,7 +23,7 @@ from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
 from lmpool.metrics import SECONDS, add_packed, quantile
 from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
-from lmpool.producer.client.discovery import Lobby, WorkerInfo
+from lmpool.producer.client.discovery import Discovery, WorkerInfo
 from lmpool.protocol.keys import Keys
 
 Survey = list[dict[str, Any]]
@@ -55,20 +55,20 @@ async def look(redis: Redis, keys: Keys) -> Survey:
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    lobby = Lobby(redis, keys)
-    cards, loading = await lobby.cards(), await lobby.loading()
-    # A model whose first worker still loads has no card.
-    names = [*cards, *sorted({worker.fields["model"] for worker in loading} - set(cards))]
+    discovery = Discovery(redis, keys)
+    infos, loading = await discovery.infos(), await discovery.loading()
+    # A model whose first worker still loads has no info.
+    names = [*infos, *sorted({worker.fields["model"] for worker in loading} - set(infos))]
     found = []
     for name in names:
-        queue = await lobby.queue(name)
-        serving = [*await lobby.workers(name), *loading]
+        queue = await discovery.queue(name)
+        serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
-        silences = await lobby.silences(workers)
+        silences = await discovery.silences(workers)
         found.append(
             {
                 "name": name,
-                "card": {**asdict(cards[name]), "fingerprint": cards[name].fingerprint} if name in cards else None,
+                "info": {**asdict(infos[name]), "fingerprint": infos[name].fingerprint} if name in infos else None,
                 "queued": queue.depth,
                 "age_s": queue.age_s,
                 "dead": queue.dead,
@@ -170,15 +170,15 @@ def _needed(columns: Sequence[Column]) -> int:
 
 def status_models(found: Survey, width: int) -> Table:
     """The models, for `lmpool status`."""
-    cards: list[Mapping[str, Any]] = [model["card"] or {} for model in found]
+    infos: list[Mapping[str, Any]] = [model["info"] or {} for model in found]
     return fitting(
         "Models",
         [
             Column("model", [model["name"] for model in found], 0),
-            Column("backend", [str(card.get("backend", "")) for card in cards], 6),
-            Column("V", [str(card.get("vocab_size", "")) for card in cards], 7),
-            Column("dtype", [str(card.get("dtype", "")) for card in cards], 9),
-            Column("rows as", [str(card.get("encoding", "")) for card in cards], 8),
+            Column("backend", [str(info.get("backend", "")) for info in infos], 6),
+            Column("V", [str(info.get("vocab_size", "")) for info in infos], 7),
+            Column("dtype", [str(info.get("dtype", "")) for info in infos], 9),
+            Column("rows as", [str(info.get("encoding", "")) for info in infos], 8),
             *_load(found),
         ],
         width,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from lmpool.aio import delays, own
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
-from lmpool.producer.client.connections import TROUBLE, Channel
+from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.adapter import Generation, Registered, qualify
 from lmpool.settings import shown
@@ -30,11 +30,11 @@ class Adapters:
     that was read before is not believed: workers that know of it write it down again.
 
     Args:
-        channel: the connections.
+        connections: the connections.
     """
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._seen = Registered("", {}, {})
         self._as_of = _NEVER
@@ -45,12 +45,12 @@ class Adapters:
     @property
     def registry(self) -> AdapterRegistry:
         """The adapters of the model as it is now."""
-        channel = self._channel
-        return AdapterRegistry(channel.redis, channel.model.keys, channel.model.fingerprint)
+        connections = self._connections
+        return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
-    def own_line(self) -> CommandLine:
+    def own_line(self) -> CommandConnection:
         """A connection for what keeps one busy; its user closes it."""
-        return self._channel.own_line()
+        return self._connections.own_line()
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
         """What a job calls an adapter: "name@revision".
@@ -69,7 +69,7 @@ class Adapters:
             return qualify(name, found.revision)
         served = ", ".join(self._seen.adapters) or "none"
         raise UnknownAdapter(
-            f"the model {self._channel.model.card.name!r} has no adapter {shown(name)}; it has: {served}"
+            f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
@@ -101,7 +101,7 @@ class Adapters:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._channel.model.fingerprint
+        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._connections.model.fingerprint
 
     async def _read_since(self, begin: float, deadline: Deadline) -> None:
         """Read what the server says now or has said since `begin`; tries until the deadline."""
@@ -111,7 +111,7 @@ class Adapters:
         try:
             async with deadline.limit(), self._reading:
                 for wait in delays():
-                    self._channel.check_open()
+                    self._connections.check_open()
                     if self._as_of >= begin and self._is_fresh:
                         return
                     try:
@@ -121,7 +121,7 @@ class Adapters:
                         seen = None
                     except TROUBLE as trouble:
                         seen = trouble
-                        self._channel.note(trouble)
+                        self._connections.note(trouble)
                     await asyncio.sleep(wait)
         except DeadlineExceeded:
             raise
@@ -129,18 +129,18 @@ class Adapters:
             if seen is None and doubt == _FORGETFUL:
                 raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
             # Who waited for another to read has seen no error.
-            if (why := seen or self._channel.trouble) is not None:
-                raise own(self._channel.explain(why)) from late
-            card = self._channel.model.card
+            if (why := seen or self._connections.trouble) is not None:
+                raise own(self._connections.explain(why)) from late
+            info = self._connections.model.info
             raise NoWorker(
-                f"within {deadline.seconds:g} s no worker has said which adapters {card.name!r} has: "
-                f"is one running? start it with `{card.start_command}`"
+                f"within {deadline.seconds:g} s no worker has said which adapters {info.name!r} has: "
+                f"is one running? start it with `{info.start_command}`"
             ) from late
 
     async def _read(self) -> str:
         """Read once; returns why what the server has is not to be used, "" when it is."""
         begin = self._loop.time()
-        fingerprint = self._channel.model.fingerprint
+        fingerprint = self._connections.model.fingerprint
         found = await self.registry.read()
         if found.owner != fingerprint:
             return _LOST
@@ -162,4 +162,4 @@ class Adapters:
             self._doubted = found.generation, now
         if found.generation < seen.generation and not found.generation.is_of_a_start:
             return False
-        return now - self._doubted[1] > self._channel.model.card.lease_s
+        return now - self._doubted[1] > self._connections.model.info.lease_s

@@ -12,13 +12,13 @@ from time import monotonic
 import numpy as np
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from lmpool.broker.connection import CommandLine, reply_timeout
+from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_memory
 from lmpool.errors import LMPoolError, ProducerClosed
-from lmpool.producer.client.requests import Flight, FlightTable
+from lmpool.producer.client.requests import PendingRequest, PendingRequests
 from lmpool.protocol.keys import Keys, ModelKeys
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import encoded_size
 from lmpool.rows.cache import Found, RowCache
 from lmpool.rows.cluster import rows_on
@@ -37,27 +37,27 @@ class Adopted:
     """The model that a session uses.
 
     Attributes:
-        card: as it was read last.
-        fingerprint: of the card.
+        info: as it was read last.
+        fingerprint: of the info.
         keys: the model's keys.
         reply: this client's reply stream.
         rows: where the model's rows are.
     """
 
-    card: ModelCard
+    info: ModelInfo
     fingerprint: str
     keys: ModelKeys
     reply: bytes
     rows: RowCache
 
 
-class Channel:
+class Connections:
     """Connections of one session.
 
     Args:
         server: the pool's Redis.
         keys: the deployment's key names.
-        flights: take the rows that are fetched.
+        requests: take the rows that are fetched.
 
     Attributes:
         line: connection for the scripts on the path of a request.
@@ -68,39 +68,39 @@ class Channel:
         trouble: why the server cannot be used at present, or None.
     """
 
-    def __init__(self, server: Server, keys: Keys, flights: FlightTable) -> None:
+    def __init__(self, server: Server, keys: Keys, requests: PendingRequests) -> None:
         self._server = server
         self._keys = keys
-        self._flights = flights
+        self._requests = requests
         self._client_id = secrets.token_hex(8)
         self.adopted: Adopted | None = None
         self.redis = server.client()
-        self.reader = CommandLine(server)
-        self.line = CommandLine(server)
+        self.reader = CommandConnection(server)
+        self.line = CommandConnection(server)
         self.closed = False
         self._memory: ServerMemory | None = None
         self._next_memory_look = 0.0
         self.trouble: LMPoolError | None = None
 
-    def adopt(self, card: ModelCard) -> None:
+    def adopt(self, info: ModelInfo) -> None:
         """Use a model, or the same one with other weights."""
         if self.adopted is not None:
             self.adopted.rows.close()
-        self.reader.reply_timeout_s = self.line.reply_timeout_s = reply_timeout(card.lease_s)
-        fingerprint, keys = card.fingerprint, self._keys.model(card.name)
-        self._flights.follow(fingerprint)
+        self.reader.reply_timeout_s = self.line.reply_timeout_s = reply_timeout(info.lease_s)
+        fingerprint, keys = info.fingerprint, self._keys.model(info.name)
+        self._requests.follow(fingerprint)
         self.line.key = self.reader.key = keys.jobs
-        rows = rows_on(self._server, self._keys, card)
-        self.adopted = Adopted(card, fingerprint, keys, keys.reply(self._client_id), rows)
-        self._flights.figures.model = card.name
+        rows = rows_on(self._server, self._keys, info)
+        self.adopted = Adopted(info, fingerprint, keys, keys.reply(self._client_id), rows)
+        self._requests.counters.model = info.name
 
-    def renew(self, card: ModelCard) -> None:
-        """Take over the card of the same weights: what it promises may have changed."""
-        self.adopted = replace(self.model, card=card)
+    def renew(self, info: ModelInfo) -> None:
+        """Take over the info of the same weights: what it promises may have changed."""
+        self.adopted = replace(self.model, info=info)
 
-    def own_line(self) -> CommandLine:
+    def own_line(self) -> CommandConnection:
         """One more connection to who has the model's keys; its user closes it."""
-        return CommandLine(self._server, self.model.keys.adapters)
+        return CommandConnection(self._server, self.model.keys.adapters)
 
     @property
     def model(self) -> Adopted:
@@ -114,18 +114,18 @@ class Channel:
         return self.adopted
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
-        """Look for rows in the cache and give what is found to the flights.
+        """Look for rows in the cache and give what is found to the requests.
 
         Raises:
             ServerError: the server cannot be used.
         """
         adopted, lengths, wanted = self.adopted, {}, []
         for digest in digests:
-            flight = self._flights.get(digest)
-            if flight is not None and not flight.is_touch:
+            request = self._requests.get(digest)
+            if request is not None and not request.is_touch:
                 wanted.append(digest)
-                if flight.prompt.length:
-                    lengths[digest] = flight.prompt.length
+                if request.prompt.length:
+                    lengths[digest] = request.prompt.length
         if not wanted or adopted is None:
             return
         rows = adopted.rows
@@ -133,10 +133,10 @@ class Channel:
         def deliver(digests: Sequence[bytes], found: Sequence[Found]) -> None:
             # What was fetched from the namespace of other weights must not land after the change.
             if self.model.rows is rows:
-                self._flights.deliver(digests, found)
+                self._requests.deliver(digests, found)
 
         fetched = await rows.get_many(wanted, deliver, lengths)
-        self._flights.figures.fetched_bytes += fetched
+        self._requests.counters.fetched_bytes += fetched
         self.trouble = None
 
     async def settle(self, digests: Sequence[bytes]) -> None:
@@ -146,37 +146,37 @@ class Channel:
             ServerError: the server cannot be used.
         """
         for digest in digests:
-            flight = self._flights.get(digest)
-            if flight is not None and flight.is_touch:
-                self._flights.land(flight, _NO_ROW)
+            request = self._requests.get(digest)
+            if request is not None and request.is_touch:
+                self._requests.land(request, _NO_ROW)
         await self.fetch(digests)
 
-    async def upload(self, flights: Sequence[Flight]) -> bool:
-        """Store the weights of those flights that have some and are still under way; returns whether there were any.
+    async def upload(self, requests: Sequence[PendingRequest]) -> bool:
+        """Store the weights of those requests that have some and are still under way; returns whether there were any.
 
         Raises:
             ServerError: the server cannot be used, or refuses.
         """
-        loaded = [flight.weights for flight in flights if flight.weights is not None and flight.waiters]
+        loaded = [request.weights for request in requests if request.weights is not None and request.waiters]
         if not loaded or self.adopted is None:
             return False
         refused = await self.adopted.rows.put_weights(loaded)
         if refused:
             raise self._server.explain(ResponseError(next(iter(refused.values()))))
-        for flight in flights:
-            flight.weights = None
+        for request in requests:
+            request.weights = None
         return True
 
-    def spent(self, flights: Sequence[Flight]) -> list[bytes]:
-        """The keys that nobody needs once these flights have ended: private answers, and weights; told once."""
+    def spent(self, requests: Sequence[PendingRequest]) -> list[bytes]:
+        """The keys that nobody needs once these requests have ended: private answers, and weights; told once."""
         keys: list[bytes] = []
-        for flight in flights:
-            if flight.is_private:
-                keys += self.model.rows.keys_of([flight.prompt.digest])
-                flight.is_private = False
-            if flight.weights_name:
-                keys += self.model.rows.keys_of_weights([flight.weights_name])
-                flight.weights_name = b""
+        for request in requests:
+            if request.is_private:
+                keys += self.model.rows.keys_of([request.prompt.digest])
+                request.is_private = False
+            if request.weights_name:
+                keys += self.model.rows.keys_of_weights([request.weights_name])
+                request.weights_name = b""
         return keys
 
     async def unlink(self, keys: Sequence[bytes]) -> None:
@@ -195,16 +195,16 @@ class Channel:
 
     def full(self) -> str:
         """What to say when the queue has no room for a prompt."""
-        card = self.model.card
+        info = self.model.info
         return (
-            f"the queue of {card.name!r} is at its limit of {card.queue_limit} prompts; "
+            f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; "
             "ask for less at once, add workers, or raise the workers' --queue-limit"
         )
 
-    def note_lost(self, flights: Iterable[Flight]) -> bool:
+    def note_lost(self, requests: Iterable[PendingRequest]) -> bool:
         """Remember that jobs had ended and their rows were gone; returns whether to look at the server's memory."""
-        lost = [one for one in flights if not one.damaged and self._flights.is_open(one)]
-        self._flights.count_lost(lost)
+        lost = [one for one in requests if not one.damaged and self._requests.is_open(one)]
+        self._requests.count_lost(lost)
         if not lost or (now := monotonic()) < self._next_memory_look:
             return False
         self._next_memory_look = now + _MEMORY_LOOK_S
@@ -217,9 +217,9 @@ class Channel:
             if self._memory is None:
                 self._next_memory_look = inf  # This user is not told.
 
-    def lost(self, flight: Flight) -> str:
+    def lost(self, request: PendingRequest) -> str:
         """What to say of a row that was gone before it could be fetched, as evicted ones are; "" when it was not."""
-        times = self._flights.times_lost(flight)
+        times = self._requests.times_lost(request)
         if not times:
             return ""
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
@@ -228,9 +228,9 @@ class Channel:
             why = "was it started anew, or does somebody drop rows?"
             return f"{gone}, although {but} ({self._memory}): {why}"
         memory = f" ({self._memory})" if self._memory is not None else ""
-        card = self.model.card
-        size = encoded_size(card.vocab_size, card.row_encoding) / 1e6
-        rows = "" if card.is_trie else f" A row takes {size:.3g} MB, and {len(self._flights)} are under way here."
+        info = self.model.info
+        size = encoded_size(info.vocab_size, info.row_encoding) / 1e6
+        rows = "" if info.is_trie else f" A row takes {size:.3g} MB, and {len(self._requests)} are under way here."
         return (
             f"{gone}: most likely evicted, for the server's memory is full{memory}.{rows} Raise maxmemory, have fewer "
             "rows under way at once, or serve rows of a smaller dtype"

@@ -15,10 +15,10 @@ from redis.exceptions import NoPermissionError
 from lmpool.broker.readers import Alive, QueueState, read_alive, read_hashes, read_queue, read_texts
 from lmpool.broker.registries import look_up, register
 from lmpool.errors import AmbiguousModel, DeadlineExceeded, NoWorker, ProtocolError, UnknownModel, UnknownVocabulary
-from lmpool.producer.client.connections import TROUBLE, Channel
+from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import MAX_CARD_BYTES, TRIE_SERVICE, ModelCard
+from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
@@ -37,7 +37,7 @@ class WorkerInfo(NamedTuple):
     fields: Mapping[str, str]
 
 
-class Lobby:
+class Discovery:
     """Looks around in one pool.
 
     Args:
@@ -50,55 +50,55 @@ class Lobby:
         self._keys = keys
         self._told: set[str] = set()
 
-    async def cards(self) -> dict[str, ModelCard]:
-        """The cards of all models that are served, by name; those that cannot be read are left out."""
-        return (await self._read_cards())[0]
+    async def infos(self) -> dict[str, ModelInfo]:
+        """The infos of all models that are served, by name; those that cannot be read are left out."""
+        return (await self._read_infos())[0]
 
-    async def card(self, name: str | None) -> ModelCard:
-        """The card of one model; None means the only one there is.
+    async def info(self, name: str | None) -> ModelInfo:
+        """The info of one model; None means the only one there is.
 
         Raises:
             UnknownModel: no such model, or none at all.
             AmbiguousModel: `name` is None and there are several.
-            ProtocolError: the card of that model, or every card there is, cannot be read.
+            ProtocolError: the info of that model, or every info there is, cannot be read.
         """
-        if name is not None and (card := await self.find(name)) is not None:
-            return card
-        cards, unreadable = await self._read_cards()
-        if name is None and unreadable and not cards:
+        if name is not None and (info := await self.find(name)) is not None:
+            return info
+        infos, unreadable = await self._read_infos()
+        if name is None and unreadable and not infos:
             raise _unreadable(*next(iter(unreadable.items())))
-        if name == TRIE_SERVICE and name not in cards:
+        if name == TRIE_SERVICE and name not in infos:
             raise UnknownModel(
                 "no trie worker serves: start one with `lmpool trie-worker`, or pass local=True "
                 "(calls with prompt= are answered by a model's workers too, if they run with --with-trie)"
             )
         if name != TRIE_SERVICE:
-            cards.pop(TRIE_SERVICE, None)
-        served = ", ".join(cards) or "none"
-        if not cards:
+            infos.pop(TRIE_SERVICE, None)
+        served = ", ".join(infos) or "none"
+        if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
         if name is None:
-            # The card of a model whose workers were killed may still be there.
-            live = [card for card in cards.values() if await self._is_served(card.name)] if len(cards) > 1 else []
-            if len(cards) > 1 and len(live) != 1:
+            # The info of a model whose workers were killed may still be there.
+            live = [info for info in infos.values() if await self._is_served(info.name)] if len(infos) > 1 else []
+            if len(infos) > 1 and len(live) != 1:
                 raise AmbiguousModel(f"several models are served, name one of them: {served}")
-            return live[0] if live else next(iter(cards.values()))
-        if name not in cards:
+            return live[0] if live else next(iter(infos.values()))
+        if name not in infos:
             otherwise = f"served are: {served}; start a worker with `lmpool worker MODEL --name {name}`"
             raise await self._unknown(name, f"the model {name!r} is not served; ", otherwise)
-        return cards[name]
+        return infos[name]
 
-    async def find(self, name: str) -> ModelCard | None:
-        """The card of one model; None when there is none.
+    async def find(self, name: str) -> ModelInfo | None:
+        """The info of one model; None when there is none.
 
         Raises:
             ProtocolError: it cannot be read.
         """
-        cards, unreadable = await self._read_cards([name])
+        infos, unreadable = await self._read_infos([name])
         if name in unreadable:
             raise _unreadable(name, unreadable[name])
-        return cards.get(name)
+        return infos.get(name)
 
     async def _is_served(self, model: str) -> bool:
         """Whether a model has live workers; one that this user may not ask has none for it."""
@@ -136,26 +136,26 @@ class Lobby:
             pass  # The rights of a user may end at its own models.
         return found
 
-    async def _read_cards(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelCard], dict[str, ProtocolError]]:
-        """The cards by name, and why others cannot be read: one bad card must not take down every other model.
+    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, ProtocolError]]:
+        """The infos by name, and why others cannot be read: one bad info must not take down every other model.
 
         Args:
             names: of these models alone; none for all.
         """
-        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES, fields=names)
-        cards: dict[str, ModelCard] = {}
+        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES, fields=names)
+        infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, ProtocolError] = {}
         for key, data in sorted(found.items()):
             name = key.decode(errors="backslashreplace")
             try:
-                cards[name] = _read_card(name, data)
+                infos[name] = _read_info(name, data)
             except ProtocolError as error:
                 unreadable[name] = error
                 # Once: clients look every second.
                 if len(self._told) < _MOST_TOLD and name not in self._told:
                     self._told.add(name)
-                    _log.warning("the card of the model %r is left out: %s", name, error)
-        return cards, unreadable
+                    _log.warning("the info of the model %r is left out: %s", name, error)
+        return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
         """How many workers serve a model and load it: a look that costs the same however many there are."""
@@ -199,31 +199,31 @@ class Lobby:
         return await read_queue(self._redis, self._keys.model(model))
 
 
-def _read_card(name: str, data: bytes | int) -> ModelCard:
+def _read_info(name: str, data: bytes | int) -> ModelInfo:
     if isinstance(data, int):
-        raise ProtocolError(f"a model card of {data} bytes is over the limit of {MAX_CARD_BYTES}")
-    card = ModelCard.unpack(data)
-    if card.name != name:
+        raise ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
+    info = ModelInfo.unpack(data)
+    if info.name != name:
         # Its queue would be that of another model.
-        raise ProtocolError(f"it is that of {shown(card.name)}")
-    return card
+        raise ProtocolError(f"it is that of {shown(info.name)}")
+    return info
 
 
 def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
-    return ProtocolError(f"the card of the model {name!r} cannot be read: {error}")
+    return ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
 
 
-class Crew:
+class Liveness:
     """Who serves the model, as far as the client has seen.
 
     Args:
-        channel: the client's connections.
-        lobby: tells who lives.
+        connections: the client's connections.
+        discovery: tells who lives.
     """
 
-    def __init__(self, channel: Channel, lobby: Lobby) -> None:
-        self._channel = channel
-        self._lobby = lobby
+    def __init__(self, connections: Connections, discovery: Discovery) -> None:
+        self._connections = connections
+        self._discovery = discovery
         self._count = 0
         self._is_loading = False
         self._missing_since: float | None = None
@@ -235,7 +235,7 @@ class Crew:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        self._count = (await self._lobby.alive(model)).serving
+        self._count = (await self._discovery.alive(model)).serving
 
     def rest(self) -> None:
         """They are not looked for now: nobody waits, or nobody can be seen."""
@@ -254,49 +254,49 @@ class Crew:
         Raises:
             RedisError, OSError: the server cannot be used.
         """
-        card = self._channel.model.card
+        info = self._connections.model.info
         gap, self._looked_at = now - self._looked_at, now
-        alive = await self._lobby.alive(card.name)
+        alive = await self._discovery.alive(info.name)
         self._count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self._count or self._is_loading:
             self._missing_since = None
             return None
         # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
-        await self._channel.check_writes(card.name)
-        if self._missing_since is None or gap > max(card.lease_s, _LEAST_GAP_S):
+        await self._connections.check_writes(info.name)
+        if self._missing_since is None or gap > max(info.lease_s, _LEAST_GAP_S):
             self._missing_since = now
-        elif now - self._missing_since >= max(card.lease_s, _RESTART_S):
+        elif now - self._missing_since >= max(info.lease_s, _RESTART_S):
             seconds = now - self._missing_since
             return NoWorker(
-                f"no live worker has served {card.name!r} for {seconds:.0f} s: start one with `{card.start_command}`"
+                f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
             )
         return None
 
     def late(self, what: str) -> DeadlineExceeded:
         """The end of a request whose deadline has passed; `what` says of what it has waited for."""
-        card = self._channel.model.card
+        info = self._connections.model.info
         if self._count:
             return DeadlineExceeded(
-                f"{what}: {self._count} live worker(s) serve {card.name!r} and have not answered yet; "
+                f"{what}: {self._count} live worker(s) serve {info.name!r} and have not answered yet; "
                 "allow more time (timeout=), ask for less at once, or add workers"
             )
         if self._is_loading:
             return NoWorker(
-                f"{what}: a worker is loading {card.name!r}, none serves it yet; allow more time (timeout=)"
+                f"{what}: a worker is loading {info.name!r}, none serves it yet; allow more time (timeout=)"
             )
-        return NoWorker(f"{what}: no live worker serves {card.name!r}; start one with `{card.start_command}`")
+        return NoWorker(f"{what}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 
 class Vocabularies:
     """Reads and registers for one session.
 
     Args:
-        channel: the connections, and the model.
+        connections: the connections, and the model.
         keys: the deployment's key names.
     """
 
-    def __init__(self, channel: Channel, keys: Keys) -> None:
-        self._channel = channel
+    def __init__(self, connections: Connections, keys: Keys) -> None:
+        self._connections = connections
         self._keys = keys
         self._sending = asyncio.Lock()
         self._sent: dict[str, float] = {}
@@ -308,17 +308,17 @@ class Vocabularies:
             UnknownVocabulary: its workers publish none.
             ServerError, DeadlineExceeded: the server cannot be used, or not in time.
         """
-        card = self._channel.model.card
-        if not card.vocabulary:
+        info = self._connections.model.info
+        if not info.vocabulary:
             raise UnknownVocabulary(
-                f"the model {card.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "
+                f"the model {info.name!r} publishes no vocabulary, for its workers found no tokenizer that tells "
                 "the bytes of its tokens: pass the byte strings yourself"
             )
         try:
             async with deadline.limit():
-                return await look_up(self._channel.redis, self._keys, card.vocabulary)
+                return await look_up(self._connections.redis, self._keys, info.vocabulary)
         except TROUBLE as error:
-            raise self._channel.explain(error) from error
+            raise self._connections.explain(error) from error
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Have the pool know a vocabulary that a worker has just said it does not know.
@@ -334,7 +334,7 @@ class Vocabularies:
             async with deadline.limit(), self._sending:
                 if self._sent.get(vocabulary.digest, since) <= since:
                     # Whatever the pool has under its name, the worker could not read it.
-                    await register(self._channel.redis, self._keys, vocabulary, anew=True)
+                    await register(self._connections.redis, self._keys, vocabulary, anew=True)
                     self._sent[vocabulary.digest] = time()
         except TROUBLE as error:
-            raise self._channel.explain(error) from error
+            raise self._connections.explain(error) from error

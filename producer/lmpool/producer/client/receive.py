@@ -12,9 +12,9 @@ from lmpool import errors
 from lmpool.aio import Tasks, delays
 from lmpool.broker.readers import stream_entries
 from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError, WorkerError
-from lmpool.producer.client.connections import TROUBLE, Channel
-from lmpool.producer.client.requests import Flight, FlightTable, Stage
-from lmpool.producer.client.submit import Outbox
+from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
+from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import decode_alike, decode_entries, entry_ranges
@@ -48,12 +48,12 @@ class EntryReader:
     """Reads entries for one session; what is asked for in one tick of the event loop is read together.
 
     Args:
-        channel: the connections.
+        connections: the connections.
         tasks: where background work runs.
     """
 
-    def __init__(self, channel: Channel, tasks: Tasks) -> None:
-        self._channel = channel
+    def __init__(self, connections: Connections, tasks: Tasks) -> None:
+        self._connections = connections
         self._tasks = tasks
         self._asked: list[tuple[WantedEntries, asyncio.Future[Found]]] = []
         self._until = math.inf
@@ -89,21 +89,21 @@ class EntryReader:
             _settle(asked, found)
 
     async def _read(self, wanted: list[WantedEntries]) -> list[Found]:
-        channel = self._channel
+        connections = self._connections
         # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
-        card = channel.model.card
-        encoding = card.row_encoding
+        info = connections.model.info
+        encoding = info.row_encoding
         ranges = [entry_ranges(one.ids, encoding) for one in wanted]
         try:
-            replies = await channel.model.rows.entries([one.digest for one in wanted], encoding, ranges)
+            replies = await connections.model.rows.entries([one.digest for one in wanted], encoding, ranges)
         except TROUBLE as error:
-            channel.note(error)
+            connections.note(error)
             return [None] * len(wanted)
         sizes = {len(one.ids) for one in wanted}
-        if len(sizes) == 1 and (found := decode_alike(replies, card.vocab_size, sizes.pop())) is not None:
+        if len(sizes) == 1 and (found := decode_alike(replies, info.vocab_size, sizes.pop())) is not None:
             return list(found)
         pairs = zip(replies, wanted, strict=True)
-        return [None if data is None else _decode(data, one, card.vocab_size) for data, one in pairs]
+        return [None if data is None else _decode(data, one, info.vocab_size) for data, one in pairs]
 
 
 def _parts(
@@ -142,39 +142,43 @@ _LONGEST_ID = len("9999999999999-18446744073709551615")
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
 
 
-class Inbox:
+class Receiver:
     """Receives for one session.
 
     Args:
-        channel: the connections.
-        flights: all flights of the session.
-        outbox: where a row that was announced and is gone is asked for again.
+        connections: the connections.
+        requests: all flights of the session.
+        submitter: where a row that was announced and is gone is asked for again.
         on_other_model: called when the model turns out to have changed.
     """
 
     def __init__(
-        self, channel: Channel, flights: FlightTable, outbox: Outbox, on_other_model: Callable[[], None]
+        self,
+        connections: Connections,
+        requests: PendingRequests,
+        submitter: Submitter,
+        on_other_model: Callable[[], None],
     ) -> None:
-        self._channel = channel
-        self._flights = flights
-        self._outbox = outbox
+        self._connections = connections
+        self._requests = requests
+        self._submitter = submitter
         self._on_other_model = on_other_model
         self._arrived: list[bytes] = []
         self._has_arrived = asyncio.Event()
 
     async def read(self) -> None:
         """The one reader of this client's reply stream; never returns."""
-        channel = self._channel
+        connections = self._connections
         last, distrusted = b"0-0", False
         waits = delays()
         while True:
             try:
-                entries = stream_entries(await channel.reader.call(*_XREAD, channel.model.reply, last))
+                entries = stream_entries(await connections.reader.call(*_XREAD, connections.model.reply, last))
             except TROUBLE as error:
-                channel.note(error)
+                connections.note(error)
                 is_odd = isinstance(error, ProtocolError)
                 if is_odd:
-                    channel.reader.hang_up(error)
+                    connections.reader.hang_up(error)
                 # Bytes that were lost on the way do that too, but not twice in a row.
                 if (is_odd and distrusted) or "WRONGTYPE" in str(error):
                     last = await self._start_over()
@@ -197,7 +201,7 @@ class Inbox:
 
         Looking does not tell of touches, which are submitted again after a while.
         """
-        self._announce([one.prompt.digest for one in self._flights if one.is_away and not one.is_touch])
+        self._announce([one.prompt.digest for one in self._requests if one.is_away and not one.is_touch])
 
     async def _start_over(self) -> bytes:
         """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
@@ -205,11 +209,11 @@ class Inbox:
         There may be something too large to be read, something else than a stream, or an entry with an id that no clock
         has come to, behind which the server can add nothing, or nothing that would be seen.
         """
-        _log.warning("what is at %r cannot be followed: it is dropped", self._channel.model.reply)
+        _log.warning("what is at %r cannot be followed: it is dropped", self._connections.model.reply)
         try:
-            await self._channel.redis.unlink(self._channel.model.reply)
+            await self._connections.redis.unlink(self._connections.model.reply)
         except TROUBLE as error:
-            self._channel.note(error)
+            self._connections.note(error)
         return b"0-0"
 
     async def collect(self) -> None:
@@ -219,15 +223,15 @@ class Inbox:
             digests, self._arrived = self._arrived, []
             self._has_arrived.clear()
             try:
-                announced = [flight for digest in digests if (flight := self._flights.get(digest)) is not None]
-                await self._channel.settle(digests)
+                announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
+                await self._connections.settle(digests)
                 # Not those that have begun meanwhile: they look for themselves.
-                lost = [flight for flight in announced if flight.is_away and self._flights.is_open(flight)]
+                lost = [request for request in announced if request.is_away and self._requests.is_open(request)]
                 if lost:
                     # Announced, but evicted or damaged since: a row is a pure function, so ask again.
-                    await self._outbox.submit(lost, again=True)
+                    await self._submitter.submit(lost, again=True)
             except TROUBLE as error:
-                self._channel.note(error)
+                self._connections.note(error)
 
     def _announce(self, digests: list[bytes]) -> None:
         self._arrived += digests
@@ -238,28 +242,28 @@ class Inbox:
         digests = fields.get(b"d", b"")
         failure = fields.get(b"e")
         parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
-        flights = [flight for part in parts if (flight := self._flights.get(part)) is not None]
+        requests = [request for part in parts if (request := self._requests.get(part)) is not None]
         if failure is not None:
-            for flight in flights:
-                self._on_failure(flight, failure)
+            for request in requests:
+                self._on_failure(request, failure)
             return
-        if fields.get(b"f") == self._channel.model.fingerprint.encode():
-            self._announce([flight.prompt.digest for flight in flights])
-        elif flights:
-            for flight in flights:
-                flight.stage = Stage.UNSENT  # Their jobs are done, for other weights.
+        if fields.get(b"f") == self._connections.model.fingerprint.encode():
+            self._announce([request.prompt.digest for request in requests])
+        elif requests:
+            for request in requests:
+                request.stage = Stage.UNSENT  # Their jobs are done, for other weights.
             self._on_other_model()
 
-    def _on_failure(self, flight: Flight, packed: bytes) -> None:
+    def _on_failure(self, request: PendingRequest, packed: bytes) -> None:
         try:
             failure = unpack_failure(packed)
         except ProtocolError as error:
             failure = Failure(WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
         if failure.kind == ModelMismatch.__name__:
-            flight.stage = Stage.UNSENT
+            request.stage = Stage.UNSENT
             self._on_other_model()
             return
-        self._flights.land(flight, _exception(failure.kind, failure.text))
+        self._requests.land(request, _exception(failure.kind, failure.text))
 
 
 def _exception(kind: str, text: str) -> LMPoolError:

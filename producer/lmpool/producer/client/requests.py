@@ -112,7 +112,7 @@ OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
 
 
-class Figures:
+class Counters:
     """Numbers of one producer. Its event loop counts them up, anybody reads them.
 
     Args:
@@ -125,7 +125,7 @@ class Figures:
         cache: as above.
         seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
         failures: name of the exception, or "cancelled" -> requests.
-        fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's card names.
+        fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's info names.
     """
 
     def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
@@ -167,11 +167,11 @@ _MOST_AWAY_BYTES = 64 * 1024 * 1024
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
-"""Called once, with the row or with an exception of its own; never after it was taken off its flight."""
+"""Called once, with the row or with an exception of its own; never after it was taken off its request."""
 
 
 class Stage(Enum):
-    """How far a flight has come."""
+    """How far a request has come."""
 
     UNSENT = auto()
     SENDING = auto()
@@ -180,17 +180,17 @@ class Stage(Enum):
 
 
 _UNSENT = Stage.UNSENT
-"""To look a member up in its class costs as much as the rest of a new flight."""
+"""To look a member up in its class costs as much as the rest of a new request."""
 
 
-class Flight:
+class PendingRequest:
     """One prompt that this process waits for.
 
     Attributes:
         prompt: ids and digest.
         waiters: who waits for it here.
         began: since when the first of them does, by `monotonic`.
-        joined: since when the others do; None for none. (One list less for each flight: the garbage collector counts.)
+        joined: since when the others do; None for none. (One list less for each request: the garbage collector counts.)
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         until: loop time at which the most patient waiter gives up.
@@ -240,48 +240,48 @@ class Flight:
         self.origin: str | None = None
 
 
-class FlightTable:
+class PendingRequests:
     """All flights of one session, by digest.
 
     Args:
         cache: the producer's own rows; what lands is added.
         stats: the producer's counters.
-        figures: count how requests end.
+        counters: count how requests end.
 
     Attributes:
-        figures: as above.
-        on_end: called whenever a flight has ended; None for nobody.
+        counters: as above.
+        on_end: called whenever a request has ended; None for nobody.
     """
 
-    def __init__(self, cache: RowLRU, stats: ProducerStats, figures: Figures | None = None) -> None:
-        self._flights: dict[bytes, Flight] = {}
+    def __init__(self, cache: RowLRU, stats: ProducerStats, counters: Counters | None = None) -> None:
+        self._requests: dict[bytes, PendingRequest] = {}
         self._cache = cache
         self._stats = stats
         # Flights that the server has, and the bytes of their prompts.
         self._away = self._away_bytes = 0
-        # How often a row was to be there and was not: of those flights alone, for there are hardly ever any.
+        # How often a row was to be there and was not: of those requests alone, for there are hardly ever any.
         self._lost: dict[bytes, int] = {}
         self.on_end: Callable[[], None] | None = None
-        self.figures = figures or Figures(stats, cache)
+        self.counters = counters or Counters(stats, cache)
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(list(self._flights.values()))
+    def __iter__(self) -> Iterator[PendingRequest]:
+        return iter(list(self._requests.values()))
 
-    def get(self, digest: bytes) -> Flight | None:
-        """The flight of a prompt, if it is under way."""
-        return self._flights.get(digest)
+    def get(self, digest: bytes) -> PendingRequest | None:
+        """The request of a prompt, if it is under way."""
+        return self._requests.get(digest)
 
-    def is_open(self, flight: Flight) -> bool:
-        """Whether a flight is still under way."""
-        return self._flights.get(flight.prompt.digest) is flight
+    def is_open(self, request: PendingRequest) -> bool:
+        """Whether a request is still under way."""
+        return self._requests.get(request.prompt.digest) is request
 
     def board(
         self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, touch: bool = False
-    ) -> tuple[Flight, bool]:
-        """Let a waiter wait for a prompt; returns its flight, and whether that is a new one.
+    ) -> tuple[PendingRequest, bool]:
+        """Let a waiter wait for a prompt; returns its request, and whether that is a new one.
 
         Args:
             prompt: what is asked.
@@ -289,131 +289,131 @@ class FlightTable:
             until: loop time at which the waiter gives up.
             touch: the waiter does not want the row, just that it be in the cache.
         """
-        flight = self._flights.get(prompt.digest)
-        is_new = flight is None
-        if flight is None:
-            flight = self._flights[prompt.digest] = Flight(prompt)
-            flight.is_touch = touch
+        request = self._requests.get(prompt.digest)
+        is_new = request is None
+        if request is None:
+            request = self._requests[prompt.digest] = PendingRequest(prompt)
+            request.is_touch = touch
         else:
-            if flight.joined is None:
-                flight.joined = []
-            flight.joined.append(monotonic())
-            flight.is_touch = flight.is_touch and touch
-        if until > flight.until:
-            flight.until = until
-        flight.waiters.append(waiter)
-        return flight, is_new
+            if request.joined is None:
+                request.joined = []
+            request.joined.append(monotonic())
+            request.is_touch = request.is_touch and touch
+        if until > request.until:
+            request.until = until
+        request.waiters.append(waiter)
+        return request, is_new
 
-    def send(self, unsent: deque[Flight]) -> list[Flight]:
-        """Take flights to be sent, those that are waited for, as far as the server is to have so many at once.
+    def send(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
+        """Take requests to be sent, those that are waited for, as far as the server is to have so many at once.
 
         Args:
-            unsent: in their order; what is taken is removed. A flight counts as one that the server has until it ends.
+            unsent: in their order; what is taken is removed. A request counts as one that the server has until it ends.
         """
         taken = []
         while unsent and self._away < _MOST_AWAY and self._away_bytes < _MOST_AWAY_BYTES:
-            flight = unsent.popleft()
-            if flight.waiters:
-                taken.append(flight)
-                if not flight.is_away:
-                    flight.is_away = True
+            request = unsent.popleft()
+            if request.waiters:
+                taken.append(request)
+                if not request.is_away:
+                    request.is_away = True
                     self._away += 1
-                    self._away_bytes += len(flight.prompt.ids)
+                    self._away_bytes += len(request.prompt.ids)
         return taken
 
-    def _end(self, flight: Flight) -> None:
-        self._take_off(flight)
+    def _end(self, request: PendingRequest) -> None:
+        self._take_off(request)
         if self.on_end is not None:
             self.on_end()
 
-    def _take_off(self, flight: Flight) -> None:
-        prompt = flight.prompt
-        del self._flights[prompt.digest]
+    def _take_off(self, request: PendingRequest) -> None:
+        prompt = request.prompt
+        del self._requests[prompt.digest]
         if self._lost:
             self._lost.pop(prompt.digest, None)
-        if flight.is_away:
-            flight.is_away = False
+        if request.is_away:
+            request.is_away = False
             self._away -= 1
             self._away_bytes -= len(prompt.ids)
 
-    def count_lost(self, flights: Iterable[Flight]) -> None:
+    def count_lost(self, requests: Iterable[PendingRequest]) -> None:
         """Count that jobs had ended, and their rows were gone before they could be fetched."""
-        for flight in flights:
-            digest = flight.prompt.digest
+        for request in requests:
+            digest = request.prompt.digest
             self._lost[digest] = self._lost.get(digest, 0) + 1
 
-    def times_lost(self, flight: Flight) -> int:
-        """How often that has happened to a flight under way."""
-        return self._lost.get(flight.prompt.digest, 0)
+    def times_lost(self, request: PendingRequest) -> int:
+        """How often that has happened to a request under way."""
+        return self._lost.get(request.prompt.digest, 0)
 
-    def leave(self, flight: Flight, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Take a waiter off its flight; True when that ended the flight, for nobody else waits here."""
-        at = flight.waiters.index(waiter)
-        del flight.waiters[at]
-        began = flight.joined.pop(at - 1) if at and flight.joined else flight.began
-        if not at and flight.joined:
-            flight.began = flight.joined.pop(0)
-        self.figures.failed(why, began)
+    def leave(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
+        """Take a waiter off its request; True when that ended the request, for nobody else waits here."""
+        at = request.waiters.index(waiter)
+        del request.waiters[at]
+        began = request.joined.pop(at - 1) if at and request.joined else request.began
+        if not at and request.joined:
+            request.began = request.joined.pop(0)
+        self.counters.failed(why, began)
         self._stats.failed += 1
-        if flight.waiters or not self.is_open(flight):
+        if request.waiters or not self.is_open(request):
             return False
-        self._end(flight)
+        self._end(request)
         return True
 
     def deliver(self, digests: Sequence[bytes], found: Sequence[Found]) -> None:
         """Take what the cache holds for some prompts."""
         now, ended = monotonic(), 0
         for digest, row in zip(digests, found, strict=True):
-            flight = self._flights.get(digest)
-            if row is None or flight is None:
+            request = self._requests.get(digest)
+            if row is None or request is None:
                 continue
             if isinstance(row, CorruptRow):
-                flight.damaged = True
-                if flight.overwrites >= _MOST_OVERWRITES:
-                    self.land(flight, row)
+                request.damaged = True
+                if request.overwrites >= _MOST_OVERWRITES:
+                    self.land(request, row)
                 continue
-            if not flight.prompt.ask:
+            if not request.prompt.ask:
                 self._cache.put(digest, row)
-            self._take_off(flight)
-            self._answer(flight, row, now)
+            self._take_off(request)
+            self._answer(request, row, now)
             ended += 1
         if ended and self.on_end is not None:
             self.on_end()
 
-    def land(self, flight: Flight, answer: Answer) -> None:
-        """End a flight and tell its waiters; a newer flight of the same prompt goes on."""
-        if self.is_open(flight):
-            self._end(flight)
-        if flight.waiters:
-            self._tell(flight, answer)
+    def land(self, request: PendingRequest, answer: Answer) -> None:
+        """End a request and tell its waiters; a newer request of the same prompt goes on."""
+        if self.is_open(request):
+            self._end(request)
+        if request.waiters:
+            self._tell(request, answer)
 
-    def _tell(self, flight: Flight, answer: Answer) -> None:
+    def _tell(self, request: PendingRequest, answer: Answer) -> None:
         if not isinstance(answer, Exception):
-            self._answer(flight, answer, monotonic())
+            self._answer(request, answer, monotonic())
             return
-        waiters, flight.waiters = flight.waiters, []
+        waiters, request.waiters = request.waiters, []
         self._stats.failed += len(waiters)
-        for since in (flight.began, *(flight.joined or ())):
-            self.figures.failed(type(answer).__name__, since)
+        for since in (request.began, *(request.joined or ())):
+            self.counters.failed(type(answer).__name__, since)
         for waiter in waiters:
             waiter(own(answer))
 
-    def _answer(self, flight: Flight, row: Row, now: float) -> None:
-        waiters, flight.waiters = flight.waiters, []
+    def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
+        waiters, request.waiters = request.waiters, []
         # What no script has told of was found by looking.
-        origin = flight.origin = flight.origin or "cache_hits"
+        origin = request.origin = request.origin or "cache_hits"
         self._stats.add(origin)
         self._stats.joined += len(waiters) - 1
-        self.figures.landed(origin, flight.began, flight.joined, now)
+        self.counters.landed(origin, request.began, request.joined, now)
         for waiter in waiters:
             waiter(row)
 
     def follow(self, fingerprint: str) -> None:
-        """Ask for the rows of this model: rows of another are forgotten, and flights begin anew."""
+        """Ask for the rows of this model: rows of another are forgotten, and requests begin anew."""
         self._cache.belong_to(fingerprint)
-        for flight in self._flights.values():
-            flight.stage = Stage.UNSENT
-            flight.origin = None
+        for request in self._requests.values():
+            request.stage = Stage.UNSENT
+            request.origin = None
 
 
 _SLOTS_PER_S = 100
@@ -428,14 +428,14 @@ class SingleWaiter:
 
     Attributes:
         future: has the row.
-        flight: what it waits for.
+        request: what it waits for.
         seconds: as above.
         slot: which of the `Deadlines` it is in.
     """
 
-    __slots__ = ("flight", "future", "seconds", "slot")
+    __slots__ = ("future", "request", "seconds", "slot")
 
-    flight: Flight
+    request: PendingRequest
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self.future: asyncio.Future[Row] = loop.create_future()

@@ -85,7 +85,7 @@ class _Attempt:
         return DeadlineExceeded(str(error)) if self.server is None else self.server.explain(error)
 
 
-class SessionSlot:
+class SessionPerLoop:
     """Holds a session for each event loop that asks.
 
     Args:

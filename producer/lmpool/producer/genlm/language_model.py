@@ -24,7 +24,7 @@ from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
 from lmpool.producer.genlm.llm_opts import LEAST_TIMEOUT_S, check_known, command_options, split
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import not_token_ids
 from lmpool.settings import shown
 from lmpool.vocabulary import decode_vocab
@@ -90,7 +90,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     Args:
         address: which model, and where.
-        tokenizer: the model's; None for the one that the model's card names.
+        tokenizer: the model's; None for the one that the model's info names.
         owned: what is closed with it.
 
     Attributes:
@@ -113,10 +113,10 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         connection = Connection(address, owned)
         try:
             # Connects, so that a wrong name fails here and not in the middle of somebody's inference.
-            card = connection.sync.model
+            info = connection.sync.model
             # Under its name from now on: others may be served by the time it is pickled or connects again.
-            named = replace(address, model=card.name)
-            self._take(named, connection, _tokenizer_of(card) if tokenizer is None else tokenizer)
+            named = replace(address, model=info.name)
+            self._take(named, connection, _tokenizer_of(info) if tokenizer is None else tokenizer)
         except BaseException:
             connection.close()
             raise
@@ -154,7 +154,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             cache_bytes: bytes of rows that are kept for coroutines of one thread, and as much again for synchronous
                 calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
-            tokenizer: the model's; None for the one that the model's card names.
+            tokenizer: the model's; None for the one that the model's info names.
             when_absent: what connecting and asking do while no worker serves the model: "wait" until `timeout` has
                 passed (without one: for a minute), or "raise" (see `Producer`).
 
@@ -184,8 +184,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self._timeout = seconds
 
     @property
-    def card(self) -> ModelCard:
-        """The model's card: V (`vocab_size`), limits, adapters."""
+    def info(self) -> ModelInfo:
+        """The model's info: V (`vocab_size`), limits, adapters."""
         return self._connection.sync.model
 
     async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
@@ -383,8 +383,8 @@ def _adapter(lora_name: str | None) -> str:
     return "" if lora_name is None else lora_name
 
 
-def _tokenizer_of(card: ModelCard) -> Any:
-    return load_tokenizer(card, option="tokenizer", otherwise="pass tokenizer=")
+def _tokenizer_of(info: ModelInfo) -> Any:
+    return load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
 
 
 _BACKENDS = {

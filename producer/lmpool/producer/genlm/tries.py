@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import shared
+from lmpool.aio import join_task
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.producer.genlm.numbering import number, refuse_duplicates, renumbered, spans_of, spell
 from lmpool.settings import check_choice, shown
@@ -466,7 +466,7 @@ class AsyncTokenCharacterTrie:
             batch = self._open[op] = _Batch(self._compute, op)
         index = len(batch.vectors)
         batch.vectors.append(vector)
-        result: NDArray[Any] = (await shared(batch.task))[index]
+        result: NDArray[Any] = (await join_task(batch.task))[index]
         return result
 
     async def _compute(self, op: _OneOp, batch: _Batch) -> NDArray[Any]:

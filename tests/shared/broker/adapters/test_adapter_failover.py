@@ -176,7 +176,7 @@ async def test_weights_that_a_failover_has_forgotten_keep_their_adapters(
         async def is_served() -> bool:
             return await client.adapters() == {"judge": revision}
 
-        await until_async(is_served, "the worker has written down its card, and its adapters")
+        await until_async(is_served, "the worker has written down its info, and its adapters")
         assert len(await client.logprobs([1], adapter="judge")) == client.model.vocab_size
 
 

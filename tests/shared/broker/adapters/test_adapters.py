@@ -31,7 +31,7 @@ from lmpool.protocol.adapter import (
     revision_of,
 )
 from lmpool.protocol.job import Failure, Job, unpack_failure
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module
@@ -145,16 +145,16 @@ async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
 
 # Refusals
 
-Ask = Callable[[Producer, str], Any]
+Query = Callable[[Producer, str], Any]
 
-WAYS: dict[str, Ask] = {
+WAYS: dict[str, Query] = {
     "logprobs": lambda producer, adapter: producer.logprobs([1], adapter=adapter),
     "batch_logprobs": lambda producer, adapter: producer.batch_logprobs([[1], [2]], adapter=adapter),
 }
 
 
 @pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
-async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folders: list[str], ask: Ask) -> None:
+async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folders: list[str], ask: Query) -> None:
     async with serving(pool, adapted(folders)), pool.producer() as producer:
         adapters: list[Any] = ["two", "One", "one ", "on", "x" * 1000, "\ud800", None, 0, 5, [], ["one"], b"one"]
         for adapter in adapters:
@@ -169,7 +169,7 @@ async def test_a_producer_refuses_an_adapter_that_there_is_not(pool: Pool, folde
 
 
 @pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
-async def test_a_model_without_adapters_says_so(pool: Pool, ask: Ask) -> None:
+async def test_a_model_without_adapters_says_so(pool: Pool, ask: Query) -> None:
     async with serving(pool, adapted([])), pool.producer() as producer:
         with pytest.raises(UnknownAdapter) as caught:
             await ask(producer, "one")
@@ -188,11 +188,11 @@ def test_an_unknown_adapter_is_refused_without_asyncio(pool: Pool) -> None:
 def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
     """Have a job computed as a client would that checks nothing; returns what that client is told."""
     model = pool.keys.model("syn")
-    card = ModelCard.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+    info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
     digest, reply = digest_of(ids, adapter), model.reply("raw")
     pool.redis.delete(reply)
     pool.redis.hset(model.waiting + digest, reply, b"")
-    pool.redis.xadd(model.jobs, {"m": Job(ids, adapter, card.fingerprint).pack()})
+    pool.redis.xadd(model.jobs, {"m": Job(ids, adapter, info.fingerprint).pack()})
     (told,) = until(lambda: pool.redis.xrange(reply), "the client is told")
     fields: dict[bytes, bytes] = told[1]
     assert fields[b"d"] == digest
@@ -272,7 +272,7 @@ class Gated(SyntheticBackend):
 
 
 async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> None:
-    assert adapted(folders).card.fingerprint == adapted([]).card.fingerprint
+    assert adapted(folders).info.fingerprint == adapted([]).info.fingerprint
 
 
 # Names

@@ -11,10 +11,10 @@ import redis.asyncio as redis_async
 from lmpool.broker import scripts
 from lmpool.broker.readers import read_alive, read_consumers, read_hashes
 from lmpool.errors import UnknownModel
-from lmpool.producer.client.discovery import Lobby
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import ModelCard
-from lmpool.workers.membership.heartbeat import Loading, Presence
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.workers.membership.heartbeat import Heartbeat, Loading
 from lmpool.workers.settings import WorkerSettings
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
@@ -41,11 +41,11 @@ from tests.shared.broker.scripts.script_fixtures import script_redis, script_ser
 from tests.support.pool import until_async
 
 KEYS = Keys("test")
-CARD = ModelCard("m", "synthetic", 512, 1000, "seed-0", "float32")
+INFO = ModelInfo("m", "synthetic", 512, 1000, "seed-0", "float32")
 
 
-def presence(redis: redis_async.Redis, name: str = "w1", batch: int = 1) -> Presence:
-    return Presence(redis, KEYS, CARD, name, batch)
+def heartbeat(redis: redis_async.Redis, name: str = "w1", batch: int = 1) -> Heartbeat:
+    return Heartbeat(redis, KEYS, INFO, name, batch)
 
 
 async def rooms(redis: redis_async.Redis) -> int:
@@ -65,14 +65,14 @@ async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
 async def test_a_producers_look_is_the_same_work_for_the_server_however_many_workers_there_are(
     redis: redis_async.Redis,
 ) -> None:
-    await redis.hset(KEYS.models(), CARD.name, CARD.pack())
+    await redis.hset(KEYS.models(), INFO.name, INFO.pack())
     for other in range(20):
-        await redis.hset(KEYS.models(), f"m{other}", CARD.pack())
-    lobby = Lobby(redis, KEYS)
+        await redis.hset(KEYS.models(), f"m{other}", INFO.pack())
+    discovery = Discovery(redis, KEYS)
 
     async def look() -> None:
-        await lobby.card(CARD.name)
-        await lobby.alive(CARD.name)
+        await discovery.info(INFO.name)
+        await discovery.alive(INFO.name)
         await submit(redis, 1, 2)
         await cancel(redis, 1, 2)
 
@@ -81,7 +81,7 @@ async def test_a_producers_look_is_the_same_work_for_the_server_however_many_wor
     one = await commands_of(redis, look)
     for number in range(300):
         await register(redis, f"w{number}")
-    assert (await lobby.alive(CARD.name)).serving == 300
+    assert (await discovery.alive(INFO.name)).serving == 300
     assert await commands_of(redis, look) == one
 
 
@@ -89,9 +89,9 @@ async def test_a_producers_look_is_the_same_work_for_the_server_however_many_wor
 async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_others_there_are(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if it were for others to look at the cards of other models.
+    # As if it were for others to look at the infos of other models.
     monkeypatch.setattr("random.random", lambda: 2.0)
-    ours = presence(redis)
+    ours = heartbeat(redis)
     await ours.join({})
 
     async def live() -> None:
@@ -116,13 +116,13 @@ async def load(redis: redis_async.Redis, name: str, model: str) -> None:
 async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_workers_load(
     redis: redis_async.Redis,
 ) -> None:
-    lobby = Lobby(redis, KEYS)
+    discovery = Discovery(redis, KEYS)
 
     async def look() -> None:
-        assert await lobby.find("m") is None
+        assert await discovery.find("m") is None
         for name, told in [("m", "loading 'm', try again"), ("x", "being loaded: 'm'"), (None, "loading 'm', try")]:
             with pytest.raises(UnknownModel, match=told):
-                await lobby.card(name)
+                await discovery.info(name)
 
     for number in range(8):
         await load(redis, f"w{number}", "m")
@@ -134,7 +134,7 @@ async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_
     for number in range(300):
         await load(redis, f"other{number}", f"m{number}")
     with pytest.raises(UnknownModel, match="try again") as caught:
-        await lobby.card(None)
+        await discovery.info(None)
     assert str(caught.value).count("'") <= 2 * 8
 
 
@@ -225,10 +225,10 @@ async def test_rooms_add_up_whoever_comes_changes_and_goes(redis: redis_async.Re
         await register(redis, f"w{number}", 4)
     await register(redis, "w0", 10)
     assert await rooms(redis) == 46
-    await presence(redis, "w1", 4).leave(for_good=False)
+    await heartbeat(redis, "w1", 4).leave(for_good=False)
     assert await rooms(redis) == 42
     await let_pass(redis, "w2", "w3")
-    await presence(redis, "w0", 10).sweep()
+    await heartbeat(redis, "w0", 10).sweep()
     assert await rooms(redis) == 34
     await redis.delete(MODEL.rooms)  # A server that is short of memory.
     for number in (0, 4, 5):
@@ -245,7 +245,7 @@ async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_
     for name in ("w1", "w2"):
         await register(redis, name)
     await redis.delete(MODEL.workers)
-    ours = presence(redis)
+    ours = heartbeat(redis)
     await ours.join({})
     await ours.sweep()
     assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
@@ -263,7 +263,7 @@ async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis:
     await register(redis, "w2", 4)
     await submit(redis, 1)
     (entry,) = await take(redis, "w2")
-    ours = presence(redis)
+    ours = heartbeat(redis)
     await ours.join({})
     await let_pass(redis, "w2")
     await ours.sweep()
@@ -275,16 +275,16 @@ async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis:
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
-async def test_cards_of_models_that_nobody_serves_are_removed_by_workers_of_others(redis: redis_async.Redis) -> None:
-    ours = presence(redis)
+async def test_infos_of_models_that_nobody_serves_are_removed_by_workers_of_others(redis: redis_async.Redis) -> None:
+    ours = heartbeat(redis)
     await ours.join({})
-    await redis.hset(KEYS.models(), "gone", ModelCard("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
+    await redis.hset(KEYS.models(), "gone", ModelInfo("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
 
     async def is_removed() -> bool:
         await ours.sweep()
         return not await redis.hexists(KEYS.models(), "gone")
 
-    await until_async(is_removed, "the card is removed")
+    await until_async(is_removed, "the info is removed")
     assert await redis.hexists(KEYS.models(), "m")
 
 
@@ -325,7 +325,7 @@ async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_a
         keys = [JOBS, A, *(MODEL.waiting + one for one in part)]
         await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *(b"x" * size + one for one in part)])
     assert await redis.xlen(JOBS) == 384
-    await presence(redis, "w2", 64).leave(for_good=False)
+    await heartbeat(redis, "w2", 64).leave(for_good=False)
 
     async def ask() -> None:
         assert await submit(redis, 1, reply=B, limit=10_000) == "Q"
@@ -491,12 +491,12 @@ async def take_all(redis: redis_async.Redis) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [10, 3000])
 async def test_a_hash_of_many_fields_is_read_in_parts(redis: redis_async.Redis, size: int) -> None:
-    cards = {b"model %d" % number: b"x" * size for number in range(2500)}
-    for at in range(0, len(cards), 500):
-        await redis.hset(KEYS.models(), mapping=dict(list(cards.items())[at : at + 500]))
+    infos = {b"model %d" % number: b"x" * size for number in range(2500)}
+    for at in range(0, len(infos), 500):
+        await redis.hset(KEYS.models(), mapping=dict(list(infos.items())[at : at + 500]))
     begin, (first,) = await scripts.FIELDS(redis, [KEYS.models()], [4096, 4000, 0])
     assert 0 < begin == len(first) / 2 <= 1000
-    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [cards, cards]
+    assert await read_hashes(redis, [KEYS.models(), KEYS.models()], most_bytes=4000) == [infos, infos]
 
 
 async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(redis: redis_async.Redis) -> None:

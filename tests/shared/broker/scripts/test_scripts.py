@@ -10,11 +10,11 @@ import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError
 
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
 from lmpool.errors import ServerError
 from lmpool.protocol.keys import GROUP, JOB_FIELD, Keys
-from lmpool.rows.connection import RowLine
+from lmpool.rows.connection import RowConnection
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -528,7 +528,7 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     control = redis_async.Redis.from_url(server)
     await control.flushall()
     await control.script_flush()
-    line = CommandLine(Server(server)) if kind == "commands" else RowLine(Server(server), 4096)
+    line = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 4096)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name

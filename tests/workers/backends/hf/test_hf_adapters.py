@@ -28,7 +28,7 @@ from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
 
 Row = NDArray[np.float32]
-Asked = tuple[list[int], str]
+QueryAnswerer = tuple[list[int], str]
 
 _numbers = count()
 
@@ -64,7 +64,7 @@ def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> R
     return row
 
 
-def ask(backend: HfBackend, asked: Sequence[Asked]) -> list[Row]:
+def ask(backend: HfBackend, asked: Sequence[QueryAnswerer]) -> list[Row]:
     """The rows of prompts that wait together: (ids, "name@revision" or "")."""
     jobs = []
     for ids, adapter in asked:
@@ -146,7 +146,7 @@ def test_prompts_without_an_adapter_keep_their_rows_to_the_last_bit(
         if left:
             backend.drop_adapter(adapters.pop())
     assert backend.stats().reused > 0
-    assert backend.card.fingerprint == plain.card.fingerprint
+    assert backend.info.fingerprint == plain.info.fingerprint
     plain.close()
 
 

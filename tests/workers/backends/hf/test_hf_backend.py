@@ -184,7 +184,7 @@ def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
     assert int(rows[paris].argmax()) == 7042  # " Paris"
     reference.check(serve(backend, [(*paris, 7042), (*paris, 253, 3575), *((*one[:-1], 101, 202) for one in ragged)]))
     assert backend.stats().reused == 4 + 5 + 0 + 8 + 16
-    assert (backend.card.vocab_size, backend.card.encoding, backend.card.max_prompt_tokens) == (49_152, "f32", 8192)
+    assert (backend.info.vocab_size, backend.info.encoding, backend.info.max_prompt_tokens) == (49_152, "f32", 8192)
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -206,7 +206,7 @@ def test_rows_of_a_16_bit_model_keep_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, encoding: Encoding
 ) -> None:
     backend = HfBackend(HfSettings(str(write_model(tmp_path, "llama", dtype)), device="cpu"))
-    assert (backend.card.encoding, backend.card.lossy) == (encoding.name.lower(), False)
+    assert (backend.info.encoding, backend.info.lossy) == (encoding.name.lower(), False)
     recorded = record_logits(monkeypatch)
     backend.submit([job(prompt) for prompt in random_prompts(5, (3, 9))])
     (block,) = backend.step().blocks
@@ -229,8 +229,8 @@ def test_float32_logits_of_a_bfloat16_model_are_narrowed_only_if_they_survive(
 
 def test_float16_rows_are_lossy_and_only_on_request(tiny: Tiny) -> None:
     backend = tiny.backend(encoding="f16")
-    assert (backend.card.encoding, backend.card.lossy) == ("f16", True)
-    assert backend.card.fingerprint != tiny.backend().card.fingerprint
+    assert (backend.info.encoding, backend.info.lossy) == ("f16", True)
+    assert backend.info.fingerprint != tiny.backend().info.fingerprint
     prompts = random_prompts(5, (3, 9))
     for prompt, row in serve(backend, prompts).items():
         np.testing.assert_allclose(row, tiny.reference("llama").row(prompt), atol=0.02)
@@ -465,24 +465,24 @@ def test_a_closed_backend_holds_nothing(tiny: Tiny) -> None:
 
 
 def test_the_revision_follows_the_weights(tiny: Tiny, tmp_path: Path) -> None:
-    ours = tiny.backend().card
+    ours = tiny.backend().info
     copy = shutil.copytree(tiny.folder("llama"), tmp_path / "elsewhere")
-    theirs = HfBackend(HfSettings(str(copy), device="cpu", name="other", max_batch=3)).card
+    theirs = HfBackend(HfSettings(str(copy), device="cpu", name="other", max_batch=3)).info
     assert (theirs.revision, theirs.fingerprint) == (ours.revision, ours.fingerprint)
     model: Any = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[0, 1] += 1e-6
     model.save_pretrained(tmp_path / "changed")
-    changed = HfBackend(HfSettings(str(tmp_path / "changed"), device="cpu")).card
+    changed = HfBackend(HfSettings(str(tmp_path / "changed"), device="cpu")).info
     assert changed.fingerprint != ours.fingerprint
 
 
-def test_the_card_says_what_is_served(tiny: Tiny) -> None:
-    card = tiny.backend(name="small", dtype="bfloat16", max_prompt_tokens=20).card
-    assert (card.name, card.backend, card.vocab_size, card.max_prompt_tokens) == ("small", "hf", VOCAB_SIZE, 20)
-    assert (card.dtype, card.encoding, card.source) == ("bfloat16", "bf16", str(tiny.folder("llama")))
-    assert tiny.backend().card.name == "llama"
-    assert tiny.backend("gpt2").card.max_prompt_tokens == MAX_TOKENS
+def test_the_info_says_what_is_served(tiny: Tiny) -> None:
+    info = tiny.backend(name="small", dtype="bfloat16", max_prompt_tokens=20).info
+    assert (info.name, info.backend, info.vocab_size, info.max_prompt_tokens) == ("small", "hf", VOCAB_SIZE, 20)
+    assert (info.dtype, info.encoding, info.source) == ("bfloat16", "bf16", str(tiny.folder("llama")))
+    assert tiny.backend().info.name == "llama"
+    assert tiny.backend("gpt2").info.max_prompt_tokens == MAX_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -558,7 +558,7 @@ def test_a_model_in_the_hubs_cache_is_served_while_the_hub_cannot_be_reached(
 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", never)
     backend = HfBackend(HfSettings("org/tiny", device="cpu"))
-    assert backend.card.source == "org/tiny"
+    assert backend.info.source == "org/tiny"
     tiny.reference("llama").check(serve(backend, [(1, 2, 3)]))
     assert backend.vocabulary() is None
 
@@ -612,10 +612,10 @@ def test_a_gguf_file_gives_the_rows_of_the_folder_made_from_it(smollm2_folder: P
     assert named.served_as == gguf.stem
     for chosen in (named, HfSettings(str(smollm2_folder), device="cpu")):
         backend = HfBackend(chosen)
-        prompt = encode_prompt([504, 3575, 282], vocab_size=backend.card.vocab_size, max_tokens=10)
+        prompt = encode_prompt([504, 3575, 282], vocab_size=backend.info.vocab_size, max_tokens=10)
         backend.submit([BackendJob(prompt.digest, prompt.ids)])
         (block,) = backend.step().blocks
         rows.append(block.numbers[0].copy())
-        assert backend.card.gguf_file == (chosen.gguf_file or "")
+        assert backend.info.gguf_file == (chosen.gguf_file or "")
         backend.close()
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-4)

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 
 
 class BackendJob(NamedTuple):
-    """One prompt for a backend; it has been checked against the card.
+    """One prompt for a backend; it has been checked against the info.
 
     Attributes:
         digest: names the prompt; unique among the jobs that the backend holds.
@@ -22,7 +22,7 @@ class BackendJob(NamedTuple):
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
         payload: what else the job comes with, which only who made it and its backend know; None for a prompt.
         score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
-            `Finished.answers`; 0 for the row. Only backends whose card says that they score are asked.
+            `Finished.answers`; 0 for the row. Only backends whose info says that they score are asked.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
     """
 
@@ -90,10 +90,10 @@ class BackendSettings(Protocol):
 
 
 class Backend(Protocol):
-    """Turns prompts into rows. All methods but `card` and `batch` are called in the backend's thread only."""
+    """Turns prompts into rows. All methods but `info` and `batch` are called in the backend's thread only."""
 
     @property
-    def card(self) -> ModelCard:
+    def info(self) -> ModelInfo:
         """What the backend serves."""
         ...
 
@@ -180,13 +180,13 @@ class WithoutAdapters:
         """See `Backend.drop_adapter`."""
 
 
-def check_answers(finished: Finished, held: Collection[bytes], card: ModelCard) -> list[bytes]:
+def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
     """Refuse what no worker may publish: a backend that answers like this would do worse next time.
 
     Args:
         finished: what a step brought.
         held: the digests of the prompts that the backend owes answers to.
-        card: the backend's card.
+        info: the backend's info.
 
     Returns:
         the digests that were answered.
@@ -195,13 +195,13 @@ def check_answers(finished: Finished, held: Collection[bytes], card: ModelCard) 
         WorkerError: a row or failure of a prompt that was not asked for, two answers, or rows of another length.
     """
     answered = finished.digests
-    who = f"the backend {card.backend!r} has answered"
+    who = f"the backend {info.backend!r} has answered"
     if len(set(answered)) < len(answered):
         twice = [digest for digest, count in Counter(answered).items() if count > 1]
         raise WorkerError(f"{who} {len(twice)} prompts twice in one step, such as {twice[0].hex()}")
     if strangers := [digest for digest in answered if digest not in held]:
         raise WorkerError(f"{who} {len(strangers)} prompts that it was not asked, such as {strangers[0].hex()}")
     for block in finished.blocks:
-        if block.numbers.shape[1] != card.vocab_size:
-            raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its card says V = {card.vocab_size}")
+        if block.numbers.shape[1] != info.vocab_size:
+            raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
     return answered

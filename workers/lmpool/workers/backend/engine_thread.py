@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, check_answers
 from lmpool.workers.backend.watchdog_process import LOOKS, MOST_BETWEEN_S
-from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.counters import Counters
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -60,7 +60,7 @@ _Order = Sequence[BackendJob] | _Load | _Drop | _Abort
 class Opened(NamedTuple):
     """What a backend is, read in its thread: see the properties of `Backend`."""
 
-    card: ModelCard
+    info: ModelInfo
     batch: int
     device: str
     vocabulary: Vocabulary | None
@@ -83,14 +83,14 @@ class Call:
         return "step" if self.order is None else _called(self.order)
 
 
-class Stepper:
+class EngineThread:
     """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
 
     Args:
         make: makes the backend; called in the thread, for engines bind to the thread they start in.
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
-        figures: counts steps.
+        counters: counts steps.
 
     Attributes:
         batch: prompts that make a full step.
@@ -105,7 +105,7 @@ class Stepper:
         make: Callable[[], Backend],
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
-        figures: Figures | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
@@ -124,7 +124,7 @@ class Stepper:
         self.is_hung = False
         self._loads: set[asyncio.Future[str]] = set()
         self.stepping_since: float | None = None
-        self._figures = figures or Figures()
+        self._counters = counters or Counters()
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -213,7 +213,7 @@ class Stepper:
             backend = self._make()
             try:
                 opened = Opened(
-                    backend.card, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
+                    backend.info, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
                 )
                 self._post(self._set_ready, opened, backend.capacity())
                 self._serve(backend)
@@ -228,7 +228,7 @@ class Stepper:
             self._post(self._closed.set)
 
     def _serve(self, backend: Backend) -> None:
-        card = backend.card
+        info = backend.info
         held: dict[bytes, str] = {}
         taken = 0
         while True:
@@ -251,9 +251,9 @@ class Stepper:
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
-            self._figures.step_s.observe(time.monotonic() - began)
-            done = check_answers(finished, held, card)
-            self._figures.batch.observe(len(done))
+            self._counters.step_s.observe(time.monotonic() - began)
+            done = check_answers(finished, held, info)
+            self._counters.batch.observe(len(done))
             for digest in done:
                 del held[digest]
             self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
@@ -345,13 +345,13 @@ class Watchdog:
     the backend is not: a large model may load for long.
 
     Args:
-        stepper: runs the backend.
+        engine_thread: runs the backend.
         limit_s: seconds that one call of the backend may take.
         on_hang: called once, with the error that says what hangs.
     """
 
-    def __init__(self, stepper: Stepper, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
-        self._stepper = stepper
+    def __init__(self, engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
+        self._engine_thread = engine_thread
         self._limit_s = limit_s
         self._on_hang = on_hang
 
@@ -368,7 +368,7 @@ class Watchdog:
         while call is None or spent < self._limit_s:
             await asyncio.sleep(pause)
             now = time.monotonic()
-            seen, call = call, self._stepper.call
+            seen, call = call, self._engine_thread.call
             # A process that was stopped was not there to compute: that is no time that the call took.
             spent = spent + min(now - before, 2 * pause) if call is seen else 0.0
             before = now

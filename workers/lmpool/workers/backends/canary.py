@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
@@ -29,8 +29,8 @@ class _Prompt(NamedTuple):
     adapter: str = ""
 
 
-def completed_card(backend: Backend) -> ModelCard:
-    """A backend's card with how its rows travel, which is seen at the first one.
+def completed_info(backend: Backend) -> ModelInfo:
+    """A backend's info with how its rows travel, which is seen at the first one.
 
     Raises:
         WorkerError: the first prompt fails, or is not answered.
@@ -40,9 +40,9 @@ def completed_card(backend: Backend) -> ModelCard:
     for _ in range(_MOST_STEPS):
         finished = backend.step()
         if finished.blocks:
-            encoding, card = finished.blocks[0].encoding, backend.card
-            lossy = encoding is Encoding.F16 and card.dtype != "float16"
-            return replace(card, encoding=encoding.name.lower(), lossy=lossy)
+            encoding, info = finished.blocks[0].encoding, backend.info
+            lossy = encoding is Encoding.F16 and info.dtype != "float16"
+            return replace(info, encoding=encoding.name.lower(), lossy=lossy)
         if finished.failures:
             raise WorkerError(f"the first prompt failed: {finished.failures[job.digest]}")
     raise WorkerError(f"the first prompt was not answered within {_MOST_STEPS} steps")
@@ -59,11 +59,11 @@ def check_canary(backend: Backend) -> None:
     Raises:
         SettingsError: a row is wrong, or there is none.
     """
-    card = backend.card
-    length = min(5, card.max_prompt_tokens)
+    info = backend.info
+    length = min(5, info.max_prompt_tokens)
     # Not the first ids: those are special tokens, whose rows are often all alike.
-    long = [(card.vocab_size // 3 + 7 * i) % card.vocab_size for i in range(length)]
-    other = [(token + 1) % card.vocab_size for token in long]
+    long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
+    other = [(token + 1) % info.vocab_size for token in long]
     prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
     prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MOST_ADAPTERS]]
     together = _rows(backend, prompts, "together")
@@ -75,10 +75,10 @@ def check_canary(backend: Backend) -> None:
     for end in range(max(1, length - 2), length + 1):
         grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
     _check_agree(backend, grown, together[0], "when it grows token by token")
-    if card.scores and length > 1:
+    if info.scores and length > 1:
         _check_score(backend, long)
     # Of few tokens, rows may be alike by chance.
-    if card.vocab_size >= _LEAST_V and np.array_equal(together[0], together[1]):
+    if info.vocab_size >= _LEAST_V and np.array_equal(together[0], together[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
@@ -94,7 +94,7 @@ def _check_score(backend: Backend, ids: list[int]) -> None:
             raise _wrong(backend, f"it fails to score a plain prompt: {next(iter(finished.failures.values()))}")
         if finished.answers is not None:
             scores, entry, spread = finished.answers.vectors[0], row[ids[-1]], float(row[np.isfinite(row)].std())
-            tolerance = _ROW_TOLERANCE.get(backend.card.dtype, 0.25) * spread + 1e-6
+            tolerance = _ROW_TOLERANCE.get(backend.info.dtype, 0.25) * spread + 1e-6
             if scores.shape != (1,) or not abs(scores[0] - entry) <= tolerance:
                 raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
             return
@@ -113,11 +113,11 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
     for _ in range(_MOST_STEPS):
         finished = backend.step()
         try:
-            check_answers(finished, {job.digest for job in jobs} - found.keys(), backend.card)
+            check_answers(finished, {job.digest for job in jobs} - found.keys(), backend.info)
             for block in finished.blocks:
                 for index, digest in enumerate(block.digests):
                     data = np.frombuffer(block.encode(index), np.uint8)
-                    found[digest] = decode_row(data, backend.card.vocab_size)
+                    found[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
             raise _wrong(backend, str(error)) from error
         if finished.failures:
@@ -139,9 +139,9 @@ def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
     seen = np.isfinite(row) & np.isfinite(other)
     error = float(np.sqrt(np.mean(np.square(row[seen] - other[seen]))))
     spread = float(other[seen].std())
-    if not error <= _ROW_TOLERANCE.get(backend.card.dtype, 0.25) * spread + 1e-6:
+    if not error <= _ROW_TOLERANCE.get(backend.info.dtype, 0.25) * spread + 1e-6:
         raise _wrong(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
 
 
 def _wrong(backend: Backend, what: str) -> SettingsError:
-    return SettingsError(f"model: {backend.card.name} cannot be served by {backend.card.backend}: {what}")
+    return SettingsError(f"model: {backend.info.name} cannot be served by {backend.info.backend}: {what}")

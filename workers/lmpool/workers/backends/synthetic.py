@@ -1,6 +1,6 @@
 """The synthetic backend: rows from a generator, with an optional simulated step time.
 
-It stands in for a GPU in tests and load tests, and says so in its card.
+It stands in for a GPU in tests and load tests, and says so in its info.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify, revision_of
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.settings import check_choice, check_name, check_number, shown
@@ -115,10 +115,10 @@ class SyntheticBackend:
             self.load_adapter(name, folder)
 
     @property
-    def card(self) -> ModelCard:
-        """See `Backend.card`."""
+    def info(self) -> ModelInfo:
+        """See `Backend.info`."""
         settings = self._settings
-        return ModelCard(
+        return ModelInfo(
             name=settings.name,
             backend="synthetic",
             vocab_size=settings.vocab_size,

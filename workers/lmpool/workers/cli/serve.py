@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, ServerUnreachable, SettingsError, to_json
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
 from lmpool.workers.metrics.http import monitoring
@@ -173,16 +173,16 @@ async def _serve(
         log.static_fields["worker"] = worker.worker_id
     is_ready = is_stopping = False
 
-    def on_ready(card: ModelCard) -> None:
+    def on_ready(info: ModelInfo) -> None:
         nonlocal is_ready
         is_ready = True
-        if card.is_trie:
+        if info.is_trie:
             _log.info("serving tries of any vocabulary on %s as worker %s", server, worker.worker_id)
             return
         _log.info(
             "serving %r (%s, %s, V = %d, up to %d tokens, rows as %s%s) on %s as worker %s",
-            card.name, card.backend, card.dtype, card.vocab_size, card.max_prompt_tokens, card.encoding,
-            ", with tries" if card.answers_tries else "", server, worker.worker_id,
+            info.name, info.backend, info.dtype, info.vocab_size, info.max_prompt_tokens, info.encoding,
+            ", with tries" if info.answers_tries else "", server, worker.worker_id,
         )  # fmt: skip
 
     def on_signal() -> None:

@@ -24,7 +24,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.backend.engine_thread import Stepper
+from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.settings import WorkerSettings
@@ -250,7 +250,7 @@ class AdapterKeeper:
 
     Args:
         registry: what the server names.
-        stepper: the backend.
+        engine_thread: the backend.
         loaded: what the backend has loaded by itself: "name@revision" -> source.
         sources: where others may come from.
         trials: tells other workers what is being loaded.
@@ -261,7 +261,7 @@ class AdapterKeeper:
     def __init__(
         self,
         registry: AdapterRegistry,
-        stepper: Stepper,
+        engine_thread: EngineThread,
         loaded: Mapping[str, str],
         sources: AdapterSources,
         trials: AdapterTrials,
@@ -269,7 +269,7 @@ class AdapterKeeper:
         others: Callable[[str], Awaitable[Mapping[str, str]]],
     ) -> None:
         self._registry = registry
-        self._stepper = stepper
+        self._engine_thread = engine_thread
         self._sources = sources
         self._trials = trials
         self._on_change = on_change
@@ -327,7 +327,7 @@ class AdapterKeeper:
         """The model's registry; one with its own adapters is made where there is none."""
         registry = self._registry
         while (known := await registry.read()).owner != registry.fingerprint:
-            # The card is ours by now, so what is there are the adapters of other weights.
+            # The info is ours by now, so what is there are the adapters of other weights.
             await registry.create(own, known)
         return known
 
@@ -376,7 +376,7 @@ class AdapterKeeper:
             # Those that came since had better wait for the next look.
             jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
             if jobs:
-                self._stepper.submit(jobs)
+                self._engine_thread.submit(jobs)
 
     def served_among(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
         """The jobs that the backend can have now; the others get it as soon as the server has been looked at again."""
@@ -475,7 +475,7 @@ class AdapterKeeper:
             folder = await asyncio.to_thread(adapter_folder, source)
             await asyncio.to_thread(self._sources.check_size, folder, source)
             place = str(folder)
-        revision = await self._stepper.load_adapter(name, place)
+        revision = await self._engine_thread.load_adapter(name, place)
         self._loaded[qualify(name, revision)] = source
         if expected and revision != expected:
             raise SettingsError(
@@ -491,7 +491,7 @@ class AdapterKeeper:
         for adapter in [adapter for adapter in self._loaded if adapter not in wanted]:
             _log.info("dropping the adapter %r", adapter)
             del self._loaded[adapter]
-            self._stepper.drop_adapter(adapter)
+            self._engine_thread.drop_adapter(adapter)
         self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
 
 

@@ -24,7 +24,7 @@ from lmpool.broker.registries import register
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
-from lmpool.protocol.model_info import MAX_CARD_BYTES, ModelCard
+from lmpool.protocol.model_info import MAX_INFO_BYTES, ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.settings import WorkerSettings
 
@@ -43,13 +43,13 @@ def new_worker_id() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-class Presence:
+class Heartbeat:
     """Keeps one worker visible.
 
     Args:
         redis: a client for control messages.
         keys: the deployment's key names.
-        card: the model that the worker serves.
+        info: the model that the worker serves.
         worker_id: the worker's name.
         batch: how many prompts it computes at once.
         vocabulary: what the model's tokens stand for, if it is known.
@@ -59,14 +59,14 @@ class Presence:
         self,
         redis: Redis,
         keys: Keys,
-        card: ModelCard,
+        info: ModelInfo,
         worker_id: str,
         batch: int,
         vocabulary: Vocabulary | None = None,
     ) -> None:
         self._redis = redis
         self._keys = keys
-        self._card = card
+        self._info = info
         self._worker_id = worker_id
         self._batch = batch
         self._vocabulary = vocabulary
@@ -75,115 +75,115 @@ class Presence:
         self._others_since = math.inf
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
-        """Publish the model card, or check that it agrees with the one that live workers serve.
+        """Publish the model info, or check that it agrees with the one that live workers serve.
 
         The group of the model's queue must exist.
 
         Raises:
             ModelMismatch: live workers serve other weights under this name; says which fields differ.
         """
-        # Visible first, compared then: of two workers that start together each finds the other, whosever card
+        # Visible first, compared then: of two workers that start together each finds the other, whosever info
         # comes first. Heartbeat before consumer: a consumer without one would be swept.
         await self._show(counters)
         await self._keep_vocabulary()
-        while (seen := await self._read_card()) != self._card.pack():
-            if await self._put_card(seen):
+        while (seen := await self._read_info()) != self._info.pack():
+            if await self._put_info(seen):
                 return
 
-    async def _put_card(self, seen: bytes) -> bool:
-        """Write our card over what was seen there; False when that has changed meanwhile.
+    async def _put_info(self, seen: bytes) -> bool:
+        """Write our info over what was seen there; False when that has changed meanwhile.
 
         Raises:
             ModelMismatch: it is that of live workers, which serve other weights.
         """
-        differences = _differences(self._card, seen)
+        differences = _differences(self._info, seen)
         if differences and (others := [name async for name, _ in self._serving(_fingerprint(seen))]):
             raise self._mismatch(f"by {', '.join(others)} ", differences)
-        swap = [self._card.name, seen, self._card.pack()]
+        swap = [self._info.name, seen, self._info.pack()]
         return bool(await scripts.SWAP(self._redis, [self._keys.models()], swap))
 
-    async def _read_card(self) -> bytes:
-        """What is there as the card of the model, b"" for nothing."""
-        models, name = self._keys.models(), self._card.name
-        (found,) = await read_hashes(self._redis, [models], most_bytes=MAX_CARD_BYTES, fields=[name])
+    async def _read_info(self) -> bytes:
+        """What is there as the info of the model, b"" for nothing."""
+        models, name = self._keys.models(), self._info.name
+        (found,) = await read_hashes(self._redis, [models], most_bytes=MAX_INFO_BYTES, fields=[name])
         seen = found.get(name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        # Too large to be anybody's card, or to be sent to and fro.
+        # Too large to be anybody's info, or to be sent to and fro.
         await self._redis.hdel(models, name)
         return b""
 
     async def beat(self, counters: Mapping[str, str | int | float]) -> None:
-        """Show a sign of life with the worker's counters, and mend the card if it was lost.
+        """Show a sign of life with the worker's counters, and mend the info if it was lost.
 
         Raises:
             ModelMismatch: others have served other weights under this name for a lease, for this worker seemed to be
-                gone. A card that no live worker stands for is somebody's junk, or that of workers that have gone: it is
+                gone. A info that no live worker stands for is somebody's junk, or that of workers that have gone: it is
                 replaced.
         """
         await self._show(counters)
-        seen = await self._read_card()
-        # The card of another worker of these weights may have another lease: it stays.
-        if not seen or _differences(self._card, seen):
+        seen = await self._read_info()
+        # The info of another worker of these weights may have another lease: it stays.
+        if not seen or _differences(self._info, seen):
             await self._insist(seen)
         else:
             self._others_since = math.inf
         await self._keep_vocabulary()
 
     async def _insist(self, seen: bytes) -> None:
-        """Write our card over that of others, who may have gone: a failover shows workers for a lease after their end.
+        """Write our info over that of others, who may have gone: a failover shows workers for a lease after their end.
 
         Raises:
             ModelMismatch: they have been there for a lease.
         """
         now = time.monotonic()
         try:
-            await self._put_card(seen)
+            await self._put_info(seen)
         except ModelMismatch:
             self._others_since = min(self._others_since, now)
-            if now - self._others_since > self._card.lease_s:
+            if now - self._others_since > self._info.lease_s:
                 raise
         else:
             self._others_since = math.inf
 
     async def sweep(self) -> None:
-        """Remove what workers that are gone have left: consumers that hold nothing, and cards of other models.
+        """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
 
-        Of the cards one worker of each model looks, whichever it is: they would all see the same.
+        Of the infos one worker of each model looks, whichever it is: they would all see the same.
         """
         await self._drop()
         alive = await read_alive(self._redis, self._model)
         if random.random() * max(1, alive.serving) < 1:
-            await self._sweep_cards()
+            await self._sweep_infos()
 
-    async def _sweep_cards(self) -> None:
-        (cards,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_CARD_BYTES)
-        for name, seen in cards.items():
+    async def _sweep_infos(self) -> None:
+        (infos,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES)
+        for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             try:
-                if isinstance(seen, int):  # Too large to be anybody's card.
+                if isinstance(seen, int):  # Too large to be anybody's info.
                     await self._redis.hdel(self._keys.models(), name)
-                elif model != self._card.name and await self._is_abandoned(model):
+                elif model != self._info.name and await self._is_abandoned(model):
                     await self._forget(model, seen, name)
             except NoPermissionError:
                 continue  # A model that this worker's user has no part in: its own workers see to it.
 
     async def _is_abandoned(self, model: str) -> bool:
-        # While prompts wait, the card stays: a worker that starts again will serve them.
+        # While prompts wait, the info stays: a worker that starts again will serve them.
         alive = await read_alive(self._redis, self._keys.model(model))
         return not alive.serving and not await self._queued(model)
 
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
         told = {}
-        async for name, _ in self._serving(self._card.fingerprint):
+        async for name, _ in self._serving(self._info.fingerprint):
             fields = await self._told(name, "state", field)
             if fields.get("state", "draining") != "draining":
                 told[name] = fields.get(field, "")
         return told
 
     async def leave(self, *, for_good: bool = True) -> None:
-        """Deregister: the worker, its consumer if that holds nothing, and the card when nobody else serves the model.
+        """Deregister: the worker, its consumer if that holds nothing, and the info when nobody else serves the model.
 
         Args:
             for_good: False for a worker that failed: who waits is to find the model, and its adapters, when a worker
@@ -193,12 +193,12 @@ class Presence:
         await self._drop(self._worker_id)
         if not for_good:
             return
-        seen = await self._read_card()
-        # By its fingerprint: the card may be that of another worker, with another lease.
-        if _fingerprint(seen) == self._card.fingerprint:
-            async for _ in self._serving(self._card.fingerprint):
+        seen = await self._read_info()
+        # By its fingerprint: the info may be that of another worker, with another lease.
+        if _fingerprint(seen) == self._info.fingerprint:
+            async for _ in self._serving(self._info.fingerprint):
                 return
-            await self._forget(self._card.name, seen)
+            await self._forget(self._info.name, seen)
 
     async def _drop(self, *names: str) -> None:
         """Drop workers whose deadline has passed, and these."""
@@ -206,7 +206,7 @@ class Presence:
         swept = [keys.jobs, keys.workers, keys.rooms, keys.turns]
         _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *names])
         if has_unknown:
-            consumers, lease_ms = await read_consumers(self._redis, keys), int(self._card.lease_s * 1000)
+            consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
                 part = consumers[at : at + scripts.MOST_AT_ONCE]
                 await scripts.NOTICE(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
@@ -218,8 +218,8 @@ class Presence:
 
         Args:
             model: its name.
-            seen: its card.
-            field: what the card stands under, if that is no UTF-8.
+            seen: its info.
+            field: what the info stands under, if that is no UTF-8.
         """
         if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
@@ -238,27 +238,27 @@ class Presence:
     async def _show(self, counters: Mapping[str, str | int | float]) -> None:
         """Give a sign of life, and say how many prompts this worker computes at once."""
         fields: dict[str, str | int | float] = {
-            "model": self._card.name,
-            "backend": self._card.backend,
-            "fingerprint": self._card.fingerprint,
+            "model": self._info.name,
+            "backend": self._info.backend,
+            "fingerprint": self._info.fingerprint,
             "started": self._started,
-            "lease_s": self._card.lease_s,
+            "lease_s": self._info.lease_s,
             **counters,
         }
-        lease_ms, keys = int(self._card.lease_s * 1000), self._model
+        lease_ms, keys = int(self._info.lease_s * 1000), self._model
         await scripts.BEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
         args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, self._batch]
         await scripts.REGISTER(self._redis, [keys.workers, keys.jobs, keys.rooms], args)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(
-            f"the model {self._card.name!r} is served {by}with another fingerprint "
+            f"the model {self._info.name!r} is served {by}with another fingerprint "
             f"({'; '.join(differences)}): serve these weights under another --name, or stop those first"
         )
 
     @property
     def _model(self) -> ModelKeys:
-        return self._keys.model(self._card.name)
+        return self._keys.model(self._info.name)
 
     async def _serving(self, fingerprint: str = "") -> AsyncIterator[tuple[str, str]]:
         """Other live workers of this model, with their fingerprints.
@@ -270,7 +270,7 @@ class Presence:
             if name == self._worker_id:
                 continue
             theirs = (await self._told(name, "fingerprint")).get("fingerprint")
-            if theirs is not None and (theirs == fingerprint if fingerprint else theirs != self._card.fingerprint):
+            if theirs is not None and (theirs == fingerprint if fingerprint else theirs != self._info.fingerprint):
                 yield name, theirs
 
     async def _told(self, worker_id: str, *fields: str) -> dict[str, str]:
@@ -292,19 +292,19 @@ class Presence:
             return 0  # Something else than a queue.
 
 
-def _differences(card: ModelCard, seen: bytes) -> list[str]:
+def _differences(info: ModelInfo, seen: bytes) -> list[str]:
     if not seen:
         return []
     try:
-        return card.differences(ModelCard.unpack(seen))
+        return info.differences(ModelInfo.unpack(seen))
     except ProtocolError as error:
-        return [f"its card does not decode: {error}"]
+        return [f"its info does not decode: {error}"]
 
 
 def _fingerprint(seen: bytes) -> str:
-    """The fingerprint of a card, "" when it does not decode."""
+    """The fingerprint of a info, "" when it does not decode."""
     try:
-        return ModelCard.unpack(seen).fingerprint
+        return ModelInfo.unpack(seen).fingerprint
     except ProtocolError:
         return ""
 

@@ -18,7 +18,7 @@ SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__, AdapterChanged
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")
 
 
-class Figures:
+class Counters:
     """Numbers of one worker. Counted up by one thread each, read by any.
 
     Attributes:
@@ -92,16 +92,16 @@ class Figures:
             self.ended["dead" if is_dead else "sent_again" if is_sent_again else "failed"] += 1
 
 
-class Meter:
+class CounterDelta:
     """Turns counters that only grow into rates; the heartbeat and the log each have their own last look.
 
     Args:
-        figures: the worker's.
+        counters: the worker's.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, counters: Counters) -> None:
         now = time.monotonic()
-        self._figures = figures
+        self._counters = counters
         self._beat, self._beat_at = BackendStats(), now
         self._job_counts: list[int] = []
         self._logged, self._logged_at = BackendStats(), now
@@ -110,7 +110,7 @@ class Meter:
         """What happened since the last call, for the heartbeat; "" where nothing has."""
         before, self._beat = self._beat, now
         at, self._beat_at = self._beat_at, time.monotonic()
-        jobs = self._figures.job_s
+        jobs = self._counters.job_s
         counts, self._job_counts = jobs.since(self._job_counts), list(jobs.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
         rows, steps = now.rows - before.rows, now.steps - before.steps

@@ -16,7 +16,7 @@ from socket import AF_INET, AF_INET6
 from typing import NamedTuple
 
 from lmpool.errors import SettingsError
-from lmpool.workers.metrics.prometheus import Look, WorkerCollector
+from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 
 _TICKS_A_LEASE = 10
@@ -117,7 +117,7 @@ Show = Callable[[str], _Page]
 
 
 @contextmanager
-def monitoring(settings: WorkerSettings, look: Callable[[], Look], health: Health) -> Iterator[None]:
+def monitoring(settings: WorkerSettings, look: Callable[[], Snapshot], health: Health) -> Iterator[None]:
     """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
 
     Args:
@@ -163,7 +163,7 @@ def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
         ) from error
 
 
-def _metrics(look: Callable[[], Look]) -> Show:
+def _metrics(look: Callable[[], Snapshot]) -> Show:
     collector = WorkerCollector(look)  # Says what to install when the library is not there.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder

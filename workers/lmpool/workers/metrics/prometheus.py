@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from lmpool.metrics import prometheus
 from lmpool.workers.backend.contract import BackendStats
-from lmpool.workers.metrics.counters import OUTCOMES, Figures
+from lmpool.workers.metrics.counters import OUTCOMES, Counters
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """What a worker is and has done, at one moment.
 
     Attributes:
@@ -23,7 +23,7 @@ class Look(NamedTuple):
         held: prompts that it holds.
         silent_s: seconds since the server last answered a heartbeat.
         stats: the backend's counters.
-        figures: the worker's.
+        counters: the worker's.
     """
 
     model: str
@@ -32,7 +32,7 @@ class Look(NamedTuple):
     held: int
     silent_s: float
     stats: BackendStats
-    figures: Figures
+    counters: Counters
 
 
 class WorkerCollector:
@@ -45,7 +45,7 @@ class WorkerCollector:
         SettingsError: prometheus_client is not installed.
     """
 
-    def __init__(self, look: Callable[[], Look]) -> None:
+    def __init__(self, look: Callable[[], Snapshot]) -> None:
         self._library = prometheus("worker")
         self._look = look
 
@@ -63,44 +63,44 @@ class WorkerCollector:
             "lmpool_worker_jobs_total", "Jobs that ended, by what they ended with.", labels=("model", "outcome")
         )
         for outcome in OUTCOMES:
-            jobs.add_metric((look.model, outcome), look.figures.ended[outcome])
+            jobs.add_metric((look.model, outcome), look.counters.ended[outcome])
         yield jobs
         yield from _of_the_model(look, core)
 
 
 # fmt: off
-def _of_the_model(look: Look, core: ModuleType) -> Iterator[Any]:
+def _of_the_model(look: Snapshot, core: ModuleType) -> Iterator[Any]:
     """The others, which have no label but the model."""
-    figures, stats, queue = look.figures, look.stats, look.figures.queue
+    counters, stats, queue = look.counters, look.stats, look.counters.queue
     counter = partial(_family, core.CounterMetricFamily, look.model)
     gauge = partial(_family, core.GaugeMetricFamily, look.model)
     histogram = partial(_family, core.HistogramMetricFamily, look.model)
     yield counter("lmpool_worker_claimed_jobs_total", "Jobs taken over from workers that fell silent.",
-                  figures.claimed)
+                  counters.claimed)
     yield counter("lmpool_worker_steps_total", "Forwards that the backend has run.", stats.steps)
     yield counter("lmpool_worker_rows_total", "Rows that the backend has computed.", stats.rows)
     yield counter("lmpool_worker_tokens_total", "Tokens of the prompts that were computed.", stats.tokens)
     yield counter("lmpool_worker_reused_tokens_total", "Tokens among them that a prefix cache already held.",
                   stats.reused)
     yield counter("lmpool_worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
-                  figures.published_bytes)
+                  counters.published_bytes)
     yield counter("lmpool_worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer asks.",
-                  figures.fetched_bytes)
+                  counters.fetched_bytes)
     yield counter("lmpool_worker_refused_rows_total", "Rows that the server refused, as when it is out of memory.",
-                  figures.refused)
+                  counters.refused)
     yield counter("lmpool_worker_evicted_rows_total", "Rows that were evicted as soon as they were stored.",
-                  figures.evicted)
+                  counters.evicted)
     yield counter("lmpool_worker_server_errors_total", "Attempts to use the server that failed.",
-                  figures.server_errors)
+                  counters.server_errors)
     yield gauge("lmpool_worker_held_prompts", "Prompts that the worker holds.", look.held)
     yield gauge("lmpool_worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
                 look.silent_s)
-    yield histogram("lmpool_worker_batch_prompts", "Prompts that a step finished.", *figures.batch.cumulative())
-    yield histogram("lmpool_worker_step_seconds", "Seconds of a step of the backend.", *figures.step_s.cumulative())
+    yield histogram("lmpool_worker_batch_prompts", "Prompts that a step finished.", *counters.batch.cumulative())
+    yield histogram("lmpool_worker_step_seconds", "Seconds of a step of the backend.", *counters.step_s.cumulative())
     yield histogram("lmpool_worker_publish_seconds", "Seconds from rows being ready to their jobs' end.",
-                    *figures.publish_s.cumulative())
+                    *counters.publish_s.cumulative())
     yield histogram("lmpool_worker_job_seconds", "Seconds from a job's queueing to its row or answer.",
-                    *figures.job_s.cumulative())
+                    *counters.job_s.cumulative())
     # A queue that nobody has looked at yet is not an empty one.
     depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
     yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
-from lmpool.broker.connection import CommandLine
+from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import Fields, read_queue, stream_entries
 from lmpool.errors import (
     InvalidPrompt,
@@ -26,12 +26,12 @@ from lmpool.errors import (
 from lmpool.protocol.adapter import is_qualified
 from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.protocol.keys import GROUP, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
-from lmpool.protocol.model_info import LIMITS, ModelCard
-from lmpool.protocol.prompt import ask_digest, check_encoded, decode_ids, digest_of
-from lmpool.protocol.query import Ask, FreshAsk, PickAsk, ScoreAsk, TopAsk, TrieAsk, unpack_ask
+from lmpool.protocol.model_info import LIMITS, ModelInfo
+from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
+from lmpool.protocol.query import FreshQuery, PickQuery, Query, ScoreQuery, TopQuery, TrieQuery, unpack_query
 from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.counters import Counters
 
 STALE_S = 1.0
 """Seconds after which it is worth a look whether somebody still waits for a job."""
@@ -60,13 +60,13 @@ class Unwanted:
     Args:
         redis: a client for what is rare.
         keys: the model's keys.
-        figures: forget what they know of jobs that are removed.
+        counters: forget what they know of jobs that are removed.
     """
 
-    def __init__(self, redis: Redis, keys: ModelKeys, figures: Figures) -> None:
+    def __init__(self, redis: Redis, keys: ModelKeys, counters: Counters) -> None:
         self._redis = redis
         self._keys = keys
-        self._figures = figures
+        self._counters = counters
 
     async def remove(self, jobs: Sequence[Doubtful]) -> set[bytes]:
         """Remove those that nobody waits for; returns their entries. When the server cannot tell, none is removed."""
@@ -81,7 +81,7 @@ class Unwanted:
                 break
             removed |= {part[number - 1].entry for number in numbers}
         for entry in removed:
-            self._figures.queued_ms.pop(entry, None)
+            self._counters.queued_ms.pop(entry, None)
         return removed
 
 
@@ -135,7 +135,7 @@ class Taken(NamedTuple):
     overwrite: bool = False
     failure: Failure | None = None
     is_dead: bool = False
-    ask: TrieAsk | PickAsk | None = None
+    ask: TrieQuery | PickQuery | None = None
     fields: Fields = _NO_FIELDS
 
 
@@ -154,40 +154,40 @@ class Claimed(NamedTuple):
     further: int = 0
 
 
-class Intake:
+class Consumer:
     """Reads the queue of one model.
 
     Args:
         redis: a client for what is rare.
         line: a connection for blocking reads, used by nothing else.
         keys: the model's keys.
-        card: the model's card.
+        info: the model's info.
         worker_id: the name of this consumer.
         max_deliveries: deliveries after which a job is given up.
         unwanted: removes what nobody waits for.
-        figures: are told since when jobs have waited.
+        counters: are told since when jobs have waited.
     """
 
     def __init__(
         self,
         redis: Redis,
-        line: CommandLine,
+        line: CommandConnection,
         keys: ModelKeys,
-        card: ModelCard,
+        info: ModelInfo,
         worker_id: str,
         max_deliveries: int,
         unwanted: Unwanted,
-        figures: Figures,
+        counters: Counters,
     ) -> None:
         self._redis = redis
         self._line = line
         self._keys = keys
-        self._card = card
-        self._fingerprint, self._is_trie = card.fingerprint, card.is_trie
+        self._info = info
+        self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
         self._worker_id = worker_id
         self._max_deliveries = max_deliveries
         self._unwanted = unwanted
-        self._figures = figures
+        self._counters = counters
         # By how much the server's clock is ahead of this machine's.
         self._ahead_s = 0.0
 
@@ -209,14 +209,14 @@ class Intake:
             _log.warning(
                 "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
                 "%d prompts were dropped, and clients ask for them again after a lease",
-                self._card.name,
+                self._info.name,
                 dropped,
             )
 
     async def measure(self) -> None:
         """Tell the figures how long the queue is."""
         asked_at = time.time()
-        self._figures.look_at(await read_queue(self._redis, self._keys), asked_at)
+        self._counters.look_at(await read_queue(self._redis, self._keys), asked_at)
 
     async def take(self, count: int, block_ms: int) -> list[Taken]:
         """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
@@ -246,15 +246,15 @@ class Intake:
         for entry, job, fields in decoded:
             taken.append(self._read(entry, job, fields, is_valid=are_valid))
             if SINCE_FIELD in fields and milliseconds(since := fields[SINCE_FIELD]) < EVER_MS:
-                self._figures.queued_ms[entry] = since
+                self._counters.queued_ms[entry] = since
         return await self._wanted(taken)
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
         """Whether all prompts are within the limits of the model, seen at a fraction of the time of one by one."""
-        most = 4 * self._card.max_prompt_tokens
+        most = 4 * self._info.max_prompt_tokens
         if not prompts or not all(0 < len(ids) <= most and len(ids) % 4 == 0 for ids in prompts):
             return False
-        return int(decode_ids(b"".join(prompts)).max()) < self._card.vocab_size
+        return int(decode_ids(b"".join(prompts)).max()) < self._info.vocab_size
 
     async def _refill(self) -> None:
         """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
@@ -278,7 +278,7 @@ class Intake:
             [
                 GROUP,
                 self._worker_id,
-                int(self._card.lease_s * 1000),
+                int(self._info.lease_s * 1000),
                 self._max_deliveries,
                 count,
                 int(not held),
@@ -348,9 +348,9 @@ class Intake:
         prompt = digest_of(job.ids, job.adapter)
         if is_valid and not (job.ask or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
             return Taken(entry, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
-        digest = ask_digest(prompt, job.ask) if job.ask else prompt
+        digest = query_digest(prompt, job.ask) if job.ask else prompt
         try:
-            ask = unpack_ask(job.ask) if job.ask else None
+            ask = unpack_query(job.ask) if job.ask else None
         except ProtocolError as error:
             return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
         failure = self._refusal(job) or self._ask_refusal(job, ask)
@@ -360,25 +360,25 @@ class Intake:
         return Taken(entry, digest, backend_job, job.overwrite, ask=ask, fields=fields)
 
     def _backend_job(
-        self, job: Job, prompt: bytes, digest: bytes, ask: Ask | None
-    ) -> tuple[BackendJob, TrieAsk | PickAsk | None]:
+        self, job: Job, prompt: bytes, digest: bytes, ask: Query | None
+    ) -> tuple[BackendJob, TrieQuery | PickQuery | None]:
         """What the backend is asked, and what is then made from the row."""
-        if isinstance(ask, ScoreAsk):
+        if isinstance(ask, ScoreQuery):
             return BackendJob(digest, job.ids, job.adapter, score_from=ask.start), None
-        if isinstance(ask, FreshAsk):
+        if isinstance(ask, FreshQuery):
             return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
         return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), ask
 
     def _refusal(self, job: Job) -> Failure | None:
-        card = self._card
+        info = self._info
         if job.fingerprint != self._fingerprint:
-            text = f"the model {card.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
+            text = f"the model {info.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
             return Failure(ModelMismatch.__name__, text)
         if self._is_trie:
             return None
         try:
-            check_encoded(job.ids, vocab_size=card.vocab_size, max_tokens=card.max_prompt_tokens)
+            check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
         except InvalidPrompt as error:
             return Failure(type(error).__name__, str(error))
         # Whether this worker has it is seen when the backend is to compute it.
@@ -387,18 +387,18 @@ class Intake:
             return Failure(UnknownAdapter.__name__, text)
         return None
 
-    def _ask_refusal(self, job: Job, ask: Ask | None) -> Failure | None:
-        card = self._card
+    def _ask_refusal(self, job: Job, ask: Query | None) -> Failure | None:
+        info = self._info
         if self._is_trie:
-            if isinstance(ask, TrieAsk):
+            if isinstance(ask, TrieQuery):
                 return None
             what = "a row" if ask is None else "something else than values of a trie"
             return Failure(ProtocolError.__name__, f"a trie worker was asked for {what}")
-        if isinstance(ask, TopAsk) and ask.k > card.vocab_size:
-            text = f"the {ask.k} largest entries of a row that has {card.vocab_size}"
+        if isinstance(ask, TopQuery) and ask.k > info.vocab_size:
+            text = f"the {ask.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
-        if isinstance(ask, ScoreAsk):
-            if not card.scores:
+        if isinstance(ask, ScoreQuery):
+            if not info.scores:
                 return Failure(SourceMissing.__name__, "this worker does not score: ask for the rows of all prefixes")
             if ask.start >= len(job.ids) // 4:
                 text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
@@ -419,11 +419,11 @@ def _too_large(entry: bytes, size: int) -> Taken:
     return Taken(entry, bytes(16), failure=Failure(ProtocolError.__name__, text), is_dead=True)
 
 
-Asks = Mapping[bytes, Mapping[bytes, Taken]]
+EntriesByPrompt = Mapping[bytes, Mapping[bytes, Taken]]
 """Digest of a prompt -> entry of the queue -> what it wants."""
 
 
-def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
+def by_answer(asks: EntriesByPrompt) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
     """The entries that want each answer, and the answers that must replace what is stored."""
     entries: dict[bytes, dict[bytes, Taken]] = {}
     overwrite = set()
@@ -435,7 +435,7 @@ def by_answer(asks: Asks) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
     return entries, overwrite
 
 
-def doubtful(asks: Asks) -> list[Doubtful]:
+def doubtful(asks: EntriesByPrompt) -> list[Doubtful]:
     """The jobs behind some asks, for a look whether somebody still waits for them."""
     wants = (one for ours in asks.values() for one in ours.items())
     return [Doubtful(entry, wanted.digest, wanted.fields) for entry, wanted in wants]

@@ -22,8 +22,8 @@ from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
 from lmpool.settings import shown
-from lmpool.workers.metrics.counters import Figures
-from lmpool.workers.queue.consumer import Asks, Taken, Unwanted, doubtful
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.consumer import EntriesByPrompt, Taken, Unwanted, doubtful
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Publisher:
         fingerprint: the model's fingerprint, told to clients with each digest.
         worker_id: the consumer that holds the jobs.
         unwanted: removes what nobody waits for.
-        figures: counts what is published.
+        counters: counts what is published.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Publisher:
         fingerprint: str,
         worker_id: str,
         unwanted: Unwanted,
-        figures: Figures,
+        counters: Counters,
     ) -> None:
         self._server = server
         self._rows = rows
@@ -73,9 +73,9 @@ class Publisher:
         self._fingerprint = fingerprint
         self._worker_id = worker_id
         self._unwanted = unwanted
-        self._figures = figures
+        self._counters = counters
 
-    async def publish(self, block: Block, wants: Asks, overwrite: Collection[bytes]) -> None:
+    async def publish(self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
         """Store a block and end the jobs that asked for it; tries until the server takes them.
 
         Jobs fail whose rows the server refuses, or evicts again and again as soon as they are stored.
@@ -89,7 +89,9 @@ class Publisher:
         if gone := await self._store(block, wants, overwrite, began):
             await self._store_again(block, wants, overwrite, gone, began)
 
-    async def _store(self, block: Block, wants: Asks, overwrite: Collection[bytes], began: float) -> list[bytes]:
+    async def _store(
+        self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes], began: float
+    ) -> list[bytes]:
         """Store rows and end their jobs; returns the digests of rows that are gone again, whose jobs are left.
 
         Args:
@@ -104,7 +106,7 @@ class Publisher:
         if not (refused or left):
             return []
         if refused:
-            self._figures.refused += len(refused)
+            self._counters.refused += len(refused)
             reason = sentence(ResponseError(next(iter(refused.values()))), "it")
             _log.warning("the server refused %d rows: %s", len(refused), reason)
             failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
@@ -112,7 +114,7 @@ class Publisher:
         return list(dict.fromkeys(ending.digest for ending in left if ending.digest not in refused))
 
     async def _store_again(
-        self, block: Block, wants: Asks, overwrite: Collection[bytes], gone: list[bytes], began: float
+        self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes], gone: list[bytes], began: float
     ) -> None:
         """Store those rows again that were evicted at once, as long as they are waited for and some of them stay.
 
@@ -121,7 +123,7 @@ class Publisher:
         numbers = {digest: number for number, digest in enumerate(block.digests)}
         missing, at_once, fruitless, waits = gone, len(gone), 0, delays()
         while gone:
-            self._figures.evicted += len(gone)
+            self._counters.evicted += len(gone)
             _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(gone))
             if fruitless == _FRUITLESS_TRIES:
                 failure = Failure(ServerError.__name__, _evicted_text(block))
@@ -139,7 +141,7 @@ class Publisher:
                     fruitless, waits = 0, delays()
             fruitless += 1
 
-    async def wanted(self, wants: Asks) -> Asks:
+    async def wanted(self, wants: EntriesByPrompt) -> EntriesByPrompt:
         """Those jobs that somebody waits for; the others are removed."""
         removed = await self._unwanted.remove(doubtful(wants))
         left: dict[bytes, dict[bytes, Taken]] = {}
@@ -155,7 +157,7 @@ class Publisher:
             still = {one.entry for one in left}
             ended = [entry for entry in ended if entry not in still]
         if ended or not left:
-            self._figures.published(outcome, ended, time.monotonic() - began)
+            self._counters.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
         self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
@@ -169,15 +171,15 @@ class Publisher:
             left.extend(await self._end(stored, call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
-        self._figures.published_bytes += block.nbytes
+        self._counters.published_bytes += block.nbytes
         refused = await self._rows.put(block, overwrite, then=end)
         return refused, left
 
     async def end(self, endings: Sequence[Ending]) -> None:
         """End jobs that failed; tries until the server has done it."""
-        self._figures.failed((one.failure, one.is_dead) for one in endings)
+        self._counters.failed((one.failure, one.is_dead) for one in endings)
         for one in endings:
-            self._figures.queued_ms.pop(one.entry, None)
+            self._counters.queued_ms.pop(one.entry, None)
         await self.insist(partial(self._end, endings, self._rows.queue))
 
     async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
@@ -214,7 +216,7 @@ class Publisher:
             try:
                 return await attempt()
             except (RedisError, OSError, LMPoolError) as error:
-                self._figures.server_errors += 1
+                self._counters.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
 

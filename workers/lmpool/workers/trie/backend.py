@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelCard
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.row import VectorBlock
 from lmpool.settings import check_number, count_threads
 from lmpool.trie.kernels import Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
-from lmpool.workers.trie.inputs import TrieInputs, Values, inputs_of
+from lmpool.workers.trie.inputs import TrieInput, Values, inputs_of
 
-_Batch = dict[bytes, TrieInputs]
+_Batch = dict[bytes, TrieInput]
 
 
-def answer(jobs: Mapping[bytes, TrieInputs]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
     """Answer jobs, mixed into batches by vocabulary and operation.
 
     Args:
@@ -125,7 +125,7 @@ def _reason(error: Exception, too_large: str = "") -> str:
     return f"{kind}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
 
 
-def _weigh(job: TrieInputs, out: NDArray[np.float32]) -> None:
+def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
     """The weights of a job: as they were sent, or the probabilities of a row."""
     assert job.vector is not None
     if job.ask.rows and job.ask.op != "logsumexp":
@@ -134,7 +134,7 @@ def _weigh(job: TrieInputs, out: NDArray[np.float32]) -> None:
         out[:] = job.vector
 
 
-def _select(trie: Trie, job: TrieInputs, values: Values) -> Values:
+def _select(trie: Trie, job: TrieInput, values: Values) -> Values:
     """What the job wants of the values.
 
     Raises:
@@ -208,16 +208,16 @@ class TrieBackend(WithoutAdapters):
 
     def __init__(self, settings: TrieSettings) -> None:
         self._settings = settings
-        self._jobs: OrderedDict[bytes, TrieInputs] = OrderedDict()
+        self._jobs: OrderedDict[bytes, TrieInput] = OrderedDict()
         self._stats = BackendStats()
         warm_up(settings.device)
         threads = count_threads()
         _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})
 
     @property
-    def card(self) -> ModelCard:
-        """See `Backend.card`."""
-        return ModelCard(
+    def info(self) -> ModelInfo:
+        """See `Backend.info`."""
+        return ModelInfo(
             name=TRIE_SERVICE,
             backend="trie",
             vocab_size=1,

@@ -17,21 +17,21 @@ from lmpool.broker.server import Server
 from lmpool.errors import InvalidWeights, LMPoolError, UnknownVocabulary
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.query import TrieAsk
+from lmpool.protocol.query import TrieQuery
 from lmpool.rows.cache import Row, Source, Sources
-from lmpool.rows.connection import RowLines
+from lmpool.rows.connection import RowConnections
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.kernels.plan import most_bytes
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.metrics.counters import Figures
+from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.settings import WorkerSettings
 
 Values = NDArray[np.float32]
 
 
-class TrieInputs(NamedTuple):
+class TrieInput(NamedTuple):
     """One trie job with all that it needs.
 
     Attributes:
@@ -41,15 +41,15 @@ class TrieInputs(NamedTuple):
         values: float32 (M + V,): the values of that row, when they have been computed before.
     """
 
-    ask: TrieAsk
+    ask: TrieQuery
     trie: Shelved
     vector: Values | None
     values: Values | None = None
 
 
-def inputs_of(job: BackendJob) -> TrieInputs:
+def inputs_of(job: BackendJob) -> TrieInput:
     """What a trie job comes with."""
-    assert isinstance(job.payload, TrieInputs)
+    assert isinstance(job.payload, TrieInput)
     return job.payload
 
 
@@ -69,7 +69,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T", bound=Sized)
 
 
-class Shelf(Generic[K, T]):
+class ByteLRU(Generic[K, T]):
     """Things by name, least recently used out first; used by the event loop and by the backend's thread.
 
     Args:
@@ -100,7 +100,7 @@ class Shelf(Generic[K, T]):
                 self._size -= self._things.popitem(last=False)[1].nbytes
 
 
-ValuesShelf = Shelf[tuple[str, str, bytes, str], NDArray[np.float32]]
+ValuesCache = ByteLRU[tuple[str, str, bytes, str], NDArray[np.float32]]
 """(op, fingerprint of the model, digest of the prompt, digest of the vocabulary) -> [M inner values | V weights]."""
 
 
@@ -116,7 +116,7 @@ class Shelved:
         nbytes: what it takes at most once the trie is built and its kernels have run: a node for every byte.
     """
 
-    def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesShelf) -> None:
+    def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
         self.vocabulary = vocabulary
         self.values = values
         self.nbytes = (
@@ -135,10 +135,10 @@ class Shelved:
             return self._opened
 
 
-TrieShelf = Shelf[str, Shelved]
+TrieCache = ByteLRU[str, Shelved]
 
 
-class Larder:
+class TrieInputs:
     """Brings what trie jobs need, and keeps what other jobs may need too.
 
     Args:
@@ -146,24 +146,24 @@ class Larder:
         keys: the deployment's key names.
         device: where kernels run.
         settings: say how much memory tries and computed values may take.
-        figures: counts what is fetched.
+        counters: counts what is fetched.
     """
 
     def __init__(
-        self, server: Server, keys: Keys, device: str, settings: WorkerSettings, figures: Figures | None = None
+        self, server: Server, keys: Keys, device: str, settings: WorkerSettings, counters: Counters | None = None
     ) -> None:
         self._keys = keys
         self._device = device
-        self._tries = TrieShelf(settings.trie_mb * 2**20)
+        self._tries = TrieCache(settings.trie_mb * 2**20)
         # A link for each size: what others have stored as a row or as weights is not to be as large as a vocabulary.
         self._sources = Sources(server, keys, reply_timeout(settings.lease_s))
-        self._vocabularies = RowLines(server, MOST_BYTES, reply_timeout(settings.lease_s))
-        self._figures = figures or Figures()
-        self._values = ValuesShelf(settings.trie_values_mb * 2**20)
+        self._vocabularies = RowConnections(server, MOST_BYTES, reply_timeout(settings.lease_s))
+        self._counters = counters or Counters()
+        self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
     async def fill(
-        self, asks: Mapping[bytes, TrieAsk], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
-    ) -> tuple[dict[bytes, TrieInputs], dict[bytes, Failure]]:
+        self, asks: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
+    ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
         """Bring what jobs need.
 
         Args:
@@ -179,7 +179,7 @@ class Larder:
         """
         known = rows or {}
         failures: dict[bytes, Failure] = {}
-        inputs: dict[bytes, TrieInputs] = {}
+        inputs: dict[bytes, TrieInput] = {}
         wanted: dict[bytes, Source] = {}
         tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
         for name, ask in asks.items():
@@ -191,7 +191,7 @@ class Larder:
                 failures[name] = _failure(trie)
             else:
                 values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
-                inputs[name] = TrieInputs(ask, trie, known.get(ask.source), values)
+                inputs[name] = TrieInput(ask, trie, known.get(ask.source), values)
                 if values is None and ask.source not in known:
                     wanted[name] = Source(ask.rows, ask.source, len(trie.vocabulary))
         found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
@@ -202,7 +202,7 @@ class Larder:
                 del inputs[name]
             else:
                 one = inputs[name]
-                inputs[name] = TrieInputs(one.ask, one.trie, vector)
+                inputs[name] = TrieInput(one.ask, one.trie, vector)
         return inputs, failures
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Row | LMPoolError]:
@@ -244,7 +244,7 @@ class Larder:
     async def _find_vectors(self, sources: Sequence[Source]) -> dict[Source, Row | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
         found, size = await self._sources.get_many(sources)
-        self._figures.fetched_bytes += size
+        self._counters.fetched_bytes += size
         return found
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
@@ -85,7 +85,7 @@ class HfBackend:
         self._roots: dict[str, int] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
-        self._card = ModelCard(
+        self._info = ModelInfo(
             name=settings.served_as,
             backend="hf",
             vocab_size=abilities.logits.shape[-1],
@@ -103,9 +103,9 @@ class HfBackend:
             self.load_adapter(name, source)
 
     @property
-    def card(self) -> ModelCard:
+    def info(self) -> ModelInfo:
         """What the backend serves."""
-        return self._card
+        return self._info
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -125,7 +125,7 @@ class HfBackend:
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
         settings = self._settings
-        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
+        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

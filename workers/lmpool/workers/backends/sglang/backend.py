@@ -10,10 +10,10 @@ import torch
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary, completed_card
+from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source, read_vocabulary
 from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.lora import adapter_folder
@@ -49,7 +49,7 @@ class SglangBackend:
         self._digests: dict[str, bytes] = {}
         self._held: dict[bytes, str] = {}
         self._stats = BackendStats()
-        self._card = ModelCard(
+        self._info = ModelInfo(
             name=settings.served_as,
             backend="sglang",
             vocab_size=facts.vocab_size,
@@ -59,7 +59,7 @@ class SglangBackend:
             source=checkpoint_source(settings.model),
         )
         try:
-            self._card = completed_card(self)
+            self._info = completed_info(self)
             check_canary(self)
         except WorkerError as error:
             self.close()
@@ -70,9 +70,9 @@ class SglangBackend:
         self._stats = BackendStats()
 
     @property
-    def card(self) -> ModelCard:
+    def info(self) -> ModelInfo:
         """What the backend serves."""
-        return self._card
+        return self._info
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -92,7 +92,7 @@ class SglangBackend:
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
         settings = self._settings
-        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
+        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs."""

@@ -15,12 +15,12 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.model_info import ModelCard
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.canary import check_canary, completed_card
+from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import read_vocabulary
 from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.settings import VllmSettings
@@ -151,7 +151,7 @@ class VllmBackend:
         self._left_waiting = 0
         self._idle_steps = 0
         self._stats = BackendStats()
-        self._card = ModelCard(
+        self._info = ModelInfo(
             name=settings.served_as,
             backend="vllm",
             vocab_size=engine.vocab_size,
@@ -164,7 +164,7 @@ class VllmBackend:
             scores=not engine.places and not settings.logits_processors,
         )
         try:
-            self._card = completed_card(self)
+            self._info = completed_info(self)
             check_canary(self)
         except (WorkerError, *START_ERRORS) as error:
             self.close()
@@ -177,9 +177,9 @@ class VllmBackend:
         log_threads(self.device)  # Known by now, from the first forwards.
 
     @property
-    def card(self) -> ModelCard:
+    def info(self) -> ModelInfo:
         """What the backend serves."""
-        return self._card
+        return self._info
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -199,7 +199,7 @@ class VllmBackend:
     def vocabulary(self) -> Vocabulary | None:
         """The byte strings of the model's tokens; None where its tokenizer does not tell them."""
         settings = self._settings
-        return read_vocabulary(self._card, settings.revision, trust_remote_code=settings.trust_remote_code)
+        return read_vocabulary(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
 
     def capacity(self) -> int:
         """Room for one batch beside the one that runs; less as long as the scheduler leaves prompts waiting."""
@@ -222,7 +222,7 @@ class VllmBackend:
         # Asked in any case: what continues a session is seen too, and may be continued by several.
         is_growing = self._sessions.is_growing(job.adapter, job.ids)
         # The longest prompt can grow no more.
-        is_session = name is not None or (is_growing and len(job.ids) // 4 < self._card.max_prompt_tokens)
+        is_session = name is not None or (is_growing and len(job.ids) // 4 < self._info.max_prompt_tokens)
         self._request(job, name, is_session)
 
     def _request(self, job: BackendJob, name: str | None, is_session: bool) -> None:
