@@ -26,7 +26,6 @@ ENGINES = {
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm"},
     "row_encoder.py": {"torch"},
-    "device.py": {"torch"},
     "checkpoint.py": {"huggingface_hub", "transformers"},
 }
 # What each of these files may import, and nobody else.

@@ -27,8 +27,8 @@ from lmpool.workers.backends.checkpoint import (
     not_had,
     not_on_hub,
 )
-from lmpool.workers.backends.device import log_threads, pick_device
 from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
 _VOLATILE = {

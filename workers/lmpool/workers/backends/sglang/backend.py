@@ -15,9 +15,8 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source, read_vocabulary
-from lmpool.workers.backends.device import log_threads
 from lmpool.workers.backends.lora import adapter_folder
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.row_encoder import RowEncoder, log_threads
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang.launch import launch
 

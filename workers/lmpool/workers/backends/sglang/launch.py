@@ -21,9 +21,9 @@ from lmpool.workers.backends.checkpoint import (
     checkpoint_revision,
     checkpoint_source,
 )
-from lmpool.workers.backends.device import pick_device
 from lmpool.workers.backends.lora import adapter_folder, check_adapter
 from lmpool.workers.backends.requirements import first_line, require_version
+from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
     SGLANG_BELOW,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmpool.protocol.prompt import encode_prompt
-from lmpool.workers.backends.vllm import backend as sessions_module
-from lmpool.workers.backends.vllm.backend import Sessions
+from lmpool.workers.backends.vllm import sessions as sessions_module
+from lmpool.workers.backends.vllm.sessions import Sessions
 
 PLENTY = 10**6
 
