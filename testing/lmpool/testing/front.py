@@ -1,6 +1,7 @@
 """What a Redis server is to its clients: fakeredis behind a socket.
 
-fakeredis brings a server for TCP, but it answers short strings as status replies, which `RawRowConnection` rightly drops,
+fakeredis brings a server for TCP, but it answers short strings as status replies, which a `RawRowConnection` rightly
+drops,
 looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event loop.
 """
 
