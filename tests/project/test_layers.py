@@ -197,7 +197,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
     unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
-    for module in ("producer", "synthetic", "embedded", "kernels"):
+    for module in ("producer", "synthetic", "embedded", "trie.kernels"):
         assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)

@@ -16,9 +16,13 @@ INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease
 
 
 class Empty:
-    """A pool that nobody serves, each time that it is looked at; stands for the channel and the lobby."""
+    """A pool that nobody serves, each time that it is looked at; stands for the connections and for discovery."""
 
     info = INFO
+
+    @property
+    def model(self) -> Empty:
+        return self
 
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())

@@ -35,7 +35,7 @@ os.unlink(path)
 # Stops where it has seen that it is not the last one, until its standard input ends; then tells what it has seen.
 LEAVES_SLOWLY = """
 import sys
-from lmpool.workers import shared_server
+from lmpool.workers.cli import shared_server
 try_alone = shared_server._locks_alone
 def look(users):
     found = try_alone(users)
