@@ -21,7 +21,7 @@ _MODEL = "compared"
 _QUICK = 16
 _FIRST_ORDINARY_ID = 3
 
-QueryAnswerer = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Measure:
 
     meaning: str
     do: str
-    asked: Callable[[int], QueryAnswerer]
+    asked: Callable[[int], Arguments]
     rows: int
     options: Sequence[str] = ()
     workers: int = 1
@@ -53,7 +53,7 @@ class Measure:
     pairs: int = 40
 
 
-def _new(at_once: int) -> Callable[[int], QueryAnswerer]:
+def _new(at_once: int) -> Callable[[int], Arguments]:
     return lambda rows: {"rows": rows, "at_once": at_once}
 
 
@@ -169,11 +169,11 @@ class Pool:
             self.burst(self.draw())
             yield
 
-    def draw(self) -> QueryAnswerer:
+    def draw(self) -> Arguments:
         """What is asked in a burst; the same may be asked of the other pool."""
         return self._measure.asked(self._rows)
 
-    def burst(self, asked: QueryAnswerer) -> Burst:
+    def burst(self, asked: Arguments) -> Burst:
         """One burst."""
         before = self._used()
         taken = self._client.ask(self._measure.do, **asked)

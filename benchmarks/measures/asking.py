@@ -17,7 +17,7 @@ _FIRST_ORDINARY_ID = 3
 _TOLERANCE, _NARROW_TOLERANCE = 1e-2, 0.25
 
 
-class QueryAnswerer:
+class Asked:
     """The prompts that both sides of a pair are asked."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ def compare(
     place: Workplace, ours: Child, peer: Child, number: int, *, narrow: bool = False, repeats: int | None = None
 ) -> dict[str, list[float]]:
     """The same distinct prompts for both, asked all at once; `narrow` when both compute in 16 bits."""
-    asked = QueryAnswerer()
+    asked = Asked()
     takes = {
         "pool": lambda: rate(ours, asked.fresh(number, PROMPT_TOKENS)),
         "direct": lambda: rate(peer, asked.last),

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, Process
 from benchmarks.harness.workplace import Workplace, wait_until
-from benchmarks.measures.asking import QueryAnswerer, alternated, compare, rate
+from benchmarks.measures.asking import Asked, alternated, compare, rate
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
@@ -55,7 +55,7 @@ def vllm_grow(place: Workplace) -> list[Result]:
             "sessions": _pool(stack, place, "sessions", model, *options),
             "prefix caching": _pool(stack, place, "prefixes", model, *options, "--sessions", "0"),
         }
-        asked = QueryAnswerer()
+        asked = Asked()
         takes = {name: _growing(side, asked) for name, side in sides.items()}
         samples = alternated(takes, place.repeats)
     meaning = (
@@ -126,7 +126,7 @@ def sglang_grow(place: Workplace) -> list[Result]:
     """Prompts one token longer than the last, and new ones of the same length, both through the pool."""
     with ExitStack() as stack:
         ours = _pool(stack, place, "sglang", str(smollm2_folder()), *_SGLANG)
-        asked = QueryAnswerer()
+        asked = Asked()
         length = _PROMPT_TOKENS + 1
         takes = {
             "extensions": _growing(ours, asked, contexts=_SGLANG_PROMPTS, steps=place.scaled(4, 2)),
@@ -165,7 +165,7 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
     return stack.enter_context(place.producer(name))
 
 
-def _growing(side: Child, asked: QueryAnswerer, *, contexts: int = _CONTEXTS, steps: int = _STEPS) -> Take:
+def _growing(side: Child, asked: Asked, *, contexts: int = _CONTEXTS, steps: int = _STEPS) -> Take:
     """Rows a second for contexts that grow: new ones each time, for both sides' rows lie in one cache."""
 
     def take() -> float:

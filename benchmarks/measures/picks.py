@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from benchmarks.harness.pairs import Goal, Result, Side
 from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import QueryAnswerer, alternated
+from benchmarks.measures.asking import Asked, alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
@@ -43,7 +43,7 @@ def targets(place: Workplace) -> list[Result]:
 
 def score(place: Workplace) -> list[Result]:
     """What a continuation scores, against the row of the same prompt."""
-    asked = QueryAnswerer()
+    asked = Asked()
     with ExitStack() as stack:
         stack.enter_context(place.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
         client = stack.enter_context(place.producer("smollm2"))

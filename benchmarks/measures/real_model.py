@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child
 from benchmarks.harness.workplace import Workplace
-from benchmarks.measures.asking import QueryAnswerer, agree, compare
+from benchmarks.measures.asking import Asked, agree, compare
 from benchmarks.measures.transport import FULL_V
 from benchmarks.peers.environment import peers_python
 
@@ -96,7 +96,7 @@ def hf_long(place: Workplace) -> list[Result]:
             options = ("--backend", "hf", "--device", "cpu", *options)
             stack.enter_context(place.workers(served_as, str(smollm2_folder()), *options))
             sides[name] = stack.enter_context(place.producer(served_as))
-        asked = QueryAnswerer()
+        asked = Asked()
         taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for _ in range(min(place.repeats, _LONG_REPEATS)):
             for name, side in sides.items():
