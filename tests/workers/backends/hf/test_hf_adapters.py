@@ -22,7 +22,7 @@ from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import decode_row
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.batching import BatchRules, Candidate, choose
+from lmpool.workers.backends.hf.batching import BatchRules, Chunk, choose
 from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
@@ -170,14 +170,13 @@ def test_what_is_held_of_a_prefix_is_never_used_for_another_adapter(backend: HfB
 
 def test_prompts_of_different_adapters_do_not_run_together() -> None:
     rules = BatchRules(tokens=1000, logits=1000, kv_tokens=1000, pads=True, horizon=1000, chunk=1000, shares=False)
-    waiting = [
-        Candidate(bytes([n]), [n, 1], [], adapter=adapter) for n, adapter in enumerate(["", "a", "b", "a", "", "b"])
-    ]
+    adapters = ["", "a", "b", "a", "", "b"]
+    waiting = {bytes([n]): Chunk(2, [], adapter=adapter) for n, adapter in enumerate(adapters)}
     taken = []
     while waiting:
         batch = choose(waiting, 8, rules)
-        waiting = [one for one in waiting if one not in batch]
-        taken.append([one.adapter for one in batch])
+        waiting = {digest: chunk for digest, chunk in waiting.items() if digest not in batch}
+        taken.append([chunk.adapter for chunk in batch.values()])
     assert taken == [["", ""], ["a", "a"], ["b", "b"]]
 
 

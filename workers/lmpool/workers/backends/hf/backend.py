@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -14,12 +14,22 @@ from torch import Tensor
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source, read_vocabulary
 from lmpool.workers.backends.hf.adapters import HfAdapters
-from lmpool.workers.backends.hf.batching import PART, BatchLimit, BatchRules, Candidate, Waiting, choose, choose_shorter
+from lmpool.workers.backends.hf.batching import (
+    PREFILL,
+    BatchLimit,
+    BatchRules,
+    Chunk,
+    Progress,
+    choose,
+    choose_shorter,
+    shared_prefix,
+)
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
@@ -36,6 +46,10 @@ _CPU_CHUNK, _CHUNK = 512, 2048
 
 _HELD_LOGITS = 1 << 25
 """Logits that a forward may leave (128 MiB in float32), unless a batch of rows needs more."""
+
+
+_NO_PROGRESS = Progress()
+"""Of a job whose first chunk is yet to come."""
 
 
 class _Answer(NamedTuple):
@@ -81,7 +95,8 @@ class HfBackend:
         self._tell_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
         self._has_let_by = False
-        self._waiting: dict[bytes, Waiting] = {}
+        self._waiting: dict[bytes, BackendJob] = {}
+        self._progress: dict[bytes, Progress] = {}
         self._roots: dict[str, int] = {}
         self._stats = BackendStats()
         encoding = self._encoder.encoding_of(abilities.logits)
@@ -134,12 +149,13 @@ class HfBackend:
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Take jobs; one that is held already is computed once."""
         for job in jobs:
-            self._waiting.setdefault(job.digest, Waiting.of(job))
+            self._waiting.setdefault(job.digest, job)
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait."""
         for digest in digests:
             self._waiting.pop(digest, None)
+            self._progress.pop(digest, None)
 
     def load_adapter(self, name: str, source: str) -> str:
         """Load a LoRA adapter with peft; returns its revision.
@@ -164,6 +180,7 @@ class HfBackend:
     def close(self) -> None:
         """Free the model, the KV pool and what waits. The backend cannot be used afterwards."""
         self._waiting.clear()
+        self._progress.clear()
         self._pool = None
         del self._forward, self._adapters
         self._free_memory()
@@ -171,15 +188,15 @@ class HfBackend:
     @torch.inference_mode()
     def step(self) -> Finished:
         """Run one batch: the one of the oldest prompt, or every second time one of much shorter prompts before it."""
-        waiting = [self._candidate(digest) for digest in self._waiting]
+        waiting = {digest: self._next_chunk(job) for digest, job in self._waiting.items()}
         rows, rules = self._limit.rows, self._rules
         batch = choose(waiting, rows, rules)
-        shorter = [] if self._has_let_by else choose_shorter(batch, waiting, rows, rules)
+        shorter: Mapping[bytes, Chunk] = {} if self._has_let_by else choose_shorter(batch, waiting, rows, rules)
         self._has_let_by = bool(shorter)
         if self._pool is not None:
-            self._pool.held = next((one.path for one in waiting if one.begun), [])
+            self._pool.held = next((chunk.path for chunk in waiting.values() if chunk.begun), [])
         answers = self._answer(shorter or batch)
-        scores = {digest: own for answer in answers for digest, own in answer.scores.items()}
+        scores = {digest: vector for answer in answers for digest, vector in answer.scores.items()}
         finished = Finished(
             [answer.block for answer in answers if answer.block is not None],
             {digest: text for answer in answers for digest, text in answer.failures.items()},
@@ -200,26 +217,39 @@ class HfBackend:
         if most < max_prompt_tokens:
             _logger.info("prompts are computed in chunks up to %d tokens: %s", most, reason)
 
-    def _candidate(self, digest: bytes) -> Candidate:
-        waiting, rules, pool = self._waiting[digest], self._rules, self._pool
+    def _next_chunk(self, job: BackendJob) -> Chunk:
+        """What the next step computes of a prompt that waits."""
+        rules, pool, progress = self._rules, self._pool, self._progress.get(job.digest, _NO_PROGRESS)
+        length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
-        most = rules.logits if len(waiting.ids) > longest else min(rules.logits, rules.chunk)
-        ids, kept = waiting.part(most, rules.horizon)
-        later = len(waiting.ids) - len(ids) - 1 if waiting.next else 0
-        if pool is None or len(ids) > rules.horizon or (waiting.fresh and len(ids) <= rules.chunk):
-            return Candidate(digest, ids, [], kept, waiting.kind, waiting.adapter, later=later)
-        if waiting.fresh and waiting.root is None:
-            waiting.root = pool.new_root()
-        root = waiting.root if waiting.root is not None else self._roots.get(waiting.adapter, ROOT)
-        path = pool.slots.match(ids, root)
-        end = min(len(path) + rules.chunk, pool.capacity)
-        begun = waiting.reached > 0 or bool(waiting.scores)
-        # A part that got no further than the last one, because the pool has lost that, would not end.
-        if waiting.reached < end < len(ids) and new_tokens(len(ids), len(path), kept) > rules.chunk:
-            return Candidate(digest, ids[:end], path, 1, PART, waiting.adapter, root, later + len(ids) - end, begun)
-        return Candidate(digest, ids, path, kept, waiting.kind, waiting.adapter, root, later, begun)
+        kind, kept, later = "fresh" if job.fresh else "row", 1, 0
+        if job.score_from:
+            kind, start = "score", job.score_from + sum(map(len, progress.scores))
+            most = rules.logits if length > longest else min(rules.logits, rules.chunk)
+            stop = min(length, start + most)
+            if start <= rules.horizon:
+                # A longer chunk gives its prefixes other logits than they have alone, so none crosses the horizon.
+                stop = min(stop, rules.horizon + 1)
+            end, kept, later = stop - 1, stop - start, length - stop
+        if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
+            return Chunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
+        if not job.fresh:
+            root = self._roots.get(job.adapter, ROOT)
+        elif progress.root is not None:
+            root = progress.root
+        else:
+            root = pool.new_root()
+            self._progress[job.digest] = progress._replace(root=root)
+        path = pool.slots.match(_ids(job)[:end], root)
+        chunk_end = min(len(path) + rules.chunk, pool.capacity)
+        # A chunk that got no further than the last one, because the pool has lost that, would not end.
+        if progress.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
+            kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
+        shared = shared_prefix(job.ids, end, len(path))
+        begun = progress.reached > 0 or bool(progress.scores)
+        return Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
 
-    def _answer(self, batch: Sequence[Candidate]) -> list[_Answer]:
+    def _answer(self, batch: Mapping[bytes, Chunk]) -> list[_Answer]:
         """The rows of a batch, or of as many of its prompts as memory suffices for; the others keep waiting."""
         try:
             return [self._compute(batch)]
@@ -232,55 +262,64 @@ class HfBackend:
         # Only out here are the exception and the tensors that its frames hold gone.
         if out_of_memory:
             self._free_memory()
-        if len(batch) == 1:
-            return [_Answer(None, {batch[0].digest: f"the model failed on this prompt: {message}"}, {})]
+        digests = list(batch)
+        if len(digests) == 1:
+            return [_Answer(None, {digests[0]: f"the model failed on this prompt: {message}"}, {})]
         if out_of_memory:
-            self._limit.too_large(len(batch))
-            _logger.warning("out of memory with %d prompts: running %d at once", len(batch), self._limit.rows)
-            return self._answer([self._candidate(one.digest) for one in batch[: self._limit.rows]])
-        return [answer for one in batch for answer in self._answer([self._candidate(one.digest)])]
+            self._limit.too_large(len(digests))
+            _logger.warning("out of memory with %d prompts: running %d at once", len(digests), self._limit.rows)
+            return self._answer_again(digests[: self._limit.rows])
+        return [answer for digest in digests for answer in self._answer_again([digest])]
 
-    def _compute(self, batch: Sequence[Candidate]) -> _Answer:
-        prompts = [one.ids for one in batch]
-        lengths = [len(ids) for ids in prompts]
-        new = max(one.new for one in batch)
-        first = batch[0]
+    def _answer_again(self, digests: Iterable[bytes]) -> list[_Answer]:
+        # The pool may hold other prefixes by now.
+        return self._answer({digest: self._next_chunk(self._waiting[digest]) for digest in digests})
+
+    def _compute(self, batch: Mapping[bytes, Chunk]) -> _Answer:
+        digests, chunks = list(batch), list(batch.values())
+        prompts = [_ids(self._waiting[digest])[: chunk.end] for digest, chunk in batch.items()]
+        new = max(chunk.new for chunk in chunks)
+        first = chunks[0]
         pool = self._pool if first.root is not None else None
         self._adapters.use(first.adapter)
-        kept, paths = [one.kept for one in batch], [one.path for one in batch]
+        kept, paths = [chunk.kept for chunk in chunks], [chunk.path for chunk in chunks]
         logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
-        if first.kind == PART:
-            part = self._waiting[first.digest]
-            part.reached, part.computed = lengths[0], part.computed + new
+        if first.kind == PREFILL:
+            progress = self._progress.get(digests[0], _NO_PROGRESS)
+            self._progress[digests[0]] = progress._replace(reached=first.end, computed=progress.computed + new)
             self._stats = self._stats._replace(steps=self._stats.steps + 1)
             return _Answer(None, {}, {})
         if first.kind == "score":
             answer = self._score(batch, logits)
         else:
-            answer = _Answer(*self._encoder.encode([one.digest for one in batch], logits[:, -1]), {})
+            answer = _Answer(*self._encoder.encode(digests, logits[:, -1]), {})
         self._limit.fitted(len(batch))
+        computed = [new + self._progress.get(digest, _NO_PROGRESS).computed for digest in digests]
+        reused = [max(0, chunk.end - count) for chunk, count in zip(chunks, computed, strict=True)]
         self._stats = BackendStats(
             steps=self._stats.steps + 1,
             rows=self._stats.rows + len(batch) - len(answer.failures),
-            tokens=self._stats.tokens + sum(lengths),
-            reused=self._stats.reused
-            + sum(max(0, len(one.ids) - new - self._waiting[one.digest].computed) for one in batch),
+            tokens=self._stats.tokens + sum(chunk.end for chunk in chunks),
+            reused=self._stats.reused + sum(reused),
         )
         return answer
 
-    def _score(self, batch: Sequence[Candidate], logits: Tensor) -> _Answer:
+    def _score(self, batch: Mapping[bytes, Chunk], logits: Tensor) -> _Answer:
         answer = _Answer(None, {}, {})
-        wants = [self._waiting[one.digest] for one in batch]
         # All of them before the first is noted: memory may run out, and then they are computed again.
-        found = [
-            scores_of(own[-one.kept :], waiting.targets(one.kept))
-            for one, waiting, own in zip(batch, wants, logits, strict=True)
-        ]
-        for one, waiting, scores in zip(batch, wants, found, strict=True):
+        scored = {}
+        for (digest, chunk), rows in zip(batch.items(), logits, strict=True):
+            # A position's logits predict the token after it.
+            targets = _ids(self._waiting[digest])[chunk.end - chunk.kept + 1 : chunk.end + 1]
+            scored[digest] = scores_of(rows[-chunk.kept :], targets.tolist())
+        for digest, scores in scored.items():
             if np.isnan(scores).any():
-                answer.failures[one.digest] = "the model returned logits that are no distribution: NaN or infinite"
-            elif (all_scores := waiting.add(scores)) is not None:
-                answer.scores[one.digest] = all_scores
+                answer.failures[digest] = "the model returned logits that are no distribution: NaN or infinite"
+                continue
+            progress = self._progress.get(digest, _NO_PROGRESS)
+            self._progress[digest] = progress = progress._replace(scores=(*progress.scores, scores))
+            if not batch[digest].later:
+                answer.scores[digest] = np.concatenate(progress.scores)
         return answer
 
     def _free_memory(self) -> None:
@@ -288,6 +327,11 @@ class HfBackend:
             self._pool.release()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _ids(job: BackendJob) -> memoryview:
+    """A prompt's token ids, which are not copied."""
+    return decode_ids(job.ids).data
 
 
 def _chunk(settings: HfSettings, device: torch.device) -> int:
