@@ -28,11 +28,207 @@ HUB_PATIENCE_S = 4.0
 """How long the hub may take to say anything at all."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Formats of weights. Where a folder holds several, engines load the first."""
+
 _MODEL_CONFIGS = ("config.json", "params.json")
 """What tells the architecture: transformers' file, and Mistral's own."""
+
+_CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
+_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
+
+# Copies of the weights for other programs.
+_UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"]
+
+_MOST_CONFIG_BYTES = 1 << 26
 _MOST_NAMED = 3
 _MOST_LOOKED_AT = 1000
+_ROW = 512
+_TABLE = _ROW * _ROW
+
+# What missing files, unknown kinds, missing packages and broken files end in: transformers has no type for them.
+_TROUBLE = (
+    InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
+    AssertionError,
+)  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+
+def checkpoint_folder(
+    field: str, model: str, revision: str | None = None, *, only: Sequence[str] | None = None, has_gguf: bool = False
+) -> Path:
+    """The folder of a checkpoint: `model` itself, or where the hub's copy of it lies.
+
+    Args:
+        field: the setting that names it.
+        model: folder or hub name.
+        revision: branch, tag or commit on the hub.
+        only: the files that are fetched from the hub; None for all that engines may read.
+        has_gguf: a GGUF file in it is named, so that it needs no others.
+
+    Raises:
+        SettingsError: there is no such folder, it holds no model, or there is no such copy, nor can one be had.
+    """
+    folder = local_path(field, model)
+    if field == "model":
+        check_model_folder(model, has_gguf=has_gguf)
+    if _is_folder(folder):
+        if revision is not None:
+            raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
+        return folder.resolve()
+    if not is_on_hub(model):
+        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{_nearest(field, model)}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    trouble = hub_trouble()
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=None if only is None else [*only],
+                ignore_patterns=_UNWANTED,
+                local_files_only=bool(trouble),
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        raise not_had(field, model, not_on_hub(model, trouble) if trouble else first_line(error)) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise not_had(field, model, first_line(error)) from error
+
+
+def checkpoint_source(model: str) -> str:
+    """How a client finds the same checkpoint: a hub name as it is, a folder from the root, for theirs is another."""
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if _is_folder(folder) else model
+
+
+def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:
+    """Digest of a checkpoint: the same on every machine, another one as soon as one weight differs.
+
+    Of each file of weights it takes name, size, and sums of its 64-bit words, of so many different parts that words
+    that change places are noticed too. Reading is all that this costs, and what was read the engine need not read
+    from disk again.
+
+    Args:
+        folder: with weights and `config.json` (or `adapter_config.json`).
+        also: options that decide a row's value too.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    state = blake2b(digest_size=16)
+    for name in _CONFIGS:
+        if (folder / name).is_file():
+            state.update(json.dumps(_stable(read_config(folder / name)), sort_keys=True).encode())
+    for path in _weights(folder):
+        state.update(f"\n{path.name} {path.stat().st_size} ".encode())
+        _add_words(state, path)
+    if also:
+        state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
+    return state.hexdigest()
+
+
+def checkpoint_dtype(folder: Path, wanted: str) -> str:
+    """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
+    if wanted != "auto" or not (folder / "config.json").is_file():
+        return wanted
+    config = read_config(folder / "config.json")
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        stated = part.get("dtype") or part.get("torch_dtype")
+        if stated in ("float32", "bfloat16", "float16"):
+            return str(stated)
+    return "auto"
+
+
+def read_vocabulary(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Vocabulary | None:
+    """The vocabulary of a served model; None, with a line in the log, where its tokenizer does not tell it.
+
+    Args:
+        info: names the checkpoint, and V.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: run Python code that comes with the tokenizer.
+    """
+    try:
+        return _read(info, revision, trust_remote_code)
+    except _TROUBLE as error:
+        _explain(info, error)
+        return None
+    except Exception as error:
+        # So ends what fails in the package tokenizers, which is not written in Python.
+        if type(error) is Exception:
+            _explain(info, error)
+            return None
+        raise
+
+
+def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
+    """Refuse a place that is there and holds no model, in one sentence; what is not there is left to others.
+
+    Args:
+        model: a path.
+        has_gguf: a GGUF file in it is named, which has everything in it.
+
+    Raises:
+        SettingsError: it is a file, or a folder without a model.
+    """
+    place = local_path("model", model)
+    try:
+        reason = _why_no_file(place) if place.is_file() else ""
+        if place.is_dir() and not has_gguf:
+            reason = _why_no_model(place)
+    except OSError as error:
+        reason = first_line(error)
+    if reason:
+        raise SettingsError(f"model: {model} cannot be loaded: {reason}")
+
+
+def read_config(path: Path, field: str = "model", most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        path: the file.
+        field: the setting that names its folder.
+        most_bytes: how large it may be.
+
+    Raises:
+        SettingsError: it is larger, cannot be read, or holds something else.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        config = json.loads(data) if len(data) <= most_bytes else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{field}: {path} cannot be read: {first_line(error)}") from error
+    if len(data) > most_bytes:
+        raise SettingsError(f"{field}: {path} has more than {most_bytes} bytes: no config is that large; mend it")
+    if not isinstance(config, dict):
+        raise SettingsError(f"{field}: {path} holds {shown(config, 60)}: expected an object")
+    return config
+
+
+def local_path(field: str, text: str) -> Path:
+    """A path as a person writes it, with ~ for a home.
+
+    Args:
+        field: the setting that has it.
+        text: the path; a name on the hub stays as it is.
+
+    Raises:
+        SettingsError: there is no such home.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{field}: {text} cannot be loaded: {error}") from error
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether it is a name on the hub: no folder here, and not written as one."""
+    return not model.startswith(("/", ".", "~")) and model.count("/") < 2 and not _is_folder(Path(model))
 
 
 def hub_trouble() -> str:
@@ -54,34 +250,6 @@ def hub_trouble() -> str:
     return f"{constants.ENDPOINT} cannot be reached ({reason})" if reason else ""
 
 
-def _knock(endpoint: str) -> str:
-    try:
-        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_PATIENCE_S).close()
-    except HTTPError as error:
-        error.close()
-    except (HTTPException, ValueError, OSError) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        # Something answers; the hub's package may trust other certificates than Python does.
-        if not isinstance(reason, ssl.SSLError):
-            return first_line(reason) if isinstance(reason, BaseException) else str(reason)
-    return ""
-
-
-def not_on_hub(model: str, trouble: str) -> str:
-    """Why a name that is no folder cannot be loaded, where the hub cannot be asked and its cache has no copy.
-
-    Args:
-        model: the name.
-        trouble: what `hub_trouble` said.
-    """
-    from huggingface_hub import constants
-
-    return (
-        f"{trouble}, and its cache {constants.HF_HUB_CACHE} has no copy. Name a folder with the model's files, or "
-        f"fetch it where the hub can be reached (`hf download {model}`)"
-    )
-
-
 def cached_folder(model: str, file: str, revision: str | None) -> Path | None:
     """The folder of the copy of a model in the hub's cache; None if that lacks the file.
 
@@ -92,22 +260,6 @@ def cached_folder(model: str, file: str, revision: str | None) -> Path | None:
 
     found = try_to_load_from_cache(model, file, revision=revision)
     return Path(found).parents[len(Path(file).parts) - 1] if isinstance(found, str) else None
-
-
-def local_path(field: str, text: str) -> Path:
-    """A path as a person writes it, with ~ for a home.
-
-    Args:
-        field: the setting that has it.
-        text: the path; a name on the hub stays as it is.
-
-    Raises:
-        SettingsError: there is no such home.
-    """
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise SettingsError(f"{field}: {text} cannot be loaded: {error}") from error
 
 
 def nearest_folders(model: str) -> str:
@@ -130,25 +282,51 @@ def nearest_folders(model: str) -> str:
     return f"; there is {shown}{f' and {more} more' if more > 0 else ''}"
 
 
-def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a place that is there and holds no model, in one sentence; what is not there is left to others.
+def not_on_hub(model: str, trouble: str) -> str:
+    """Why a name that is no folder cannot be loaded, where the hub cannot be asked and its cache has no copy.
 
     Args:
-        model: a path.
-        has_gguf: a GGUF file in it is named, which has everything in it.
-
-    Raises:
-        SettingsError: it is a file, or a folder without a model.
+        model: the name.
+        trouble: what `hub_trouble` said.
     """
-    place = local_path("model", model)
+    from huggingface_hub import constants
+
+    return (
+        f"{trouble}, and its cache {constants.HF_HUB_CACHE} has no copy. Name a folder with the model's files, or "
+        f"fetch it where the hub can be reached (`hf download {model}`)"
+    )
+
+
+def not_had(field: str, model: str, reason: str) -> SettingsError:
+    """The refusal of a name that is no folder and cannot be had from the hub."""
+    return SettingsError(
+        f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{_nearest(field, model)}"
+    )
+
+
+def _nearest(field: str, model: str) -> str:
+    # What else lies on a worker's machine is not for those who offer adapters.
+    return nearest_folders(model) if field == "model" else ""
+
+
+def _is_folder(place: Path) -> bool:
     try:
-        reason = _why_no_file(place) if place.is_file() else ""
-        if place.is_dir() and not has_gguf:
-            reason = _why_no_model(place)
-    except OSError as error:
-        reason = first_line(error)
-    if reason:
-        raise SettingsError(f"model: {model} cannot be loaded: {reason}")
+        return place.is_dir()
+    except OSError:  # Too long for a path.
+        return False
+
+
+def _knock(endpoint: str) -> str:
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=HUB_PATIENCE_S).close()
+    except HTTPError as error:
+        error.close()
+    except (HTTPException, ValueError, OSError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        # Something answers; the hub's package may trust other certificates than Python does.
+        if not isinstance(reason, ssl.SSLError):
+            return first_line(reason) if isinstance(reason, BaseException) else str(reason)
+    return ""
 
 
 def _why_no_file(file: Path) -> str:
@@ -199,145 +377,10 @@ def _base_of(folder: Path) -> str:
     return f" {base}" if isinstance(base, str) and 0 < len(base) < 200 else ""
 
 
-"""Formats of weights. Where a folder holds several, engines load the first."""
-
-_CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
-# Copies of the weights for other programs.
-_UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite"]
-_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
-_MOST_CONFIG_BYTES = 1 << 26
-_ROW = 512
-_TABLE = _ROW * _ROW
-
-
-def checkpoint_folder(
-    field: str, model: str, revision: str | None = None, *, only: Sequence[str] | None = None, has_gguf: bool = False
-) -> Path:
-    """The folder of a checkpoint: `model` itself, or where the hub's copy of it lies.
-
-    Args:
-        field: the setting that names it.
-        model: folder or hub name.
-        revision: branch, tag or commit on the hub.
-        only: the files that are fetched from the hub; None for all that engines may read.
-        has_gguf: a GGUF file in it is named, so that it needs no others.
-
-    Raises:
-        SettingsError: there is no such folder, it holds no model, or there is no such copy, nor can one be had.
-    """
-    folder = local_path(field, model)
-    if field == "model":
-        check_model_folder(model, has_gguf=has_gguf)
-    if _is_folder(folder):
-        if revision is not None:
-            raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
-        return folder.resolve()
-    if not is_on_hub(model):
-        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{_nearest(field, model)}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    trouble = hub_trouble()
-    try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision,
-                allow_patterns=None if only is None else [*only],
-                ignore_patterns=_UNWANTED,
-                local_files_only=bool(trouble),
-            )
-        )
-    except LocalEntryNotFoundError as error:
-        raise not_had(field, model, not_on_hub(model, trouble) if trouble else first_line(error)) from error
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise not_had(field, model, first_line(error)) from error
-
-
-def not_had(field: str, model: str, reason: str) -> SettingsError:
-    """The refusal of a name that is no folder and cannot be had from the hub."""
-    return SettingsError(
-        f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{_nearest(field, model)}"
-    )
-
-
-def _nearest(field: str, model: str) -> str:
-    # What else lies on a worker's machine is not for those who offer adapters.
-    return nearest_folders(model) if field == "model" else ""
-
-
-def is_on_hub(model: str) -> bool:
-    """Whether it is a name on the hub: no folder here, and not written as one."""
-    return not model.startswith(("/", ".", "~")) and model.count("/") < 2 and not _is_folder(Path(model))
-
-
-def _is_folder(place: Path) -> bool:
-    try:
-        return place.is_dir()
-    except OSError:  # Too long for a path.
-        return False
-
-
-def checkpoint_source(model: str) -> str:
-    """How a client finds the same checkpoint: a hub name as it is, a folder from the root, for theirs is another."""
-    folder = Path(model).expanduser()
-    return str(folder.resolve()) if _is_folder(folder) else model
-
-
-def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:
-    """Digest of a checkpoint: the same on every machine, another one as soon as one weight differs.
-
-    Of each file of weights it takes name, size, and sums of its 64-bit words, of so many different parts that words
-    that change places are noticed too. Reading is all that this costs, and what was read the engine need not read
-    from disk again.
-
-    Args:
-        folder: with weights and `config.json` (or `adapter_config.json`).
-        also: options that decide a row's value too.
-
-    Returns:
-        32 hexadecimal digits.
-    """
-    state = blake2b(digest_size=16)
-    for name in _CONFIGS:
-        if (folder / name).is_file():
-            state.update(json.dumps(_stable(read_config(folder / name)), sort_keys=True).encode())
-    for path in _weights(folder):
-        state.update(f"\n{path.name} {path.stat().st_size} ".encode())
-        _add_words(state, path)
-    if also:
-        state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
-    return state.hexdigest()
-
-
 def _weights(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     kinds = ([path for path in files if path.suffix == suffix] for suffix in _WEIGHTS)
     return next((kind for kind in kinds if kind), [])
-
-
-def read_config(path: Path, field: str = "model", most_bytes: int = _MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        path: the file.
-        field: the setting that names its folder.
-        most_bytes: how large it may be.
-
-    Raises:
-        SettingsError: it is larger, cannot be read, or holds something else.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
-        config = json.loads(data) if len(data) <= most_bytes else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{field}: {path} cannot be read: {first_line(error)}") from error
-    if len(data) > most_bytes:
-        raise SettingsError(f"{field}: {path} has more than {most_bytes} bytes: no config is that large; mend it")
-    if not isinstance(config, dict):
-        raise SettingsError(f"{field}: {path} holds {shown(config, 60)}: expected an object")
-    return config
 
 
 def _stable(value: Any) -> Any:
@@ -360,49 +403,6 @@ def _add_words(state: blake2b, path: Path) -> None:
         state.update(file.read())
 
 
-def checkpoint_dtype(folder: Path, wanted: str) -> str:
-    """The dtype to compute in: the wanted one; for "auto" the checkpoint's, where its config states one."""
-    if wanted != "auto" or not (folder / "config.json").is_file():
-        return wanted
-    config = read_config(folder / "config.json")
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        stated = part.get("dtype") or part.get("torch_dtype")
-        if stated in ("float32", "bfloat16", "float16"):
-            return str(stated)
-    return "auto"
-
-
-_logger = logging.getLogger(__name__)
-
-# What missing files, unknown kinds, missing packages and broken files end in: transformers has no type for them.
-_TROUBLE = (
-    InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
-    AssertionError,
-)  # fmt: skip
-
-
-def read_vocabulary(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Vocabulary | None:
-    """The vocabulary of a served model; None, with a line in the log, where its tokenizer does not tell it.
-
-    Args:
-        info: names the checkpoint, and V.
-        revision: branch, tag or commit on the hub.
-        trust_remote_code: run Python code that comes with the tokenizer.
-    """
-    try:
-        return _read(info, revision, trust_remote_code)
-    except _TROUBLE as error:
-        _explain(info, error)
-        return None
-    except Exception as error:
-        # So ends what fails in the package tokenizers, which is not written in Python.
-        if type(error) is Exception:
-            _explain(info, error)
-            return None
-        raise
-
-
 def _read(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Vocabulary:
     from transformers import AutoTokenizer
 
@@ -421,7 +421,7 @@ def _read(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Voc
 
 
 def _explain(info: ModelInfo, error: Exception) -> None:
-    _logger.warning(
+    _log.warning(
         "the vocabulary of %s is not published: %s; who wants tries passes its byte strings to producer.trie",
         info.name,
         first_line(error),

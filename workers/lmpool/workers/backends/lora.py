@@ -19,6 +19,45 @@ from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_sour
 from lmpool.settings import check_texts, shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
+MAX_RANK = 1024
+"""The largest rank of an adapter."""
+
+_CONFIG = "adapter_config.json"
+
+WEIGHTS = "adapter_model.safetensors"
+"""The file with an adapter's weights."""
+
+FILES = (_CONFIG, WEIGHTS)
+"""The files of an adapter that are read; weights in other formats may be pickles."""
+
+_DEFAULT_RANK = 8
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 28
+_MOST_ADAPTER_HEADER_BYTES = 1 << 25
+_FACTORS = (".lora_A.weight", ".lora_B.weight")
+
+# Their first dimension is the rank.
+_FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
+
+# Such as layers.0.self_attn.q_proj; what comes before differs between a checkpoint and the model made from it.
+_TELLING_PARTS = 4
+
+# Anything else could be a pattern. A dot in one stands for any character, which costs nothing.
+_MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
+
+_ALL_LINEAR = "all-linear"
+
+# Fields of lists of modules, and how many each may have: peft compares each with each module of the model.
+_MODULE_LISTS = {
+    "target_modules": 4096, "exclude_modules": 4096, "target_parameters": 4096, "modules_to_save": 64,
+    "layers_pattern": 16,
+}  # fmt: skip
+
+_MOST_PATTERNS = 1024
+
+# What has peft copy layers of the model, import modules of any name, or load other adapters.
+_REFUSED = ("layer_replication", "megatron_config", "arrow_config")
+
 
 def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
     """Read adapters.
@@ -47,38 +86,6 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-MAX_RANK = 1024
-"""The largest rank of an adapter."""
-
-_CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-"""The file with an adapter's weights."""
-FILES = (_CONFIG, WEIGHTS)
-"""The files of an adapter that are read; weights in other formats may be pickles."""
-
-_FACTORS = (".lora_A.weight", ".lora_B.weight")
-# Their first dimension is the rank.
-_FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
-# Such as layers.0.self_attn.q_proj; what comes before differs between a checkpoint and the model made from it.
-_TELLING_PARTS = 4
-_MOST_CONFIG_BYTES = 1 << 20
-_MOST_HEADER_BYTES = 1 << 28
-_MOST_ADAPTER_HEADER_BYTES = 1 << 25
-
-# Anything else could be a pattern. A dot in one stands for any character, which costs nothing.
-_MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
-_ALL_LINEAR = "all-linear"
-# Fields of lists of modules, and how many each may have: peft compares each with each module of the model.
-_MODULE_LISTS = {
-    "target_modules": 4096, "exclude_modules": 4096, "target_parameters": 4096, "modules_to_save": 64,
-    "layers_pattern": 16,
-}  # fmt: skip
-_MOST_PATTERNS = 1024
-# What has peft copy layers of the model, import modules of any name, or load other adapters.
-_REFUSED = ("layer_replication", "megatron_config", "arrow_config")
-_DEFAULT_RANK = 8
-
-
 def adapter_folder(source: str) -> Path:
     """The folder of an adapter: `source` itself, or where the hub's copy of its files lies.
 
@@ -100,11 +107,6 @@ def check_adapter(folder: Path, model: Path) -> None:
     """
     names = (name for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES))
     check_places(folder, places_of(names), str(model))
-
-
-def places_of(tensors: Iterable[str]) -> set[str]:
-    """The modules of a model, from the names of its weights."""
-    return {_place(name) for name in tensors}
 
 
 def check_places(folder: Path, places: Collection[str], model: str) -> None:
@@ -130,6 +132,11 @@ def check_places(folder: Path, places: Collection[str], model: str) -> None:
         missing = strangers[0] if strangers else "any LoRA weights"
         raise SettingsError(f"adapters: {folder} does not fit {model}, which has no place for {missing}")
     _check_ranks(folder, tensors, ranks, is_stacked=bool(config.get("target_parameters")))
+
+
+def places_of(tensors: Iterable[str]) -> set[str]:
+    """The modules of a model, from the names of its weights."""
+    return {_place(name) for name in tensors}
 
 
 def _ranks(config: Mapping[str, Any]) -> set[int]:

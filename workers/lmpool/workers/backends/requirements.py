@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from lmpool.errors import SettingsError
 
 _MOST_SHOWN = 300
+_log = logging.getLogger(__name__)
 
 
 def require(field: str, extra: str, *packages: str) -> None:
@@ -48,27 +49,6 @@ def require_version(field: str, distributions: tuple[str, ...], least: tuple[int
             )
         return found
     raise SettingsError(f"{field}: needs {' or '.join(distributions)}, and none is installed")
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message, short enough for a log line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"KeyError: {text}"  # Its message is the key alone.
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
-
-
-_log = logging.getLogger(__name__)
 
 
 def named_plugins(field: str, group: str, named: Sequence[str]) -> list[str]:
@@ -117,6 +97,24 @@ def other_plugins(group: str, own: Collection[str], chosen: Collection[str] | No
     if found:
         _log.warning("plugins of others run inside the engine and are part of the fingerprint: %s", ", ".join(found))
     return found
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for a log line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"KeyError: {text}"  # Its message is the key alone.
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _described(entry: EntryPoint) -> str:

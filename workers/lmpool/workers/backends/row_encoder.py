@@ -14,55 +14,6 @@ from torch import Tensor
 from lmpool.errors import SettingsError
 from lmpool.protocol.row import Encoding, RowBlock
 
-_log = logging.getLogger(__name__)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first accelerator, else the CPU.
-
-    Raises:
-        SettingsError: this machine has no such device.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        # What torch says is of its own builds and kernels; AssertionError is how one without CUDA answers.
-        raise SettingsError(f"device: {name!r} cannot be used: {_why(name)}") from error
-    if device.type == "meta":
-        raise SettingsError(f"device: 'meta' computes nothing: {_why(name)}")
-    return device
-
-
-def log_threads(device: str) -> None:
-    """Say in the log where rows are computed, and with how many of torch's threads on the CPU."""
-    threads = torch.get_num_threads()
-    _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
-
-
-def _why(name: str) -> str:
-    kind = name.partition(":")[0]
-    here = f"this machine has {', '.join(_devices())}"
-    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
-        return f"{here}, and this torch is built without CUDA: install one with it"
-    if kind == "cuda" and not torch.cuda.is_available():
-        return f"{here}: torch finds no GPU (`nvidia-smi` tells whether the driver does)"
-    if kind == "mps":
-        return f"{here}. 'mps' is the GPU of a Mac with Apple silicon, macOS 14 or later"
-    return here
-
-
-def _devices() -> list[str]:
-    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        found.append("'mps'")
-    return found
-
-
 _CACHED_NUMBERS = 1 << 19
 """Logits that the steps of narrowing find in the processor's cache again (2 MiB)."""
 
@@ -70,6 +21,7 @@ _SLICED_NUMBERS = 1 << 24
 """Logits whose exactness is looked at together on an accelerator (64 MiB)."""
 
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
+_log = logging.getLogger(__name__)
 
 
 class EncodedRows(NamedTuple):
@@ -190,6 +142,33 @@ def scores_of(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float32]:
     return scores
 
 
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" is the first accelerator, else the CPU.
+
+    Raises:
+        SettingsError: this machine has no such device.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        # What torch says is of its own builds and kernels; AssertionError is how one without CUDA answers.
+        raise SettingsError(f"device: {name!r} cannot be used: {_why(name)}") from error
+    if device.type == "meta":
+        raise SettingsError(f"device: 'meta' computes nothing: {_why(name)}")
+    return device
+
+
+def log_threads(device: str) -> None:
+    """Say in the log where rows are computed, and with how many of torch's threads on the CPU."""
+    threads = torch.get_num_threads()
+    _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -234,3 +213,22 @@ def _fault(logits: Tensor) -> str:
         if found.any():
             return f"the model returned {found.sum()} of {found.size} logits as {name}: its row has no finite logZ"
     return f"the model returned -inf for all {values.size} logits: its row has no finite logZ"
+
+
+def _why(name: str) -> str:
+    kind = name.partition(":")[0]
+    here = f"this machine has {', '.join(_devices())}"
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f"{here}, and this torch is built without CUDA: install one with it"
+    if kind == "cuda" and not torch.cuda.is_available():
+        return f"{here}: torch finds no GPU (`nvidia-smi` tells whether the driver does)"
+    if kind == "mps":
+        return f"{here}. 'mps' is the GPU of a Mac with Apple silicon, macOS 14 or later"
+    return here
+
+
+def _devices() -> list[str]:
+    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        found.append("'mps'")
+    return found

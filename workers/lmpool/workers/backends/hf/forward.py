@@ -16,10 +16,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVLayout, KVPool
 
+_LENGTH = 24
+_LONGEST_WINDOW = 1024
 
-def new_tokens(length: int, held: int, kept: int = 1) -> int:
-    """Tokens to compute for a prompt of which a prefix is held: at least the last `kept`, whose logits are wanted."""
-    return length - min(held, length - kept)
+_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+"""What model code raises for arguments that it was not written for; there is no common type."""
+
+_log = logging.getLogger(__name__)
 
 
 class Forward:
@@ -111,12 +114,9 @@ class Forward:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
-_logger = logging.getLogger(__name__)
-
-_LENGTH = 24
-_LONGEST_WINDOW = 1024
-_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
-"""What model code raises for arguments that it was not written for; there is no common type."""
+def new_tokens(length: int, held: int, kept: int = 1) -> int:
+    """Tokens to compute for a prompt of which a prefix is held: at least the last `kept`, whose logits are wanted."""
+    return length - min(held, length - kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,13 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     check = _Check(forward, _prompts(length, logits.shape[-1]))
     pads = check.pads()
     if not pads:
-        _logger.info("the model's rows change with padding: only prompts of one length run together")
+        _log.info("the model's rows change with padding: only prompts of one length run together")
     layout = cache_layout(forward)
     if layout is None:
-        _logger.info("the model's cache is not made of plain attention layers: prefixes are not reused")
+        _log.info("the model's cache is not made of plain attention layers: prefixes are not reused")
     elif not check.reuses(layout, pads):
         layout = None
-        _logger.info("the model's rows change when a prefix is reused: prefixes are not reused")
+        _log.info("the model's rows change when a prefix is reused: prefixes are not reused")
     return Abilities(logits, pads, layout, horizon)
 
 
@@ -164,22 +164,6 @@ def attention_window(config: PreTrainedConfig) -> int:
     """How far back the model's most short-sighted layers look; 0 if all of them see everything."""
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     return min((size for size in sizes if type(size) is int and size > 0), default=0)
-
-
-def _horizon(config: PreTrainedConfig) -> int:
-    """Up to which length a prefix's keys and values are surely those that its extensions need.
-
-    A window too long to be tried here has no effect below its size. Rotary embeddings that stretch with the
-    longest prompt of a batch have none below the length that the model was first trained for.
-    """
-    window = attention_window(config)
-    limits = [window] if window > _LONGEST_WINDOW else []
-    stated = getattr(config, "rope_parameters", None) or {}
-    for rope in [stated, *stated.values()]:
-        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-            known = rope.get("original_max_position_embeddings")
-            limits.append(known or config.max_position_embeddings)
-    return min(limits, default=2**62)
 
 
 def cache_layout(forward: Forward) -> KVLayout | None:
@@ -202,6 +186,22 @@ def cache_layout(forward: Forward) -> KVLayout | None:
             shapes.append((part.shape[1], part.shape[3]))
             dtypes.add(part.dtype)
     return KVLayout(tuple(shapes), dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def _horizon(config: PreTrainedConfig) -> int:
+    """Up to which length a prefix's keys and values are surely those that its extensions need.
+
+    A window too long to be tried here has no effect below its size. Rotary embeddings that stretch with the
+    longest prompt of a batch have none below the length that the model was first trained for.
+    """
+    window = attention_window(config)
+    limits = [window] if window > _LONGEST_WINDOW else []
+    stated = getattr(config, "rope_parameters", None) or {}
+    for rope in [stated, *stated.values()]:
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+            known = rope.get("original_max_position_embeddings")
+            limits.append(known or config.max_position_embeddings)
+    return min(limits, default=2**62)
 
 
 def _prompts(length: int, vocab_size: int) -> list[list[int]]:

@@ -19,190 +19,10 @@ ROOT = 0
 _NEVER = np.iinfo(np.int64).max
 _DEPTH_BITS = 32
 
-
-class PrefixSlots:
-    """The bookkeeping of a pool of `capacity` slots, numbered from 1.
-
-    Every slot carries a stamp: when its prefix was last used, less its depth. Whoever uses a prefix uses all
-    that it begins with, so a prefix's stamp is always above those of its extensions, and the slots with the
-    lowest stamps can be freed together without ever cutting a kept prefix off from the root.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole trie.
-        self._children: dict[int, int] = {}
-        self._edges = [0]
-        self._stamps = np.full(1, _NEVER, np.int64)
-        self._free: list[int] = []
-        self._clock = 0
-
-    def __len__(self) -> int:
-        """Slots in use."""
-        return len(self._children)
-
-    def match(self, ids: Sequence[int], root: int = ROOT) -> list[int]:
-        """The slots of the longest held prefix of a prompt, first token first.
-
-        Args:
-            ids: the prompt.
-            root: what its first token follows. Prompts with different roots share nothing; beside `ROOT` a root is a
-                number above `capacity`, which no slot has.
-        """
-        return self._match_from(root, ids, 0)
-
-    def begin(self, paths: Iterable[Sequence[int]]) -> None:
-        """Start a step that uses these paths; nothing used in a step is freed before the next one."""
-        self._clock += 1
-        for path in paths:
-            self._touch(path)
-
-    def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
-        """Give slots to the tokens of a prompt that have none, as far as there is room.
-
-        Args:
-            ids: the prompt.
-            path: what `match` or an earlier `extend` of this step found of it; grows in place.
-            root: as for `match`.
-
-        Returns:
-            the new slots; they are the last ones of `path` and belong to the tokens there.
-        """
-        path += self._match_from(path[-1] if path else root, ids, len(path))
-        self._touch(path)
-        missing = len(ids) - len(path)
-        if missing > len(self._free):
-            self._make_room(missing - len(self._free))
-        fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
-        parent = path[-1] if path else root
-        for slot, token in zip(fresh, ids[len(path) :], strict=False):
-            edge = parent << 32 | token
-            self._children[edge] = slot
-            self._edges[slot] = edge
-            parent = slot
-        path += fresh
-        self._touch(path)
-        return fresh
-
-    def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
-        found = []
-        for token in islice(ids, start, None):
-            child = self._children.get(slot << 32 | token)
-            if child is None:
-                break
-            found.append(child)
-            slot = child
-        return found
-
-    def _touch(self, path: Sequence[int]) -> None:
-        newest = self._clock << _DEPTH_BITS
-        self._stamps[path] = np.arange(newest, newest - len(path), -1)
-
-    def _make_room(self, count: int) -> None:
-        unused = self.capacity + 1 - len(self._edges)
-        if unused:
-            # In steps of at least a half, so that arrays grow a few times only.
-            added = min(unused, max(count, len(self._edges) // 2))
-            first = len(self._edges)
-            self._edges += [0] * added
-            self._stamps = np.concatenate([self._stamps, np.full(added, _NEVER, np.int64)])
-            self._free += range(first + added - 1, first - 1, -1)
-            count -= added
-        if count > 0:
-            # More than are needed now: finding the oldest costs a pass over all.
-            self._evict(max(count, self.capacity // 32))
-
-    def _evict(self, count: int) -> None:
-        evictable = int(np.count_nonzero(self._stamps <= (self._clock - 1) << _DEPTH_BITS))
-        count = min(count, evictable)
-        if count == 0:
-            return
-        oldest = np.argpartition(self._stamps, count - 1)[:count]
-        self._stamps[oldest] = _NEVER
-        for slot in oldest.tolist():
-            del self._children[self._edges[slot]]
-            self._free.append(slot)
-
-
 _BOOKKEEPING_BYTES = 256
 """Host memory that the trie needs for one slot: it counts, because for tiny models it is the larger part."""
 
 _COPY_BYTES = 1 << 23
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """What one token leaves in a model's cache.
-
-    Attributes:
-        shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
-        dtype: of all of them.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
-
-    @property
-    def width(self) -> int:
-        """Numbers of one token."""
-        return sum(heads * size for heads, size in self.shapes)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Memory of one slot, bookkeeping included."""
-        return self.width * self.dtype.itemsize + _BOOKKEEPING_BYTES
-
-    def capacity(self, max_bytes: int) -> int:
-        """Slots that fit into so many bytes, beside the one that stays empty."""
-        return max(0, max_bytes // self.slot_bytes - 1)
-
-
-class KVBlock:
-    """The keys and values of one batch, token by token, the past gathered and the new yet to come.
-
-    Attributes:
-        tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
-        past: how many of a prompt's positions are gathered.
-        cache: the same memory as the cache that a model's forward takes.
-    """
-
-    def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
-        self.tokens = tokens
-        self.past = past
-        parts = torch.split(tokens, [heads * size for heads, size in layout.shapes], dim=-1)
-        views = [
-            part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, layout.shapes, strict=True)
-        ]
-        self.cache = DynamicCache()
-        self.cache.layers = [
-            _BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)
-        ]
-
-
-class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
-    """One layer's view of a block. New keys and values are written where the pool takes them from.
-
-    The stock layer would copy the whole past to append to it.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.dtype, self.device = keys.dtype, keys.device
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-        self._block = keys, values
-        self._filled = past
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self._block
-        start, end = self._filled, self._filled + key_states.shape[-2]
-        self._filled = end
-        keys[:, :, start:end] = key_states
-        values[:, :, start:end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
-
-    def get_seq_length(self) -> int:
-        return self._filled
 
 
 class KVPool:
@@ -326,3 +146,182 @@ class KVPool:
     def release(self) -> None:
         """Give back the memory that is only kept to be reused."""
         self._scratch, self._gathered = self._storage[:0], []
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one token leaves in a model's cache.
+
+    Attributes:
+        shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
+        dtype: of all of them.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token."""
+        return sum(heads * size for heads, size in self.shapes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one slot, bookkeeping included."""
+        return self.width * self.dtype.itemsize + _BOOKKEEPING_BYTES
+
+    def capacity(self, max_bytes: int) -> int:
+        """Slots that fit into so many bytes, beside the one that stays empty."""
+        return max(0, max_bytes // self.slot_bytes - 1)
+
+
+class KVBlock:
+    """The keys and values of one batch, token by token, the past gathered and the new yet to come.
+
+    Attributes:
+        tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+        past: how many of a prompt's positions are gathered.
+        cache: the same memory as the cache that a model's forward takes.
+    """
+
+    def __init__(self, tokens: Tensor, past: int, layout: KVLayout) -> None:
+        self.tokens = tokens
+        self.past = past
+        parts = torch.split(tokens, [heads * size for heads, size in layout.shapes], dim=-1)
+        views = [
+            part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, layout.shapes, strict=True)
+        ]
+        self.cache = DynamicCache()
+        self.cache.layers = [
+            _BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)
+        ]
+
+
+class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
+    """One layer's view of a block. New keys and values are written where the pool takes them from.
+
+    The stock layer would copy the whole past to append to it.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self._block = keys, values
+        self._filled = past
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._block
+        start, end = self._filled, self._filled + key_states.shape[-2]
+        self._filled = end
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._filled
+
+
+class PrefixSlots:
+    """The bookkeeping of a pool of `capacity` slots, numbered from 1.
+
+    Every slot carries a stamp: when its prefix was last used, less its depth. Whoever uses a prefix uses all
+    that it begins with, so a prefix's stamp is always above those of its extensions, and the slots with the
+    lowest stamps can be freed together without ever cutting a kept prefix off from the root.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole trie.
+        self._children: dict[int, int] = {}
+        self._edges = [0]
+        self._stamps = np.full(1, _NEVER, np.int64)
+        self._free: list[int] = []
+        self._clock = 0
+
+    def __len__(self) -> int:
+        """Slots in use."""
+        return len(self._children)
+
+    def match(self, ids: Sequence[int], root: int = ROOT) -> list[int]:
+        """The slots of the longest held prefix of a prompt, first token first.
+
+        Args:
+            ids: the prompt.
+            root: what its first token follows. Prompts with different roots share nothing; beside `ROOT` a root is a
+                number above `capacity`, which no slot has.
+        """
+        return self._match_from(root, ids, 0)
+
+    def begin(self, paths: Iterable[Sequence[int]]) -> None:
+        """Start a step that uses these paths; nothing used in a step is freed before the next one."""
+        self._clock += 1
+        for path in paths:
+            self._touch(path)
+
+    def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
+        """Give slots to the tokens of a prompt that have none, as far as there is room.
+
+        Args:
+            ids: the prompt.
+            path: what `match` or an earlier `extend` of this step found of it; grows in place.
+            root: as for `match`.
+
+        Returns:
+            the new slots; they are the last ones of `path` and belong to the tokens there.
+        """
+        path += self._match_from(path[-1] if path else root, ids, len(path))
+        self._touch(path)
+        missing = len(ids) - len(path)
+        if missing > len(self._free):
+            self._make_room(missing - len(self._free))
+        fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
+        parent = path[-1] if path else root
+        for slot, token in zip(fresh, ids[len(path) :], strict=False):
+            edge = parent << 32 | token
+            self._children[edge] = slot
+            self._edges[slot] = edge
+            parent = slot
+        path += fresh
+        self._touch(path)
+        return fresh
+
+    def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
+        found = []
+        for token in islice(ids, start, None):
+            child = self._children.get(slot << 32 | token)
+            if child is None:
+                break
+            found.append(child)
+            slot = child
+        return found
+
+    def _touch(self, path: Sequence[int]) -> None:
+        newest = self._clock << _DEPTH_BITS
+        self._stamps[path] = np.arange(newest, newest - len(path), -1)
+
+    def _make_room(self, count: int) -> None:
+        unused = self.capacity + 1 - len(self._edges)
+        if unused:
+            # In steps of at least a half, so that arrays grow a few times only.
+            added = min(unused, max(count, len(self._edges) // 2))
+            first = len(self._edges)
+            self._edges += [0] * added
+            self._stamps = np.concatenate([self._stamps, np.full(added, _NEVER, np.int64)])
+            self._free += range(first + added - 1, first - 1, -1)
+            count -= added
+        if count > 0:
+            # More than are needed now: finding the oldest costs a pass over all.
+            self._evict(max(count, self.capacity // 32))
+
+    def _evict(self, count: int) -> None:
+        evictable = int(np.count_nonzero(self._stamps <= (self._clock - 1) << _DEPTH_BITS))
+        count = min(count, evictable)
+        if count == 0:
+            return
+        oldest = np.argpartition(self._stamps, count - 1)[:count]
+        self._stamps[oldest] = _NEVER
+        for slot in oldest.tolist():
+            del self._children[self._edges[slot]]
+            self._free.append(slot)

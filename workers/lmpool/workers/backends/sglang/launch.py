@@ -44,15 +44,18 @@ RESERVED_TOKENS = 7
 _CPU_KV_BYTES = 1 << 30
 _FOREVER_S = 1e9
 _ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
+_TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 
 _PARALLEL = (
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
     "dwdp_size",
 )  # fmt: skip
+
 _ONE_ROW = "every prompt asks for one row, so there is nothing to sample"
 _WATCHED = "a worker that hangs is seen by its lease; SGLang's watchdog would kill the process that started it"
 _ADAPTERS = "name adapters with --adapters name=folder"
 _PARTS = "a prompt's row needs the whole model in one place"
+
 _REFUSED = {
     "model_path": "it is the MODEL of the command",
     "revision": "use --revision",
@@ -93,6 +96,70 @@ _HARMLESS = {
     "random_seed", "sampling_backend", "schedule_conservativeness", "schedule_policy", "torch_compile_max_bs",
     "trust_remote_code", "weight_loader_disable_mmap", *_PARALLEL,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An engine that runs.
+
+    Attributes:
+        engine: the engine.
+        max_prompt_tokens: the longest prompt to take.
+        revision: digest of the checkpoint and of the options that decide rows.
+        adapters: "name@revision" -> folder or hub name.
+        device: where the model lies: "cpu", or a torch device such as "cuda:0".
+    """
+
+    engine: Engine
+    max_prompt_tokens: int
+    revision: str
+    adapters: dict[str, str]
+    device: str
+
+
+def launch(settings: SglangSettings) -> Launched:
+    """Load what the settings name and start SGLang's event loop.
+
+    Raises:
+        SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
+    """
+    torch_device.settle()
+    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
+    folder = checkpoint_folder("model", settings.model, settings.revision)
+    places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
+    # By the qualified name: SGLang tells prefixes of different adapters apart by it.
+    adapters = {qualify(name, checkpoint_revision(place)): place for name, place in places.items()}
+    sources = dict(zip(adapters, map(checkpoint_source, settings.adapter_folders.values()), strict=True))
+    device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
+    _prepare(device)
+    try:
+        from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
+    except (ImportError, OSError, RuntimeError) as error:
+        # RuntimeError is how its kernels say that they are not made for this machine.
+        raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error
+    known = known_options()
+    given = user_options(settings, known, version)
+    options = engine_options(settings, folder, device, adapters) | given
+    if given.get("log_level"):
+        logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+    try:
+        facts = read_facts(folder, settings.trust_remote_code)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
+        raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
+    tokens = kv_tokens(settings, options, facts.layers * facts.kv_numbers)
+    if tokens is not None:
+        options.setdefault("max_total_tokens", tokens)
+    options.setdefault("context_length", context_length(settings.max_prompt_tokens, facts.positions))
+    revision = checkpoint_revision(folder, also=row_deciding(given))
+    engine = Engine(options)
+    try:
+        if (trouble := engine.wait()) is not None:
+            raise _explained(trouble, f"SGLang {version} cannot serve {settings.model}") from trouble
+        most = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
+        return Launched(engine, most, revision, sources, _place(options))
+    except BaseException:
+        engine.close()
+        raise
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
@@ -207,71 +274,14 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
     return memory // token
 
 
-_TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """An engine that runs.
-
-    Attributes:
-        engine: the engine.
-        max_prompt_tokens: the longest prompt to take.
-        revision: digest of the checkpoint and of the options that decide rows.
-        adapters: "name@revision" -> folder or hub name.
-        device: where the model lies: "cpu", or a torch device such as "cuda:0".
-    """
-
-    engine: Engine
-    max_prompt_tokens: int
-    revision: str
-    adapters: dict[str, str]
-    device: str
-
-
-def launch(settings: SglangSettings) -> Launched:
-    """Load what the settings name and start SGLang's event loop.
-
-    Raises:
-        SettingsError: no such model, device, option or adapter, too little memory, or SGLang cannot run it.
-    """
-    torch_device.settle()
-    version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
-    folder = checkpoint_folder("model", settings.model, settings.revision)
-    places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
-    # By the qualified name: SGLang tells prefixes of different adapters apart by it.
-    adapters = {qualify(name, checkpoint_revision(place)): place for name, place in places.items()}
-    sources = dict(zip(adapters, map(checkpoint_source, settings.adapter_folders.values()), strict=True))
-    device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
-    _prepare(device)
-    try:
-        from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
-    except (ImportError, OSError, RuntimeError) as error:
-        # RuntimeError is how its kernels say that they are not made for this machine.
-        raise SettingsError(f"backend: SGLang {version} cannot be imported: {first_line(error)}") from error
-    known = known_options()
-    given = user_options(settings, known, version)
-    options = engine_options(settings, folder, device, adapters) | given
-    if given.get("log_level"):
-        logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
-    try:
-        facts = read_facts(folder, settings.trust_remote_code)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
-        raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
-    tokens = kv_tokens(settings, options, facts.layers * facts.kv_numbers)
-    if tokens is not None:
-        options.setdefault("max_total_tokens", tokens)
-    options.setdefault("context_length", context_length(settings.max_prompt_tokens, facts.positions))
-    revision = checkpoint_revision(folder, also=row_deciding(given))
-    engine = Engine(options)
-    try:
-        if (trouble := engine.wait()) is not None:
-            raise _explained(trouble, f"SGLang {version} cannot serve {settings.model}") from trouble
-        most = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-        return Launched(engine, most, revision, sources, _place(options))
-    except BaseException:
-        engine.close()
-        raise
+def _prepare(device: str) -> None:
+    """What must be settled before SGLang is imported."""
+    if device == "cpu":
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    logging.getLogger("sglang").setLevel(logging.WARNING)
+    # It warns of every model whose code needs a package that is missing, whichever model is served.
+    logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"sglang\.")
 
 
 def _explained(error: BaseException, what: str) -> LMPoolError:
@@ -300,13 +310,3 @@ def _adapter_folder(place: str, model: Path) -> Path:
     folder = adapter_folder(place)
     check_adapter(folder, model)
     return folder
-
-
-def _prepare(device: str) -> None:
-    """What must be settled before SGLang is imported."""
-    if device == "cpu":
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    logging.getLogger("sglang").setLevel(logging.WARNING)
-    # It warns of every model whose code needs a package that is missing, whichever model is served.
-    logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"sglang\.")

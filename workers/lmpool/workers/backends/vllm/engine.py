@@ -48,13 +48,20 @@ from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
 Adapters = dict[str, tuple[LoRARequest, str]]
 """Adapter ("name@revision") -> what a request names it by, and its folder or hub name."""
 
+# What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
+START_ERRORS = (
+    ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
+    AttributeError, AssertionError, SafetensorError,
+)  # fmt: skip
+
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
 _MANY = 1 << 30
 _LATER_RANK = 64
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
+
 _REFUSED = {
     "model": "it is the MODEL of the command",
     "tokenizer": "prompts are token ids",
@@ -79,112 +86,6 @@ _HARMLESS = {
     "max_num_partial_prefills", "max_num_seqs", "num_gpu_blocks_override", "optimization_level",
     "safetensors_load_strategy", "scheduling_policy", "use_tqdm_on_load", *_PARALLEL,
 }  # fmt: skip
-
-
-def user_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The options that are handed on, checked.
-
-    Raises:
-        SettingsError: vLLM has no such option, or it cannot be set here.
-    """
-    given = parse_engine_args(settings.engine_args)
-    check_engine_args(given, {field.name for field in fields(EngineArgs)}, _REFUSED, f"vLLM {vllm_version}")
-    check_one_process(given, _PARALLEL)
-    return given
-
-
-def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
-    """The adapters that the settings name, for the model in a folder.
-
-    Raises:
-        SettingsError: there is no such folder, or no adapter for this model in it.
-    """
-    found: Adapters = {}
-    for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
-        adapter, request = read_adapter(name, place, number, model)
-        found[adapter] = (request, checkpoint_source(place))
-    return found
-
-
-def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, LoRARequest]:
-    """An adapter in a folder or on the hub, as jobs and as vLLM name it.
-
-    Raises:
-        SettingsError: there is no such folder, or no adapter for this model in it.
-    """
-    folder = adapter_folder(place)
-    check_adapter(folder, model)
-    adapter = qualify(name, checkpoint_revision(folder))
-    # By the qualified name: vLLM's prefix cache tells adapters apart by it.
-    return adapter, LoRARequest(adapter, number, str(folder))
-
-
-def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:
-    """Everything that vLLM is told but for the logits processor; the user's options win."""
-    arguments: dict[str, Any] = {
-        "model": str(folder),
-        "trust_remote_code": settings.trust_remote_code,
-        "dtype": checkpoint_dtype(folder, settings.dtype),
-        # Sessions that wait have a place in the runner's batch too; vLLM wants a token for each place.
-        "max_num_seqs": min(settings.max_batch + settings.sessions, settings.max_batch_tokens or _MANY),
-        "max_num_batched_tokens": settings.max_batch_tokens,
-        # One token is sampled for every prompt, though nobody wants it.
-        "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
-        "kv_cache_memory_bytes": settings.kv_cache_bytes,
-        "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),  # Progress bars make a mess of a log.
-    }
-    if current_platform.is_cpu():
-        arguments |= {
-            "enforce_eager": True,
-            "block_size": _CPU_BLOCK,
-            "kv_cache_memory_bytes": settings.kv_cache_bytes or _CPU_KV_BYTES,
-        }
-    if adapters or settings.max_adapters:
-        # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
-        most = adapter_places(settings) + 1
-        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
-        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
-        arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
-    return arguments | given
-
-
-def adapter_places(settings: VllmSettings) -> int:
-    """Adapters that may be loaded at once."""
-    further = settings.max_adapters
-    # One that is replaced stays until all workers have the new one.
-    return len(settings.adapters) + (further + 1 if further else 0)
-
-
-def fitting_sessions(settings: VllmSettings, places: int) -> int:
-    """Sessions that may wait when the engine has so many places for prompts: those wanted, but at most half."""
-    return min(settings.sessions, places // 2)
-
-
-def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
-    return {name: value for name, value in given.items() if name not in _HARMLESS}
-
-
-def _rank(folder: Path) -> int:
-    """The smallest rank that vLLM has room for and an adapter fits in."""
-    rank = json.loads((folder / "adapter_config.json").read_text("utf-8")).get("r", 0)
-    fitting = [most for most in _LORA_RANKS if most >= rank]
-    if not fitting:
-        raise SettingsError(f"adapters: {folder} has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
-    return fitting[0]
-
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-# What options that do not fit, broken weights, missing kernels, devices and memory end in: vLLM has no type for them.
-START_ERRORS = (
-    ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
-    AttributeError, AssertionError, SafetensorError,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +204,97 @@ def open_engine(settings: VllmSettings) -> Engine:
     )
 
 
-def _allow_tiles() -> None:
-    """Ask the system for the processor's matrix tiles (Intel AMX).
+def user_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """The options that are handed on, checked.
 
-    vLLM's attention in bfloat16 on a CPU uses them where the processor has them and leaves asking to whoever came
-    before; without permission the first use ends the process with an illegal instruction.
+    Raises:
+        SettingsError: vLLM has no such option, or it cannot be set here.
     """
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    given = parse_engine_args(settings.engine_args)
+    check_engine_args(given, {field.name for field in fields(EngineArgs)}, _REFUSED, f"vLLM {vllm_version}")
+    check_one_process(given, _PARALLEL)
+    return given
+
+
+def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
+    """The user's options that may change rows by more than rounding: they are part of the fingerprint."""
+    return {name: value for name, value in given.items() if name not in _HARMLESS}
+
+
+def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, given: dict[str, Any]) -> dict[str, Any]:
+    """Everything that vLLM is told but for the logits processor; the user's options win."""
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": checkpoint_dtype(folder, settings.dtype),
+        # Sessions that wait have a place in the runner's batch too; vLLM wants a token for each place.
+        "max_num_seqs": min(settings.max_batch + settings.sessions, settings.max_batch_tokens or _MANY),
+        "max_num_batched_tokens": settings.max_batch_tokens,
+        # One token is sampled for every prompt, though nobody wants it.
+        "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": sys.stderr.isatty(),  # Progress bars make a mess of a log.
+    }
+    if current_platform.is_cpu():
+        arguments |= {
+            "enforce_eager": True,
+            "block_size": _CPU_BLOCK,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes or _CPU_KV_BYTES,
+        }
+    if adapters or settings.max_adapters:
+        # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
+        most = adapter_places(settings) + 1
+        rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
+        rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
+        arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
+    return arguments | given
+
+
+def adapter_places(settings: VllmSettings) -> int:
+    """Adapters that may be loaded at once."""
+    further = settings.max_adapters
+    # One that is replaced stays until all workers have the new one.
+    return len(settings.adapters) + (further + 1 if further else 0)
+
+
+def fitting_sessions(settings: VllmSettings, places: int) -> int:
+    """Sessions that may wait when the engine has so many places for prompts: those wanted, but at most half."""
+    return min(settings.sessions, places // 2)
+
+
+def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
+    """The adapters that the settings name, for the model in a folder.
+
+    Raises:
+        SettingsError: there is no such folder, or no adapter for this model in it.
+    """
+    found: Adapters = {}
+    for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
+        adapter, request = read_adapter(name, place, number, model)
+        found[adapter] = (request, checkpoint_source(place))
+    return found
+
+
+def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, LoRARequest]:
+    """An adapter in a folder or on the hub, as jobs and as vLLM name it.
+
+    Raises:
+        SettingsError: there is no such folder, or no adapter for this model in it.
+    """
+    folder = adapter_folder(place)
+    check_adapter(folder, model)
+    adapter = qualify(name, checkpoint_revision(folder))
+    # By the qualified name: vLLM's prefix cache tells adapters apart by it.
+    return adapter, LoRARequest(adapter, number, str(folder))
+
+
+def refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
+    """What vLLM could not do with the model, in one line."""
+    return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
 
 
 def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
@@ -334,9 +318,23 @@ def _load_adapter(core: InprocClient, request: LoRARequest) -> None:
         raise RuntimeError("it does not fit the model")
 
 
-def refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
-    """What vLLM could not do with the model, in one line."""
-    return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
+def _allow_tiles() -> None:
+    """Ask the system for the processor's matrix tiles (Intel AMX).
+
+    vLLM's attention in bfloat16 on a CPU uses them where the processor has them and leaves asking to whoever came
+    before; without permission the first use ends the process with an illegal instruction.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+def _rank(folder: Path) -> int:
+    """The smallest rank that vLLM has room for and an adapter fits in."""
+    rank = json.loads((folder / "adapter_config.json").read_text("utf-8")).get("r", 0)
+    fitting = [most for most in _LORA_RANKS if most >= rank]
+    if not fitting:
+        raise SettingsError(f"adapters: {folder} has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
+    return fitting[0]
 
 
 def _reason(error: BaseException) -> str:
