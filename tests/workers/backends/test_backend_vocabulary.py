@@ -15,7 +15,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends import checkpoint
 from lmpool.workers.backends.checkpoint import read_vocabulary
-from lmpool.workers.backends.sglang.launch import _place
+from lmpool.workers.backends.sglang.launch import _device_of
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model
 
@@ -137,4 +137,4 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_bad_tokenizer(
     ids=str,
 )
 def test_the_device_of_sglang_has_its_number(options: dict[str, Any], device: str) -> None:
-    assert _place(options) == device
+    assert _device_of(options) == device

@@ -66,19 +66,19 @@ def check_canary(backend: Backend) -> None:
     other = [(token + 1) % info.vocab_size for token in long]
     prompts = [_Prompt(ids) for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
     prompts += [_Prompt(long, adapter) for adapter in list(backend.adapters)[:_MOST_ADAPTERS]]
-    together = _rows(backend, prompts, "together")
+    batched = _rows(backend, prompts, "together")
     for index, prompt in enumerate(prompts):
         alone = _rows(backend, [prompt], f"alone-{index}")[0]
-        for row in (together[index], alone):
+        for row in (batched[index], alone):
             _check_distribution(backend, row)
-        _check_agree(backend, together[index], alone, "when others run beside it")
+        _check_agree(backend, batched[index], alone, "when others run beside it")
     for end in range(max(1, length - 2), length + 1):
         grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
-    _check_agree(backend, grown, together[0], "when it grows token by token")
+    _check_agree(backend, grown, batched[0], "when it grows token by token")
     if info.scores and length > 1:
         _check_score(backend, long)
     # Of few tokens, rows may be alike by chance.
-    if info.vocab_size >= _LEAST_V and np.array_equal(together[0], together[1]):
+    if info.vocab_size >= _LEAST_V and np.array_equal(batched[0], batched[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
@@ -109,22 +109,22 @@ def _rows(backend: Backend, prompts: Sequence[_Prompt], run: str) -> list[Row]:
         for index, ids in enumerate(encoded)
     ]
     backend.submit(jobs)
-    found: dict[bytes, Row] = {}
+    rows: dict[bytes, Row] = {}
     for _ in range(_MOST_STEPS):
         finished = backend.step()
         try:
-            check_answers(finished, {job.digest for job in jobs} - found.keys(), backend.info)
+            check_answers(finished, {job.digest for job in jobs} - rows.keys(), backend.info)
             for block in finished.blocks:
                 for index, digest in enumerate(block.digests):
                     data = np.frombuffer(block.encode(index), np.uint8)
-                    found[digest] = decode_row(data, backend.info.vocab_size)
+                    rows[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
             raise _wrong(backend, str(error)) from error
         if finished.failures:
             raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
-        if len(found) == len(jobs):
-            return [found[job.digest] for job in jobs]
-    raise _wrong(backend, f"it has answered {len(found)} of {len(jobs)} prompts after {_MOST_STEPS} steps")
+        if len(rows) == len(jobs):
+            return [rows[job.digest] for job in jobs]
+    raise _wrong(backend, f"it has answered {len(rows)} of {len(jobs)} prompts after {_MOST_STEPS} steps")
 
 
 def _check_distribution(backend: Backend, row: Row) -> None:
@@ -143,5 +143,5 @@ def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
         raise _wrong(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
 
 
-def _wrong(backend: Backend, what: str) -> SettingsError:
-    return SettingsError(f"model: {backend.info.name} cannot be served by {backend.info.backend}: {what}")
+def _wrong(backend: Backend, reason: str) -> SettingsError:
+    return SettingsError(f"model: {backend.info.name} cannot be served by {backend.info.backend}: {reason}")

@@ -47,7 +47,7 @@ _ROW = 512
 _TABLE = _ROW * _ROW
 
 # What missing files, unknown kinds, missing packages and broken files end in: transformers has no type for them.
-_TROUBLE = (
+_TOKENIZER_ERRORS = (
     InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
     AssertionError,
 )  # fmt: skip
@@ -78,7 +78,8 @@ def checkpoint_folder(
             raise SettingsError(f"revision: {shown(revision)} is for names on the hub, and {model} is a folder")
         return folder.resolve()
     if not is_on_hub(model):
-        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{_nearest(field, model)}")
+        nearest = _nearest_models(field, model)
+        raise SettingsError(f"{field}: {model} cannot be loaded: there is no such folder{nearest}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -153,14 +154,14 @@ def read_vocabulary(info: ModelInfo, revision: str | None, *, trust_remote_code:
         trust_remote_code: run Python code that comes with the tokenizer.
     """
     try:
-        return _read(info, revision, trust_remote_code)
-    except _TROUBLE as error:
-        _explain(info, error)
+        return _read_tokenizer(info, revision, trust_remote_code)
+    except _TOKENIZER_ERRORS as error:
+        _warn_unpublished(info, error)
         return None
     except Exception as error:
         # So ends what fails in the package tokenizers, which is not written in Python.
         if type(error) is Exception:
-            _explain(info, error)
+            _warn_unpublished(info, error)
             return None
         raise
 
@@ -241,12 +242,14 @@ def hub_trouble() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    found: list[str] = []
+    reasons: list[str] = []
     # In a thread, for no timeout of a socket bounds the look for a name, nor the number of addresses that are tried.
-    look = threading.Thread(target=lambda: found.append(_knock(constants.ENDPOINT)), name="lmpool-hub", daemon=True)
-    look.start()
-    look.join(HUB_PATIENCE_S)
-    reason = found[0] if found else f"no answer within {HUB_PATIENCE_S:g} s"
+    thread = threading.Thread(
+        target=lambda: reasons.append(_why_unreachable(constants.ENDPOINT)), name="lmpool-hub", daemon=True
+    )
+    thread.start()
+    thread.join(HUB_PATIENCE_S)
+    reason = reasons[0] if reasons else f"no answer within {HUB_PATIENCE_S:g} s"
     return f"{constants.ENDPOINT} cannot be reached ({reason})" if reason else ""
 
 
@@ -258,8 +261,8 @@ def cached_folder(model: str, file: str, revision: str | None) -> Path | None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, file, revision=revision)
-    return Path(found).parents[len(Path(file).parts) - 1] if isinstance(found, str) else None
+    path = try_to_load_from_cache(model, file, revision=revision)
+    return Path(path).parents[len(Path(file).parts) - 1] if isinstance(path, str) else None
 
 
 def nearest_folders(model: str) -> str:
@@ -267,19 +270,19 @@ def nearest_folders(model: str) -> str:
     place = Path(model).expanduser()
     parent = place.parent
     try:
-        names = [one.name for one in islice(parent.iterdir(), _MOST_LOOKED_AT) if one.is_dir()]
+        names = [entry.name for entry in islice(parent.iterdir(), _MOST_LOOKED_AT) if entry.is_dir()]
     except OSError:
         return ""
     visible = sorted(name for name in names if not name.startswith("."))
-    found = get_close_matches(place.name, visible, n=_MOST_NAMED)
+    nearest = get_close_matches(place.name, visible, n=_MOST_NAMED)
     # A bare name says nothing of where to look: then only what is spelt like it is worth a word.
-    if not found and "/" in model:
-        found = visible
-    if not found:
+    if not nearest and "/" in model:
+        nearest = visible
+    if not nearest:
         return ""
-    more = len(found) - _MOST_NAMED
-    shown = ", ".join(str(parent / name) for name in found[:_MOST_NAMED])
-    return f"; there is {shown}{f' and {more} more' if more > 0 else ''}"
+    more = len(nearest) - _MOST_NAMED
+    listed = ", ".join(str(parent / name) for name in nearest[:_MOST_NAMED])
+    return f"; there is {listed}{f' and {more} more' if more > 0 else ''}"
 
 
 def not_on_hub(model: str, trouble: str) -> str:
@@ -299,12 +302,11 @@ def not_on_hub(model: str, trouble: str) -> str:
 
 def not_had(field: str, model: str, reason: str) -> SettingsError:
     """The refusal of a name that is no folder and cannot be had from the hub."""
-    return SettingsError(
-        f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{_nearest(field, model)}"
-    )
+    nearest = _nearest_models(field, model)
+    return SettingsError(f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{nearest}")
 
 
-def _nearest(field: str, model: str) -> str:
+def _nearest_models(field: str, model: str) -> str:
     # What else lies on a worker's machine is not for those who offer adapters.
     return nearest_folders(model) if field == "model" else ""
 
@@ -316,7 +318,7 @@ def _is_folder(place: Path) -> bool:
         return False
 
 
-def _knock(endpoint: str) -> str:
+def _why_unreachable(endpoint: str) -> str:
     try:
         urlopen(Request(endpoint, method="HEAD"), timeout=HUB_PATIENCE_S).close()
     except HTTPError as error:
@@ -336,11 +338,11 @@ def _why_no_file(file: Path) -> str:
             "it is a GGUF file, which only --backend hf serves. For an engine, load it with transformers' "
             "from_pretrained(folder, gguf_file=…) and save_pretrained it, with its tokenizer, in a folder of its own"
         )
-    what = "a file of weights" if file.suffix in _WEIGHTS else "a file"
+    kind = "a file of weights" if file.suffix in _WEIGHTS else "a file"
     if any((folder / name).is_file() for name in _MODEL_CONFIGS):
-        return f"it is {what}, and a model is a folder: name {folder}"
+        return f"it is {kind}, and a model is a folder: name {folder}"
     return (
-        f"it is {what}, and a model is a folder with config.json, weights and tokenizer. {folder} has no config.json: "
+        f"it is {kind}, and a model is a folder with config.json, weights and tokenizer. {folder} has no config.json: "
         "take the whole folder that the file comes from"
     )
 
@@ -403,7 +405,7 @@ def _add_words(state: blake2b, path: Path) -> None:
         state.update(file.read())
 
 
-def _read(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Vocabulary:
+def _read_tokenizer(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Vocabulary:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -420,7 +422,7 @@ def _read(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Voc
     return Vocabulary(decode_vocab(tokenizer, vocab_size=info.vocab_size).tokens)
 
 
-def _explain(info: ModelInfo, error: Exception) -> None:
+def _warn_unpublished(info: ModelInfo, error: Exception) -> None:
     _log.warning(
         "the vocabulary of %s is not published: %s; who wants tries passes its byte strings to producer.trie",
         info.name,

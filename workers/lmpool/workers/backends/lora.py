@@ -40,7 +40,7 @@ _FACTORS = (".lora_A.weight", ".lora_B.weight")
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 
 # Such as layers.0.self_attn.q_proj; what comes before differs between a checkpoint and the model made from it.
-_TELLING_PARTS = 4
+_MODULE_PARTS = 4
 
 # Anything else could be a pattern. A dot in one stands for any character, which costs nothing.
 _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
@@ -72,18 +72,18 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
         SettingsError: a text is not of this form, a name is none or is given twice, or there are too many.
     """
     check_texts("adapters", given)
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         if not equals or not folder:
             raise SettingsError(f"adapters: {shown(text)} is not name=folder")
         check_adapter_name("adapters", name)
-        if name in found:
+        if name in folders:
             raise SettingsError(f"adapters: {name!r} is given twice")
-        found[name] = check_source("adapters", folder)
-    if len(found) > MAX_ADAPTERS:
-        raise SettingsError(f"adapters: {len(found)} are too many: one model may have {MAX_ADAPTERS}")
-    return found
+        folders[name] = check_source("adapters", folder)
+    if len(folders) > MAX_ADAPTERS:
+        raise SettingsError(f"adapters: {len(folders)} are too many: one model may have {MAX_ADAPTERS}")
+    return folders
 
 
 def adapter_folder(source: str) -> Path:
@@ -106,11 +106,11 @@ def check_adapter(folder: Path, model: Path) -> None:
         SettingsError: no adapter, one of another model, or one whose config asks for too much or for patterns.
     """
     names = (name for path in model.glob("*.safetensors") for name in _header(path, _MOST_HEADER_BYTES))
-    check_places(folder, places_of(names), str(model))
+    check_fit(folder, modules_of(names), str(model))
 
 
-def check_places(folder: Path, places: Collection[str], model: str) -> None:
-    """As `check_adapter`, for the places (`places_of`) of a model; none where they are not known."""
+def check_fit(folder: Path, modules: Collection[str], model: str) -> None:
+    """As `check_adapter`, for the modules (`modules_of`) of a model; none where they are not known."""
     if not (folder / _CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
     config = read_config(folder / _CONFIG, "adapters", _MOST_CONFIG_BYTES)
@@ -127,16 +127,16 @@ def check_places(folder: Path, places: Collection[str], model: str) -> None:
         )
     tensors = _header(folder / WEIGHTS, _MOST_ADAPTER_HEADER_BYTES)
     names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
-    strangers = [name for name in names if places and _place(f"{name}.weight") not in places]
-    if strangers or not names:
-        missing = strangers[0] if strangers else "any LoRA weights"
+    unknown = [name for name in names if modules and _module_of(f"{name}.weight") not in modules]
+    if unknown or not names:
+        missing = unknown[0] if unknown else "any LoRA weights"
         raise SettingsError(f"adapters: {folder} does not fit {model}, which has no place for {missing}")
     _check_ranks(folder, tensors, ranks, is_stacked=bool(config.get("target_parameters")))
 
 
-def places_of(tensors: Iterable[str]) -> set[str]:
+def modules_of(tensors: Iterable[str]) -> set[str]:
     """The modules of a model, from the names of its weights."""
-    return {_place(name) for name in tensors}
+    return {_module_of(name) for name in tensors}
 
 
 def _ranks(config: Mapping[str, Any]) -> set[int]:
@@ -188,11 +188,11 @@ def _check_modules(field: str, names: object, most: int) -> None:
 
 def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     """`rank_pattern` or `alpha_pattern`: module -> value."""
-    found = config.get(field) or {}
-    if not isinstance(found, dict):
-        raise SettingsError(f"{field} is {shown(found, 60)}: expected an object of modules' names")
-    _check_modules(field, list(found), _MOST_PATTERNS)
-    return found
+    values = config.get(field) or {}
+    if not isinstance(values, dict):
+        raise SettingsError(f"{field} is {shown(values, 60)}: expected an object of modules' names")
+    _check_modules(field, list(values), _MOST_PATTERNS)
+    return values
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
@@ -223,16 +223,16 @@ def _check_ranks(folder: Path, tensors: Mapping[str, Any], ranks: Collection[int
         shape = tensor.get("shape") if isinstance(tensor, dict) else None
         held = shape[0] if isinstance(shape, list) and shape and isinstance(shape[0], int) else 0
         if held not in ranks and not (is_stacked and held and any(held % rank == 0 for rank in ranks)):
-            told = ", ".join(map(str, sorted(ranks)[:5]))
+            named = ", ".join(map(str, sorted(ranks)[:5]))
             raise SettingsError(
                 f"adapters: {folder} does not fit itself: {name} in {WEIGHTS} has rank {held}, and {_CONFIG} says "
-                f"{told}: write both anew with peft's save_pretrained"
+                f"{named}: write both anew with peft's save_pretrained"
             )
 
 
-def _place(tensor: str) -> str:
+def _module_of(tensor: str) -> str:
     """Which module of a model a tensor belongs to, by the last parts of its name."""
-    return ".".join(tensor.split(".")[:-1][-_TELLING_PARTS:])
+    return ".".join(tensor.split(".")[:-1][-_MODULE_PARTS:])
 
 
 def _header(path: Path, most_bytes: int) -> dict[str, Any]:
@@ -245,4 +245,4 @@ def _header(path: Path, most_bytes: int) -> dict[str, Any]:
             header = json.loads(file.read(size))
         except (ValueError, RecursionError):
             return {}  # The engine says what is wrong with it.
-    return {name: told for name, told in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else {}

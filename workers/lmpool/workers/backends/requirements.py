@@ -39,15 +39,15 @@ def require_version(field: str, distributions: tuple[str, ...], least: tuple[int
     """
     for name in distributions:
         try:
-            found = version(name)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if not least <= _numbers(found) < below:
+        if not least <= _version_numbers(installed) < below:
             raise SettingsError(
-                f"{field}: {name} {found} is installed; this backend is made for {name} >= {_dotted(least)}, "
+                f"{field}: {name} {installed} is installed; this backend is made for {name} >= {_dotted(least)}, "
                 f"< {_dotted(below)}: pip install '{name}>={_dotted(least)},<{_dotted(below)}'"
             )
-        return found
+        return installed
     raise SettingsError(f"{field}: needs {' or '.join(distributions)}, and none is installed")
 
 
@@ -65,38 +65,38 @@ def named_plugins(field: str, group: str, named: Sequence[str]) -> list[str]:
     Raises:
         SettingsError: one is installed that was not named, or one was named that is not installed.
     """
-    found = list(entry_points(group=group))
+    entries = list(entry_points(group=group))
     option = f"--{field.replace('_', '-')}"
-    for entry in found:
+    for entry in entries:
         if entry.name not in named:
             raise SettingsError(
                 f"{field}: {_described(entry)} is installed, and the engine would let it change rows: uninstall it, or "
                 f"name it with {option} {entry.name}, which makes it part of the model's fingerprint"
             )
-    if missing := [name for name in named if name not in {entry.name for entry in found}]:
+    if missing := [name for name in named if name not in {entry.name for entry in entries}]:
         raise SettingsError(f"{field}: no entry point {missing[0]!r} of {group} is installed")
-    return [_described(entry) for entry in found]
+    return [_described(entry) for entry in entries]
 
 
-def other_plugins(group: str, own: Collection[str], chosen: Collection[str] | None) -> list[str]:
+def other_plugins(group: str, distributions: Collection[str], chosen: Collection[str] | None) -> list[str]:
     """The plugins of a group that the engine runs when it starts, which may change anything; the log tells them.
 
     Args:
         group: of entry points.
-        own: distributions whose plugins are the engine's own.
+        distributions: those whose plugins are the engine's own.
         chosen: names of those that the engine loads; None for all.
 
     Returns:
         as `named_plugins`.
     """
-    found = [
+    plugins = [
         _described(entry)
         for entry in entry_points(group=group)
-        if (chosen is None or entry.name in chosen) and (entry.dist is None or entry.dist.name not in own)
+        if (chosen is None or entry.name in chosen) and (entry.dist is None or entry.dist.name not in distributions)
     ]
-    if found:
-        _log.warning("plugins of others run inside the engine and are part of the fingerprint: %s", ", ".join(found))
-    return found
+    if plugins:
+        _log.warning("plugins of others run inside the engine and are part of the fingerprint: %s", ", ".join(plugins))
+    return plugins
 
 
 def first_line(error: BaseException) -> str:
@@ -108,7 +108,7 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 

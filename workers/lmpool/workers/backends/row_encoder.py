@@ -157,9 +157,9 @@ def pick_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         # What torch says is of its own builds and kernels; AssertionError is how one without CUDA answers.
-        raise SettingsError(f"device: {name!r} cannot be used: {_why(name)}") from error
+        raise SettingsError(f"device: {name!r} cannot be used: {_why_unusable(name)}") from error
     if device.type == "meta":
-        raise SettingsError(f"device: 'meta' computes nothing: {_why(name)}")
+        raise SettingsError(f"device: 'meta' computes nothing: {_why_unusable(name)}")
     return device
 
 
@@ -209,13 +209,13 @@ def _to_host(numbers: Tensor) -> Tensor:
 def _fault(logits: Tensor) -> str:
     """Why one row of logits is no distribution."""
     values = logits.float().cpu().numpy()
-    for name, found in (("NaN", np.isnan(values)), ("+inf", np.isposinf(values))):
-        if found.any():
-            return f"the model returned {found.sum()} of {found.size} logits as {name}: its row has no finite logZ"
+    for name, faulty in (("NaN", np.isnan(values)), ("+inf", np.isposinf(values))):
+        if faulty.any():
+            return f"the model returned {faulty.sum()} of {faulty.size} logits as {name}: its row has no finite logZ"
     return f"the model returned -inf for all {values.size} logits: its row has no finite logZ"
 
 
-def _why(name: str) -> str:
+def _why_unusable(name: str) -> str:
     kind = name.partition(":")[0]
     here = f"this machine has {', '.join(_devices())}"
     if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
@@ -228,7 +228,7 @@ def _why(name: str) -> str:
 
 
 def _devices() -> list[str]:
-    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
+    devices = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
-        found.append("'mps'")
-    return found
+        devices.append("'mps'")
+    return devices

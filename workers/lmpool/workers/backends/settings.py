@@ -305,17 +305,17 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         SettingsError: a text is not of this form, or a file cannot be read.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for text in given:
         for part in [text] if _is_file(text) else _parts(text):
             if _is_file(part):
-                found.update({_name(name): value for name, value in _read_file(part).items()})
+                options.update({_name(name): value for name, value in _read_file(part).items()})
                 continue
             name, equals, value = part.partition("=")
             if not equals or not _name(name).isidentifier():
                 raise SettingsError(f"engine_args: {shown(part)} is not key=value, nor a TOML file (….toml)")
-            found[_name(name)] = _value(value)
-    return found
+            options[_name(name)] = _value(value)
+    return options
 
 
 def check_engine_args(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters of a model of transformers, by peft: any number loaded, one at a time at work."""
+"""LoRA adapters of a model of transformers, by peft: any number loaded, one at a time active."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_places, places_of
+from lmpool.workers.backends.lora import WEIGHTS, adapter_folder, check_fit, modules_of
 from lmpool.workers.backends.requirements import first_line, require
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
     MemoryError, AssertionError, IndexError, SafetensorError,
 )  # fmt: skip
-# Ways to begin that leave the model's own weights as they are; the others are undone by converting the adapter.
-_HARMLESS_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+# Ways to initialise that leave the model's own weights as they are; the others are undone by converting the adapter.
+_HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class HfAdapters:
-    """The adapters of one model; none is at work at first.
+    """The adapters of one model; none is active at first.
 
     Args:
         forward: runs the model.
@@ -55,12 +55,12 @@ class HfAdapters:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self._places = places_of(self._model.state_dict())
-        self._bare: PreTrainedModel | None = None
+        self._modules = modules_of(self._model.state_dict())
+        self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
         self._loaded: dict[str, _Loaded] = {}
-        self._numbers = count()
-        self._at_work = ""
+        self._handle_numbers = count()
+        self._active = ""
 
     @property
     def sources(self) -> dict[str, str]:
@@ -75,17 +75,17 @@ class HfAdapters:
         """
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
-        check_places(folder, self._places, self._name)
+        check_fit(folder, self._modules, self._name)
         revision = checkpoint_revision(folder)
         adapter = qualify(name, revision)
         if adapter in self._loaded:
             return revision
         # Not the adapter's name: peft's may have no dots.
-        handle = f"a{next(self._numbers)}"
+        handle = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
             self._loaded[adapter] = _Loaded(handle, checkpoint_source(source))
-            self._try(adapter, folder)
+            self._check_logits(adapter, folder)
             if checkpoint_revision(folder) != revision:
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
         except _LOAD_ERRORS as error:
@@ -96,25 +96,25 @@ class HfAdapters:
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
         finally:
             if self._peft is not None:
-                self.use("", anew=True)
+                self.activate("", force=True)
         return revision
 
     def drop(self, adapter: str) -> None:
         """Forget an adapter."""
         if (loaded := self._loaded.pop(adapter, None)) is not None:
             self._delete(loaded.handle)
-            self.use("", anew=True)
+            self.activate("", force=True)
 
-    def use(self, adapter: str, *, anew: bool = False) -> None:
-        """Put an adapter ("name@revision") to work, or none ("").
+    def activate(self, adapter: str, *, force: bool = False) -> None:
+        """Have forwards use an adapter ("name@revision"), or none ("").
 
         Args:
             adapter: the adapter.
-            anew: whatever was at work before.
+            force: tell peft even if this one is active already.
         """
-        if adapter == self._at_work and not anew:
+        if adapter == self._active and not force:
             return
-        self._at_work = adapter
+        self._active = adapter
         if adapter:
             self._peft.base_model.enable_adapter_layers()
             self._peft.set_adapter(self._loaded[adapter].handle, inference_mode=True)
@@ -128,27 +128,27 @@ class HfAdapters:
         config: Any = PeftConfig.from_pretrained(str(folder))
         _check_config(folder, config)
         config.inference_mode, config.init_lora_weights = True, True
-        if self._bare is None:
-            self._bare = _without_memory(self._model)
+        if self._skeleton is None:
+            self._skeleton = _on_meta_device(self._model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # What it warns of is checked here.
-            _check_size(folder, self._bare, config)
+            _check_size(folder, self._skeleton, config)
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, handle)
             else:
                 self._peft.add_adapter(handle, config)
             result = self._peft.load_adapter(str(folder), handle, torch_device=str(self._forward.device))
-        if strangers := [*result.unexpected_keys, *result.missing_keys]:
+        if unfitting := [*result.unexpected_keys, *result.missing_keys]:
             raise SettingsError(
-                f"adapters: {folder} does not fit {self._name}: {len(strangers)} of its weights have no place or are "
-                f"missing, such as {strangers[0]}"
+                f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
+                f"missing, such as {unfitting[0]}"
             )
         # What was inserted is in training mode, with dropout.
         self._model.train(mode=False)
 
     @torch.inference_mode()
-    def _try(self, adapter: str, folder: Path) -> None:
-        self.use(adapter, anew=True)
+    def _check_logits(self, adapter: str, folder: Path) -> None:
+        self.activate(adapter, force=True)
         if not bool(self._forward.logits([[0]]).isfinite().any()):
             raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
 
@@ -166,7 +166,7 @@ def _check_config(folder: Path, config: Any) -> None:
         raise SettingsError(f"adapters: {folder} is of the kind {kind}: this backend serves LORA")
     if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
         raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
-    if config.init_lora_weights not in _HARMLESS_BEGINNINGS:
+    if config.init_lora_weights not in _HARMLESS_INITS:
         raise SettingsError(
             f"adapters: {folder} belongs to a model whose weights it has changed (init_lora_weights="
             f"{config.init_lora_weights!r}): save it with peft's path_initial_model_for_weight_conversion"
@@ -175,12 +175,12 @@ def _check_config(folder: Path, config: Any) -> None:
         raise SettingsError(f"adapters: {folder} is at work after certain tokens only (aLoRA)")
 
 
-def _check_size(folder: Path, bare: PreTrainedModel, config: Any) -> None:
+def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     """Refuse an adapter for which peft would reserve more than its file has weights for.
 
     Args:
         folder: of the adapter.
-        bare: the model without adapters and memory (`_without_memory`).
+        skeleton: the model without adapters and memory (`_on_meta_device`).
         config: of the adapter, as peft reads it. A copy is used: peft completes it for the model.
     """
     from peft import PeftModel
@@ -188,13 +188,13 @@ def _check_size(folder: Path, bare: PreTrainedModel, config: Any) -> None:
     with safe_open(folder / WEIGHTS, framework="pt") as file:  # It refuses shapes that the file has no bytes for.
         held = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     with torch.device("meta"):  # peft makes weights where tensors are made, and then moves them to the model's device.
-        tried = PeftModel(_without_memory(bare), copy.deepcopy(config), "tried")
+        trial = PeftModel(_on_meta_device(skeleton), copy.deepcopy(config), "tried")
     # Apart: of trainable tokens peft keeps the model's own as buffers, which no file has.
     for kind, before, after in (
-        ("parameters", bare.parameters(), tried.parameters()),
-        ("buffers", bare.buffers(), tried.buffers()),
+        ("parameters", skeleton.parameters(), trial.parameters()),
+        ("buffers", skeleton.buffers(), trial.buffers()),
     ):
-        asked = _numbers(after) - _numbers(before)
+        asked = _sizes(after) - _sizes(before)
         if asked > held:
             raise SettingsError(
                 f"adapters: {folder} does not fit itself: its config asks for {asked} numbers ({kind}), and {WEIGHTS} "
@@ -202,20 +202,20 @@ def _check_size(folder: Path, bare: PreTrainedModel, config: Any) -> None:
             )
 
 
-def _numbers(tensors: Iterable[Tensor]) -> int:
+def _sizes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _without_memory(model: PreTrainedModel) -> PreTrainedModel:
+def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model whose parameters and buffers are on the device "meta": they have shapes alone."""
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
-        bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        skeleton = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, requires_grad=False)
+            skeleton = nn.Parameter(skeleton, requires_grad=False)
             # By what quantised weights have there, peft tells how they were made.
-            vars(bare).update(vars(tensor))
-        memo[id(tensor)] = bare
+            vars(skeleton).update(vars(tensor))
+        memo[id(tensor)] = skeleton
     return copy.deepcopy(model, memo)
 
 

@@ -92,9 +92,9 @@ class HfBackend:
             chunk=_chunk(settings, self._forward.device),
             shares=self._pool is not None,
         )
-        self._tell_longest(loaded.max_prompt_tokens)
+        self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
-        self._has_let_by = False
+        self._shorter_went_first = False
         self._waiting: dict[bytes, BackendJob] = {}
         self._progress: dict[bytes, Progress] = {}
         self._roots: dict[str, int] = {}
@@ -191,8 +191,8 @@ class HfBackend:
         waiting = {digest: self._next_chunk(job) for digest, job in self._waiting.items()}
         rows, rules = self._limit.rows, self._rules
         batch = choose(waiting, rows, rules)
-        shorter: Mapping[bytes, Chunk] = {} if self._has_let_by else choose_shorter(batch, waiting, rows, rules)
-        self._has_let_by = bool(shorter)
+        shorter: Mapping[bytes, Chunk] = {} if self._shorter_went_first else choose_shorter(batch, waiting, rows, rules)
+        self._shorter_went_first = bool(shorter)
         if self._pool is not None:
             self._pool.held = next((chunk.path for chunk in waiting.values() if chunk.begun), [])
         answers = self._answer(shorter or batch)
@@ -205,7 +205,7 @@ class HfBackend:
         self.abort(finished.digests)
         return finished
 
-    def _tell_longest(self, max_prompt_tokens: int) -> None:
+    def _log_longest(self, max_prompt_tokens: int) -> None:
         """Say from which length on a prompt keeps short ones waiting, if there is one."""
         if self._pool is None:
             return
@@ -281,7 +281,7 @@ class HfBackend:
         new = max(chunk.new for chunk in chunks)
         first = chunks[0]
         pool = self._pool if first.root is not None else None
-        self._adapters.use(first.adapter)
+        self._adapters.activate(first.adapter)
         kept, paths = [chunk.kept for chunk in chunks], [chunk.path for chunk in chunks]
         logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
         if first.kind == PREFILL:

@@ -86,7 +86,7 @@ class Forward:
         if pool is None:
             return self._run(prompts, lengths, max(lengths), most, {"use_cache": False})
         wants = zip(lengths, paths, kept, strict=True)
-        new = max(most, *(new_tokens(length, len(path), own) for length, path, own in wants))
+        new = max(most, *(new_tokens(length, len(path), wanted) for length, path, wanted in wants))
         block = pool.gather(lengths, paths, new)
         logits = self._run(prompts, lengths, new, most, {"use_cache": True, "past_key_values": block.cache})
         pool.store(prompts, paths, block, root)
@@ -199,8 +199,8 @@ def _horizon(config: PreTrainedConfig) -> int:
     stated = getattr(config, "rope_parameters", None) or {}
     for rope in [stated, *stated.values()]:
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-            known = rope.get("original_max_position_embeddings")
-            limits.append(known or config.max_position_embeddings)
+            original = rope.get("original_max_position_embeddings")
+            limits.append(original or config.max_position_embeddings)
     return min(limits, default=2**62)
 
 

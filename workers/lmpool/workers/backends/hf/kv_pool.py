@@ -258,7 +258,7 @@ class PrefixSlots:
         """Start a step that uses these paths; nothing used in a step is freed before the next one."""
         self._clock += 1
         for path in paths:
-            self._touch(path)
+            self._stamp(path)
 
     def extend(self, ids: Sequence[int], path: list[int], root: int = ROOT) -> list[int]:
         """Give slots to the tokens of a prompt that have none, as far as there is room.
@@ -272,7 +272,7 @@ class PrefixSlots:
             the new slots; they are the last ones of `path` and belong to the tokens there.
         """
         path += self._match_from(path[-1] if path else root, ids, len(path))
-        self._touch(path)
+        self._stamp(path)
         missing = len(ids) - len(path)
         if missing > len(self._free):
             self._make_room(missing - len(self._free))
@@ -284,20 +284,20 @@ class PrefixSlots:
             self._edges[slot] = edge
             parent = slot
         path += fresh
-        self._touch(path)
+        self._stamp(path)
         return fresh
 
     def _match_from(self, slot: int, ids: Sequence[int], start: int) -> list[int]:
-        found = []
+        path = []
         for token in islice(ids, start, None):
             child = self._children.get(slot << 32 | token)
             if child is None:
                 break
-            found.append(child)
+            path.append(child)
             slot = child
-        return found
+        return path
 
-    def _touch(self, path: Sequence[int]) -> None:
+    def _stamp(self, path: Sequence[int]) -> None:
         newest = self._clock << _DEPTH_BITS
         self._stamps[path] = np.arange(newest, newest - len(path), -1)
 

@@ -1,13 +1,9 @@
 """The `sglang` backend: SGLang's own event loop in a thread, touched at two places only.
 
-    settings   SglangSettings: what to load and how much of the machine to use
-    options    the settings as SGLang's own options
-    launch     from the settings to an engine that runs, and the errors on the way
-    scheduler  making SGLang's scheduler and ending it; what changes from release to release
-    seams      the two places: requests in, logits out
-    engine     the thread that the event loop runs in
-    backend    SglangBackend
+    launch   from the settings to an engine that runs, SGLang's own options, and the errors on the way
+    engine   SGLang's scheduler in its thread: made, given requests, asked for logits, and ended
+    backend  SglangBackend
 
-sglang is imported by `scheduler` and `seams`, which `engine` needs; torch by these, `launch` and `backend`. This file,
-`settings` and `options` need neither.
+Its settings are `lmpool.workers.backends.settings.SglangSettings`. sglang is imported by `engine` only, which is
+imported when the settings have been checked; torch by all three, never by this file.
 """

@@ -31,7 +31,7 @@ from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
 from lmpool.workers.backends.requirements import first_line
 
-_PLACE = {
+_RANKS = {
     "gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None,
 }  # fmt: skip
 
@@ -124,16 +124,16 @@ class Engine:
         Raises:
             WorkerError: the engine has ended.
         """
-        found: list[EngineBatch] = []
+        batches: list[EngineBatch] = []
         while self._error is None:
             try:
-                result = self._results.get(block=not found)
+                result = self._results.get(block=not batches)
             except Empty:
-                return found
+                return batches
             if isinstance(result, BaseException):
                 self._error = result
             else:
-                found.append(result)
+                batches.append(result)
         if isinstance(self._error, WorkerError):
             raise self._error
         raise WorkerError(f"SGLang's engine died: {first_line(self._error)}") from self._error
@@ -189,7 +189,7 @@ class Seams:
         self._vocab_size: int = scheduler.model_config.vocab_size
         self._owed: dict[str, int] = {}  # name -> tokens that were asked for
         self._process = scheduler.process_batch_result
-        scheduler.process_batch_result = self._take
+        scheduler.process_batch_result = self._process_and_capture
         # It has slots and is frozen, so it is replaced.
         scheduler.request_receiver = _Receiver(scheduler.request_receiver, self._receive)
 
@@ -199,12 +199,12 @@ class Seams:
         Args:
             local_reqs: abortions that the scheduler has decided on itself.
         """
-        found = list(local_reqs or ())
-        gone = [request.rid for request in found if isinstance(request, AbortReq) and request.rid in self._owed]
-        if gone:
-            for name in gone:
+        received = list(local_reqs or ())
+        aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
+        if aborted:
+            for name in aborted:
                 del self._owed[name]
-            failures = dict.fromkeys(gone, "SGLang has taken the prompt back")
+            failures = dict.fromkeys(aborted, "SGLang has taken the prompt back")
             self._results.put(EngineBatch([], None, None, 0, 0, failures))
         for order in self._waiting_orders():
             if order is None:
@@ -212,29 +212,29 @@ class Seams:
                 break
             for request in order.requests:
                 self._owed[request.rid] = len(request.input_ids)
-            found += order.requests
-            found += [AbortReq(rid=name) for name in order.dropped if self._owed.pop(name, None) is not None]
-        return found
+            received += order.requests
+            received += [AbortReq(rid=name) for name in order.dropped if self._owed.pop(name, None) is not None]
+        return received
 
     def _waiting_orders(self) -> list[Order | None]:
-        found = []
+        orders = []
         if self._scheduler.is_fully_idle():
-            self._give_up()
-            found.append(self._orders.get())
+            self._fail_owed()
+            orders.append(self._orders.get())
         while True:
             try:
-                found.append(self._orders.get_nowait())
+                orders.append(self._orders.get_nowait())
             except Empty:
-                return found
+                return orders
 
-    def _give_up(self) -> None:
+    def _fail_owed(self) -> None:
         """An idle scheduler owes nothing: what it has not answered it has dropped, and told a socket so."""
         if self._owed:
             failures = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
             self._owed.clear()
             self._results.put(EngineBatch([], None, None, 0, 0, failures))
 
-    def _take(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
+    def _process_and_capture(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
         """Around what the scheduler does with a result: the rows of the prompts that it completes."""
         # The engine drops both when it is done with them.
         requests = list(batch.reqs)
@@ -342,15 +342,15 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
     server_args.resolve_once()
     server_args.check_server_args()
     ports = PortArgs.init_new(server_args)
-    place = {**_PLACE, "gpu_id": options.get("base_gpu_id", 0)}
-    takes = inspect.signature(Scheduler.__init__).parameters
+    ranks = {**_RANKS, "gpu_id": options.get("base_gpu_id", 0)}
+    parameters = inspect.signature(Scheduler.__init__).parameters
     # In two steps, so that one that cannot be finished can be ended.
     scheduler = Scheduler.__new__(Scheduler)
     try:
-        ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=place["gpu_id"])
-        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
+        spawned = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=ranks["gpu_id"])
+        runtime_context.publish(server_args, role="scheduler", ranks=spawned)
         with _progress_bars_on_terminals_only(), _same_excepthook():
-            scheduler.__init__(server_args, ports, **{name: place[name] for name in place if name in takes})
+            scheduler.__init__(server_args, ports, **{name: ranks[name] for name in ranks if name in parameters})
     except BaseException:
         end_scheduler(scheduler)
         raise

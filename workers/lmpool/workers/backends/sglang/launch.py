@@ -126,12 +126,12 @@ def launch(settings: SglangSettings) -> Launched:
     torch_device.settle()
     version = require_version("backend", SGLANG_DISTRIBUTIONS, SGLANG_LEAST, SGLANG_BELOW)
     folder = checkpoint_folder("model", settings.model, settings.revision)
-    places = {name: _adapter_folder(place, folder) for name, place in settings.adapter_folders.items()}
+    folders = {name: _adapter_folder(source, folder) for name, source in settings.adapter_folders.items()}
     # By the qualified name: SGLang tells prefixes of different adapters apart by it.
-    adapters = {qualify(name, checkpoint_revision(place)): place for name, place in places.items()}
+    adapters = {qualify(name, checkpoint_revision(path)): path for name, path in folders.items()}
     sources = dict(zip(adapters, map(checkpoint_source, settings.adapter_folders.values()), strict=True))
     device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
-    _prepare(device)
+    _prepare_import(device)
     try:
         from lmpool.workers.backends.sglang.engine import Engine, known_options, read_facts
     except (ImportError, OSError, RuntimeError) as error:
@@ -153,10 +153,10 @@ def launch(settings: SglangSettings) -> Launched:
     revision = checkpoint_revision(folder, also=row_deciding(given))
     engine = Engine(options)
     try:
-        if (trouble := engine.wait()) is not None:
-            raise _explained(trouble, f"SGLang {version} cannot serve {settings.model}") from trouble
-        most = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
-        return Launched(engine, most, revision, sources, _place(options))
+        if (failure := engine.wait()) is not None:
+            raise _start_error(failure, f"SGLang {version} cannot serve {settings.model}") from failure
+        limit = _prompt_limit(settings.max_prompt_tokens, engine.facts.max_prompt_tokens)
+        return Launched(engine, limit, revision, sources, _device_of(options))
     except BaseException:
         engine.close()
         raise
@@ -220,7 +220,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
     if adapters:
         options |= {
             "enable_lora": True,
-            "lora_paths": {name: str(place) for name, place in adapters.items()},
+            "lora_paths": {name: str(path) for name, path in adapters.items()},
             # Prompts without an adapter take a place too.
             "max_loras_per_batch": len(adapters) + 1,
             "lora_strict_loading": True,
@@ -274,7 +274,7 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
     return memory // token
 
 
-def _prepare(device: str) -> None:
+def _prepare_import(device: str) -> None:
     """What must be settled before SGLang is imported."""
     if device == "cpu":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -284,12 +284,12 @@ def _prepare(device: str) -> None:
     warnings.filterwarnings("ignore", module=r"sglang\.")
 
 
-def _explained(error: BaseException, what: str) -> LMPoolError:
+def _start_error(error: BaseException, context: str) -> LMPoolError:
     """SGLang checks its options and models with whatever exception is at hand."""
     if isinstance(error, LMPoolError):
         return error
     is_too_little = isinstance(error, MemoryError) or _TOO_LITTLE_MEMORY.search(str(error)) is not None
-    return SettingsError(f"{'kv_cache_bytes' if is_too_little else 'model'}: {what}: {first_line(error)}")
+    return SettingsError(f"{'kv_cache_bytes' if is_too_little else 'model'}: {context}: {first_line(error)}")
 
 
 def _prompt_limit(wanted: int | None, most: int) -> int:
@@ -300,13 +300,13 @@ def _prompt_limit(wanted: int | None, most: int) -> int:
     return most if wanted is None else wanted
 
 
-def _place(options: Mapping[str, Any]) -> str:
+def _device_of(options: Mapping[str, Any]) -> str:
     """The device that SGLang is told, with its number; the CPU has none."""
     kind = str(options["device"]).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"
 
 
-def _adapter_folder(place: str, model: Path) -> Path:
-    folder = adapter_folder(place)
+def _adapter_folder(source: str, model: Path) -> Path:
+    folder = adapter_folder(source)
     check_adapter(folder, model)
     return folder

@@ -60,7 +60,7 @@ class VllmBackend:
         self._engine = engine = open_engine(settings)
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
-        self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block)
+        self._sessions = Sessions(engine.sessions, int(engine.kv_tokens * _SESSION_SHARE), engine.block_size)
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._held: dict[bytes, str] = {}
@@ -78,7 +78,7 @@ class VllmBackend:
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
             # Logits processors never see them.
-            scores=not engine.places and not settings.logits_processors,
+            scores=not engine.adapter_slots and not settings.logits_processors,
         )
         try:
             self._info = completed_info(self)
@@ -184,9 +184,9 @@ class VllmBackend:
         """
         outputs = self._core.get_output().outputs
         for output in outputs:
-            found, request = output.new_prompt_logprobs_tensors, self._requests.get(output.request_id)
-            if found is not None and request is not None:
-                self._scores[request.job.digest] = found.logprobs[:, 0].float().numpy()
+            logprobs, request = output.new_prompt_logprobs_tensors, self._requests.get(output.request_id)
+            if logprobs is not None and request is not None:
+                self._scores[request.job.digest] = logprobs.logprobs[:, 0].float().numpy()
         ended = [self._end(output) for output in outputs if output.new_token_ids or output.finish_reason is not None]
         failures = {job.digest: text for job, text in ended if text}
         for digest in failures:
@@ -227,14 +227,14 @@ class VllmBackend:
         scores, failures = {}, {}
         for job in jobs:
             # vLLM scores every token but the first.
-            found = self._scores.pop(job.digest, None)
-            if found is None or len(found) != len(job.ids) // 4 - 1:
+            logprobs = self._scores.pop(job.digest, None)
+            if logprobs is None or len(logprobs) != len(job.ids) // 4 - 1:
                 raise WorkerError("vLLM has ended a prompt without scoring its tokens")
-            own = np.ascontiguousarray(found[job.score_from - 1 :])
-            if np.isnan(own).any():
+            vector = np.ascontiguousarray(logprobs[job.score_from - 1 :])
+            if np.isnan(vector).any():
                 failures[job.digest] = "the model returned logits that are no distribution: NaN or infinite"
             else:
-                scores[job.digest] = own
+                scores[job.digest] = vector
         return (VectorBlock(list(scores), list(scores.values())) if scores else None), failures
 
     def _keep(self, job: BackendJob, name: str) -> None:

@@ -23,8 +23,8 @@ KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that carries a prompt's digest."""
 
 
-class _Place(NamedTuple):
-    """Where a row lies."""
+class _CapturedRow(NamedTuple):
+    """A row in the block with which it was captured."""
 
     block: RowBlock
     row: int
@@ -45,7 +45,7 @@ class Captured:
         self._vocab_size = vocab_size
         self._encoder = encoder
         self.device = "cpu"
-        self._places: dict[bytes, _Place] = {}
+        self._rows: dict[bytes, _CapturedRow] = {}
         self._failures: dict[bytes, str] = {}
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
@@ -69,11 +69,12 @@ class Captured:
             self._failures.pop(digest, None)
         self._failures.update(encoded.failures)
         if encoded.block is not None:
-            self._places.update((digest, _Place(encoded.block, i)) for i, digest in enumerate(encoded.block.digests))
+            for row, digest in enumerate(encoded.block.digests):
+                self._rows[digest] = _CapturedRow(encoded.block, row)
 
     def drop(self, digest: bytes) -> None:
         """Forget a prompt's row."""
-        self._places.pop(digest, None)
+        self._rows.pop(digest, None)
         self._failures.pop(digest, None)
 
     def take(self, digests: list[bytes]) -> tuple[list[RowBlock], dict[bytes, str]]:
@@ -86,12 +87,12 @@ class Captured:
         blocks: dict[int, tuple[RowBlock, list[int]]] = {}
         for digest in digests:
             if digest in failures:
-                self._places.pop(digest, None)
+                self._rows.pop(digest, None)
                 continue
-            place = self._places.pop(digest, None)
-            if place is None:
+            captured = self._rows.pop(digest, None)
+            if captured is None:
                 raise WorkerError("vLLM has ended a prompt without giving its logits")
-            blocks.setdefault(id(place.block), (place.block, []))[1].append(place.row)
+            blocks.setdefault(id(captured.block), (captured.block, []))[1].append(captured.row)
         return [_part(block, rows) for block, rows in blocks.values()], failures
 
 

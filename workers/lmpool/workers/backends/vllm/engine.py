@@ -101,13 +101,13 @@ class Engine:
         max_batch: prompts that run together.
         sessions: sessions that have a place beside them.
         kv_tokens: tokens whose keys and values fit.
-        block: tokens of a block of them.
+        block_size: tokens of a block of them.
         revision: digest of the weights, and of the options and plugins that change rows.
         source: folder or hub name.
         adapters: "name@revision" -> what a request names it by, and its folder or hub name.
         folder: of the checkpoint.
-        places: adapters that may be loaded at once.
-        numbers: of adapters to come.
+        adapter_slots: adapters that may be loaded at once.
+        adapter_ids: what vLLM numbers the adapters to come by.
     """
 
     core: InprocClient
@@ -118,13 +118,13 @@ class Engine:
     max_batch: int
     sessions: int
     kv_tokens: int
-    block: int
+    block_size: int
     revision: str
     source: str
     adapters: Adapters
     folder: Path
-    places: int
-    numbers: Iterator[int]
+    adapter_slots: int
+    adapter_ids: Iterator[int]
 
     def load_adapter(self, name: str, source: str) -> str:
         """Load an adapter; returns its revision.
@@ -132,12 +132,12 @@ class Engine:
         Raises:
             SettingsError: it cannot be had, does not fit the model, or there is no room for it.
         """
-        adapter, request = read_adapter(name, source, next(self.numbers), self.folder)
+        adapter, request = read_adapter(name, source, next(self.adapter_ids), self.folder)
         if adapter not in self.adapters:
-            if len(self.adapters) >= self.places:
+            if len(self.adapters) >= self.adapter_slots:
                 raise SettingsError(
-                    f"adapters: this worker has room for {self.places}, and {name!r} would be one more: start the "
-                    "workers anew with --max-adapters"
+                    f"adapters: this worker has room for {self.adapter_slots}, and {name!r} would be one more: start "
+                    "the workers anew with --max-adapters"
                 )
             try:
                 _load_adapter(self.core, request)
@@ -148,8 +148,8 @@ class Engine:
 
     def drop_adapter(self, adapter: str) -> None:
         """Forget an adapter that no request names any more."""
-        if (found := self.adapters.pop(adapter, None)) is not None:
-            self.core.remove_lora(found[0].lora_int_id)
+        if (loaded := self.adapters.pop(adapter, None)) is not None:
+            self.core.remove_lora(loaded[0].lora_int_id)
 
 
 def open_engine(settings: VllmSettings) -> Engine:
@@ -194,13 +194,13 @@ def open_engine(settings: VllmSettings) -> Engine:
         max_batch=places - sessions,
         sessions=sessions,
         kv_tokens=(config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size,
-        block=config.cache_config.block_size,
+        block_size=config.cache_config.block_size,
         revision=revision,
         source=checkpoint_source(settings.model),
         adapters=adapters,
         folder=folder,
-        places=adapter_places(settings),
-        numbers=count(len(adapters) + 1),
+        adapter_slots=adapter_slots(settings),
+        adapter_ids=count(len(adapters) + 1),
     )
 
 
@@ -247,14 +247,14 @@ def engine_arguments(settings: VllmSettings, folder: Path, adapters: Adapters, g
         }
     if adapters or settings.max_adapters:
         # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
-        most = adapter_places(settings) + 1
+        most = adapter_slots(settings) + 1
         rank = max(_rank(Path(request.lora_path)) for request, _ in adapters.values()) if adapters else 0
         rank = max(rank, _LATER_RANK if settings.max_adapters else 0)
         arguments |= {"enable_lora": True, "max_loras": most, "max_cpu_loras": most, "max_lora_rank": rank}
     return arguments | given
 
 
-def adapter_places(settings: VllmSettings) -> int:
+def adapter_slots(settings: VllmSettings) -> int:
     """Adapters that may be loaded at once."""
     further = settings.max_adapters
     # One that is replaced stays until all workers have the new one.
@@ -272,29 +272,29 @@ def find_adapters(settings: VllmSettings, model: Path) -> Adapters:
     Raises:
         SettingsError: there is no such folder, or no adapter for this model in it.
     """
-    found: Adapters = {}
-    for number, (name, place) in enumerate(settings.adapter_folders.items(), start=1):
-        adapter, request = read_adapter(name, place, number, model)
-        found[adapter] = (request, checkpoint_source(place))
-    return found
+    adapters: Adapters = {}
+    for number, (name, source) in enumerate(settings.adapter_folders.items(), start=1):
+        adapter, request = read_adapter(name, source, number, model)
+        adapters[adapter] = (request, checkpoint_source(source))
+    return adapters
 
 
-def read_adapter(name: str, place: str, number: int, model: Path) -> tuple[str, LoRARequest]:
+def read_adapter(name: str, source: str, number: int, model: Path) -> tuple[str, LoRARequest]:
     """An adapter in a folder or on the hub, as jobs and as vLLM name it.
 
     Raises:
         SettingsError: there is no such folder, or no adapter for this model in it.
     """
-    folder = adapter_folder(place)
+    folder = adapter_folder(source)
     check_adapter(folder, model)
     adapter = qualify(name, checkpoint_revision(folder))
     # By the qualified name: vLLM's prefix cache tells adapters apart by it.
     return adapter, LoRARequest(adapter, number, str(folder))
 
 
-def refusal(settings: VllmSettings, what: str, error: BaseException) -> SettingsError:
+def refusal(settings: VllmSettings, failing: str, error: BaseException) -> SettingsError:
     """What vLLM could not do with the model, in one line."""
-    return SettingsError(f"model: vLLM {vllm_version} {what} {settings.model}: {_reason(error)}")
+    return SettingsError(f"model: vLLM {vllm_version} {failing} {settings.model}: {_reason(error)}")
 
 
 def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocClient:
