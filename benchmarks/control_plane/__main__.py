@@ -186,7 +186,7 @@ class _Fleet:
             samples.append(await self._spent_us() - before)
             if number % 50 == 49:
                 await self._client.xtrim(_MODEL.jobs, 1)
-        await self._client.delete(_MODEL.backlog, _MODEL.backlog_jobs, _MODEL.turns, _MODEL.flood)
+        await self._client.delete(_MODEL.backlog, _MODEL.backlog_jobs, _MODEL.virtual_time, _MODEL.sole_client)
         await self._client.xtrim(_MODEL.jobs, 0)
         return statistics.median(samples)
 

@@ -35,7 +35,7 @@ class _Queue:
             self.register(f"w{number}", _BATCH)
 
     def register(self, worker: str, batch: int) -> None:
-        keys = [_MODEL.workers, _MODEL.jobs, _MODEL.rooms]
+        keys = [_MODEL.workers, _MODEL.jobs, _MODEL.capacity]
         self.call(scripts.REGISTER, keys, worker, _LEASE_MS, _LONG_MS, GROUP, batch)
 
     def call(self, script: scripts.Script, keys: Sequence[bytes], *args: Any) -> Any:
@@ -142,7 +142,7 @@ def _claim(is_silent: bool) -> Callable[[_Queue], list[float]]:
         queue.hold(100_000)
         lease = 0 if is_silent else _LEASE_MS
         args = (GROUP, "me", lease, 3, 256, 1, 2**24, 2**19, _LONG_MS)
-        return [queue.ms(scripts.CLAIM, [_MODEL.jobs, _MODEL.claims], *args) for _ in range(REPEATS)]
+        return [queue.ms(scripts.CLAIM, [_MODEL.jobs, _MODEL.claim_cursor], *args) for _ in range(REPEATS)]
 
     return measure
 
@@ -212,18 +212,18 @@ def _release(queue: _Queue) -> list[float]:
     return [queue.ms(scripts.RELEASE, [_MODEL.jobs, _MODEL.reasons], *args) for _ in range(REPEATS)]
 
 
-def _unwanted(queue: _Queue) -> list[float]:
+def _abandoned(queue: _Queue) -> list[float]:
     queue.empty()
     entries = queue.hold(scripts.MOST_AT_ONCE)
     keys = [_MODEL.jobs, *(_MODEL.waiting + one for one in _digests(len(entries)))]
-    return [queue.ms(scripts.UNWANTED, keys, *(value for entry in entries for value in (entry, 1)))]
+    return [queue.ms(scripts.ABANDONED, keys, *(value for entry in entries for value in (entry, 1)))]
 
 
 def _sweep_clients(queue: _Queue) -> list[float]:
     queue.empty()
     for at in range(0, 200_000, 10_000):
-        queue.client.zadd(_MODEL.turns, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
-    queue.client.zadd(_MODEL.turns, {b"": 10**6})
+        queue.client.zadd(_MODEL.virtual_time, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
+    queue.client.zadd(_MODEL.virtual_time, {b"": 10**6})
     return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(REPEATS)]
 
 
@@ -264,7 +264,7 @@ def _fields(queue: _Queue) -> list[float]:
     return [queue.ms(scripts.FIELDS, [_KEYS.models()], 4096, 1 << 16, 0) for _ in range(REPEATS)]
 
 
-_SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.rooms, _MODEL.turns)
+_SWEPT = (_MODEL.jobs, _MODEL.workers, _MODEL.capacity, _MODEL.virtual_time)
 _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "submit: 200 new prompts of 128 tokens": _submit_new,
     "submit: 200 prompts of 128 tokens into the backlog": _submit_to_backlog,
@@ -282,8 +282,8 @@ _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "finish: 200 prompts go to the dead letters": _finish_failures,
     "renew: 200 prompts": _renew,
     "release: 200 prompts, with reasons": _release,
-    "unwanted: 200 prompts": _unwanted,
-    "sweep: 200,000 clients had turns": _sweep_clients,
+    "abandoned: 200 prompts": _abandoned,
+    "sweep: 200,000 clients had prompts in the backlog": _sweep_clients,
     "sweep: 1,000 workers are dead": _sweep_workers,
     "survey: a prompt of 4 million tokens is held": _survey,
     "alive: 10,000 workers, named": _alive,

@@ -94,7 +94,7 @@ async def test_all_of_one_clients_many_prompts_end(pool: Pool) -> None:
         await asyncio.gather(*(checked(producer, [i % 500, i // 500]) for i in range(12_000)))
     await until_done(pool)
     assert not pool.names("*backlog*")
-    assert not pool.names("*turns*")
+    assert not pool.names("*virtual_time*")
 
 
 async def test_cancelled_prompts_leave_the_backlog(pool: Pool, tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
             names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"
-            names += "|backlog|backlog_jobs|turns|rooms|flood|base|key|workers|deadlines|cursor"
+            names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
             assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
 
 

@@ -224,7 +224,7 @@ class AdapterRegistry:
 
     async def loading(self, nonce: str) -> set[str]:
         """The workers that have begun to load an offer and have not told how that ended."""
-        (found,) = await read_hashes(self._redis, [self._model.trying(nonce)], most_bytes=MOST_ENTRY_BYTES)
+        (found,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ENTRY_BYTES)
         return {worker.decode("utf-8", "replace") for worker in found}
 
     async def withdraw(self, name: str, nonce: str) -> None:

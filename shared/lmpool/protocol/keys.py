@@ -7,6 +7,7 @@ so that they spread over all of them; on one server `submit.lua` and `finish.lua
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 GROUP = "workers"
 """The one consumer group of every job stream."""
@@ -17,11 +18,11 @@ JOB_FIELD = b"m"
 LIFETIME_FIELD = b"u"
 """The field of a job entry that says for how long it was waited for at first: a number of ms from its queueing.
 
-In an entry that may have to go back to the backlog, a space and the digest follow."""
+In an entry that may have to go back to the backlog, a space and the digest follow.
+"""
 
 SINCE_FIELD = b"t"
 """The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
-
 
 REPLY_CAP = 1000
 """About the most messages in a reply stream."""
@@ -80,88 +81,58 @@ class Keys:
         return ModelKeys(f"{self.prefix}:{{{name}}}".encode())
 
 
-@dataclass(frozen=True, slots=True)
 class ModelKeys:
-    """Names the keys of one model. Digests are appended as their 16 raw bytes."""
+    """Names the keys of one model. Digests are appended as their 16 raw bytes.
 
-    base: bytes
+    Args:
+        base: what all of them begin with.
+    """
 
-    @property
-    def jobs(self) -> bytes:
+    __slots__ = (
+        "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "loading", "offers",
+        "queue", "reasons", "sole_client", "virtual_time", "waiting", "workers",
+    )  # fmt: skip
+
+    def __init__(self, base: bytes) -> None:
+        self.base: Final = base
+        self.jobs: Final = base + b":jobs"
         """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take."""
-        return self.base + b":jobs"
-
-    @property
-    def backlog(self) -> bytes:
-        """Sorted set: digests of prompts that wait behind the stream, in the order of their clients' turns."""
-        return self.base + b":backlog"
-
-    @property
-    def backlog_jobs(self) -> bytes:
+        self.backlog: Final = base + b":backlog"
+        """Sorted set: digests of prompts that wait behind the stream, with their virtual start times."""
+        self.backlog_jobs: Final = base + b":backlog:jobs"
         """Hash: digest of a prompt in the backlog -> when it was queued and until when it is waited for (in ms since
         1970), and its encoded job, with spaces between."""
-        return self.base + b":backlog:jobs"
-
-    @property
-    def turns(self) -> bytes:
-        """Sorted set: reply key with its client's last turn in the backlog; "" with the turn of who moved up last."""
-        return self.base + b":turns"
-
-    @property
-    def flood(self) -> bytes:
-        """String: reply key of a client that asks alone and has more in the stream than is usual; with "-" before it
-        while that goes back; expires."""
-        return self.base + b":flood"
-
-    @property
-    def rooms(self) -> bytes:
+        self.virtual_time: Final = base + b":virtual_time"
+        """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog; "" with the
+        virtual time, which is the start time of the prompt that moved up last."""
+        self.sole_client: Final = base + b":sole_client"
+        """String: reply key of a client that asks alone and has more in the stream than its capacity; with "-" before
+        it while that goes back to the backlog; expires."""
+        self.capacity: Final = base + b":capacity"
         """Hash: worker id -> how many prompts it computes at once; "" -> the sum of these; expires."""
-        return self.base + b":rooms"
-
-    @property
-    def workers(self) -> bytes:
+        self.workers: Final = base + b":workers"
         """Sorted set: worker id with its deadline: the server's time in ms until which it is alive; expires."""
-        return self.base + b":workers"
-
-    @property
-    def loading(self) -> bytes:
+        self.loading: Final = base + b":loading"
         """Sorted set: id of a worker that loads this model, with its deadline; expires."""
-        return self.base + b":loading"
-
-    @property
-    def claims(self) -> bytes:
-        """String: the entry at which the next look for jobs of silent workers begins; expires."""
-        return self.base + b":claims"
-
-    @property
-    def dead(self) -> bytes:
+        self.claim_cursor: Final = base + b":claim_cursor"
+        """String: the entry at which the next search for jobs of silent workers begins; expires."""
+        self.dead: Final = base + b":dead"
         """Stream of jobs that were given up, with the reason; capped."""
-        return self.base + b":dead"
-
-    @property
-    def reasons(self) -> bytes:
+        self.reasons: Final = base + b":reasons"
         """Hash: entry id -> why the worker ended that held it at its last delivery; capped, expires."""
-        return self.base + b":reasons"
-
-    @property
-    def waiting(self) -> bytes:
+        self.waiting: Final = base + b":waiting:"
         """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
 
         "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
         for an operator who has queued the job again.
         """
-        return self.base + b":waiting:"
-
-    @property
-    def adapters(self) -> bytes:
+        self.adapters: Final = base + b":adapters"
         """Hash: adapter -> encoded `Adapter` (`lmpool.protocol.adapter`); "" -> the fingerprint of their model;
         "@" -> the generation of this state and, after a space, that in whose place it was put."""
-        return self.base + b":adapters"
-
-    @property
-    def offers(self) -> bytes:
+        self.offers: Final = base + b":offers"
         """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
-        return self.base + b":offers"
+        self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
+        """The keys that have no expiry while workers serve the model, the stream of jobs first."""
 
     def replaced(self, adapter: str) -> bytes:
         """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""
@@ -171,15 +142,10 @@ class ModelKeys:
         """Stream of finished digests for one client; capped, expires."""
         return self.base + b":reply:" + client_id.encode()
 
-    @property
-    def queue(self) -> list[bytes]:
-        """The keys that have no expiry while workers serve the model, the stream of jobs first."""
-        return [self.jobs, self.dead, self.backlog, self.backlog_jobs, self.turns]
-
-    def trying(self, load: str) -> bytes:
+    def adapter_trials(self, load: str) -> bytes:
         """Hash: id of a worker that loads an adapter now -> since when, in ms since 1970; expires.
 
         Args:
             load: the nonce of an offer, or an adapter in service as "name@revision".
         """
-        return self.base + b":trying:" + load.encode()
+        return self.base + b":adapter_trials:" + load.encode()

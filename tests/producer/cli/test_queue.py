@@ -57,7 +57,8 @@ def unattended(pool: Pool) -> None:
 
 def leftovers(pool: Pool) -> list[str]:
     """Keys of the queue that nobody needs any more once it is empty."""
-    return [name for name in pool.names("*") if any(part in name for part in (":waiting:", ":backlog", ":turns"))]
+    parts = (":waiting:", ":backlog", ":virtual_time")
+    return [name for name in pool.names("*") if any(part in name for part in parts)]
 
 
 async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(pool: Pool) -> None:
@@ -189,7 +190,7 @@ async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypat
         pipe.zadd(keys.backlog, {digest: number})
         pipe.hset(keys.backlog_jobs, digest, b"%d 60000 " % number + b"x" * 400)
         pipe.hset(keys.waiting + digest, mapping={"job": "later", reply: ""})
-    pipe.zadd(keys.turns, {b"": 0, reply: count})
+    pipe.zadd(keys.virtual_time, {b"": 0, reply: count})
     await asyncio.to_thread(pipe.execute)
     pool.redis.slowlog_reset()
     assert (await clear(pool))["removed"] == count

@@ -43,7 +43,7 @@ FORBIDDEN = (
 CHANGING_ADAPTERS = (
     "HSET lmpool:{m}:adapters a b", "HDEL lmpool:{m}:adapters a", "PEXPIRE lmpool:{m}:adapters 1",
     "HSET lmpool:{m}:offers a b", "HDEL lmpool:{m}:offers a", "DEL lmpool:{m}:offers", "SET lmpool:{m}:replaced:a x",
-    "EVAL redis.call('HSET',KEYS[1],'a','b') 1 lmpool:{m}:offers", "HGETALL lmpool:{m}:trying:n",
+    "EVAL redis.call('HSET',KEYS[1],'a','b') 1 lmpool:{m}:offers", "HGETALL lmpool:{m}:adapter_trials:n",
     "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ NOT_THEIRS = {
         "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
-        "HSET lmpool:{m}:trying:n w 0", "DEL lmpool:{m}:trying:n",
+        "HSET lmpool:{m}:adapter_trials:n w 0", "DEL lmpool:{m}:adapter_trials:n",
     ),
     "worker": (
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
@@ -299,7 +299,7 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
                 return bool(admin.xlen(jobs) < 20)
 
             await until_async(has_given_way, "what is beyond the usual has gone back")
-            admin.set(KEYS.model("alone").flood, b"-" + KEYS.model("alone").reply("x"), px=60_000)
+            admin.set(KEYS.model("alone").sole_client, b"-" + KEYS.model("alone").reply("x"), px=60_000)
             worker.signal(signal.SIGCONT)
             assert np.array_equal(await one, synthetic_row([1, 2], vocab_size=V))
             assert (await many).shape == (400, V)

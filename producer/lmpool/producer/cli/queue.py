@@ -215,11 +215,11 @@ async def _held(redis: Redis, keys: ModelKeys) -> int:
 
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
-    """The clients that have most in the backlog, and how much that is: their last turns lie so far behind the clock."""
-    turns: Any = await redis.zrevrange(keys.turns, 0, _MOST_CLIENTS, withscores=True)
-    clock = float(await redis.zscore(keys.turns, "") or 0)
+    """The clients that have most in the backlog, and how much that is: their last prompts start so far behind the virtual time."""
+    starts: Any = await redis.zrevrange(keys.virtual_time, 0, _MOST_CLIENTS, withscores=True)
+    now = float(await redis.zscore(keys.virtual_time, "") or 0)
     prefix = keys.reply("").decode()
-    behind = {name.decode("utf-8", "replace").removeprefix(prefix): int(turn - clock) for name, turn in turns}
+    behind = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}
     return {name: count for name, count in behind.items() if count > 0}
 
 

@@ -64,7 +64,7 @@ async def test_an_offer_that_kills_a_worker_kills_no_other_and_is_refused(pool: 
         await check(producer, "", "")
         await check(producer, "poet", await producer.add_adapter("poet", write(tmp_path, "a", "mended")))
     await until_async(no_offers(pool), "the offer is taken back")
-    assert pool.names("{syn}:trying:*") != [], "it is known for a while"
+    assert pool.names("{syn}:adapter_trials:*") != [], "it is known for a while"
 
 
 async def test_an_offer_that_killed_a_worker_does_not_kill_it_again_when_it_is_restarted(
@@ -94,7 +94,7 @@ async def test_an_adapter_in_service_that_kills_workers_as_they_start_is_tried_s
             victim = start_mortal(pool, wait=False)
             assert await asyncio.to_thread(victim.wait) == -signal.SIGKILL
 
-        (key,) = [name for name in pool.names("{syn}:trying:*") if revision in name]
+        (key,) = [name for name in pool.names("{syn}:adapter_trials:*") if revision in name]
 
         def are_overdue() -> bool:
             now = pool.redis.time()[0]
@@ -110,7 +110,7 @@ async def test_an_adapter_in_service_that_kills_workers_as_they_start_is_tried_s
         healthy = await asyncio.to_thread(start_mortal, pool)
         assert healthy.is_running
         assert keeps.is_running
-        assert not [name for name in pool.names("{syn}:trying:*") if revision in name]
+        assert not [name for name in pool.names("{syn}:adapter_trials:*") if revision in name]
         assert pool.redis.hexists(adapters, "poet")
 
 

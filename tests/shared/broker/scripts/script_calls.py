@@ -52,7 +52,7 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 
 async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, lease_ms: int = LEASE_MS) -> None:
     """Give a worker's sign of life: it computes `size` prompts at once."""
-    keys = [MODEL.workers, MODEL.jobs, MODEL.rooms]
+    keys = [MODEL.workers, MODEL.jobs, MODEL.capacity]
     await scripts.REGISTER(redis, keys, [worker, lease_ms, LIFETIME_MS, GROUP, size])
 
 
@@ -85,7 +85,7 @@ async def claim(
     redis: redis_async.Redis, *held: bytes, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
 ) -> tuple[int, list[tuple[bytes, bytes, int]]]:
     args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS, *held]
-    alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+    alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
     return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 
 

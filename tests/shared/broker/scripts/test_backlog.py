@@ -48,7 +48,7 @@ async def _one_worker(redis: redis_async.Redis) -> None:
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have clients that ask alone get no further into the stream than others."""
     for script in SCRIPTS:
-        source = script.source.replace("local MORE = 2000", "local MORE = 0")
+        source = script.source.replace("local SOLE_EXTRA = 2000", "local SOLE_EXTRA = 0")
         assert source != script.source
         monkeypatch.setattr(script, "source", source)
         monkeypatch.setattr(script, "sha", hashlib.sha1(source.encode()).hexdigest())
@@ -72,7 +72,7 @@ async def compute_all(redis: redis_async.Redis) -> list[int]:
 
 
 async def nothing_is_left(redis: redis_async.Redis) -> bool:
-    return not await redis.exists(MODEL.backlog, MODEL.backlog_jobs, MODEL.turns)
+    return not await redis.exists(MODEL.backlog, MODEL.backlog_jobs, MODEL.virtual_time)
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
@@ -161,8 +161,8 @@ async def test_a_job_whose_waiting_key_was_evicted_is_computed_until_its_deadlin
     await redis.delete(waiting(1))
     ((_, fields),) = await entries_of(redis, with_lifetimes=True)
     until = int(entry.partition(b"-")[0]) + int(fields[LIFETIME_FIELD])
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, until]) == []
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
+    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, until]) == []
+    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
 
 
 async def compute_all_until_empty(redis: redis_async.Redis) -> list[int]:
@@ -231,7 +231,7 @@ async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redi
     await redis.xadd(JOBS, {"m": b"job-1"})
     (entry,) = await take(redis)
     await redis.hset(waiting(1), mapping={"job": entry, "keep": ""})
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == []
+    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, 1]) == []
     assert await finish(redis, (entry, 1, b"", False)) == 0
     assert not await redis.exists(b"keep", waiting(1))
 
@@ -242,7 +242,7 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     await cancel(redis, 1)
     await redis.delete(waiting(3))
     keys = [JOBS, *(waiting(number) for number in (1, 2, 3))]
-    assert await scripts.UNWANTED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
+    assert await scripts.ABANDONED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
     assert [entry for entry, _ in await entries_of(redis)] == entries[1:2]
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 
@@ -253,7 +253,7 @@ async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redi
     entries = await take(redis, count=2)
     await cancel(redis, 1)
     args = [one for entry in entries for one in (entry, 10**15)]
-    assert await scripts.UNWANTED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
+    assert await scripts.ABANDONED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
     assert await nothing_is_left(redis)
 
 
@@ -313,18 +313,18 @@ async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_a
 
 async def test_a_client_that_asks_alone_for_long_stays_known(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
-    await redis.pexpire(MODEL.flood, 1000)
+    await redis.pexpire(MODEL.sole_client, 1000)
     await submit(redis, *range(20, 40))
-    assert await redis.pttl(MODEL.flood) > 1000
-    assert await redis.get(MODEL.flood) == A
+    assert await redis.pttl(MODEL.sole_client) > 1000
+    assert await redis.get(MODEL.sole_client) == A
 
 
 @pytest.mark.parametrize("kind", ["lost", "spoilt"])
 async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis: redis_async.Redis, kind: str) -> None:
     await submit(redis, *range(40))
-    await redis.delete(MODEL.flood)
+    await redis.delete(MODEL.sole_client)
     if kind == "spoilt":
-        await redis.rpush(MODEL.flood, b"a list")
+        await redis.rpush(MODEL.sole_client, b"a list")
     await submit(redis, 60, reply=B)
     order = await compute_all(redis)
     assert order.index(60) <= IN_STREAM + 1
@@ -333,6 +333,6 @@ async def test_who_asked_alone_need_not_be_known_for_others_to_have_turns(redis:
 
 async def test_what_comes_back_leaves_the_clients_later_turns_as_they_are(redis: redis_async.Redis) -> None:
     await submit(redis, *range(40))
-    await redis.zadd(MODEL.turns, {A: 100})
+    await redis.zadd(MODEL.virtual_time, {A: 100})
     await submit(redis, 60, reply=B)
-    assert await redis.zscore(MODEL.turns, A) == 100
+    assert await redis.zscore(MODEL.virtual_time, A) == 100

@@ -48,9 +48,9 @@ def heartbeat(redis: redis_async.Redis, name: str = "w1", batch: int = 1) -> Hea
     return Heartbeat(redis, KEYS, INFO, name, batch)
 
 
-async def rooms(redis: redis_async.Redis) -> int:
+async def capacity(redis: redis_async.Redis) -> int:
     """The sum of what all workers compute at once, as `submit.lua` reads it."""
-    return int(await redis.hget(MODEL.rooms, "") or 0)
+    return int(await redis.hget(MODEL.capacity, "") or 0)
 
 
 async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
@@ -209,7 +209,7 @@ async def test_a_deadline_that_no_lease_can_have_is_that_of_a_clock_that_was_set
     assert (await read_alive(redis, MODEL, names=True)).names == ("w1",)
 
 
-@pytest.mark.parametrize("key", [MODEL.workers, MODEL.rooms])
+@pytest.mark.parametrize("key", [MODEL.workers, MODEL.capacity])
 async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_heartbeat(
     redis: redis_async.Redis, key: bytes
 ) -> None:
@@ -217,26 +217,26 @@ async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_h
     assert (await read_alive(redis, MODEL)).serving == 0
     await register(redis, size=7)
     assert (await read_alive(redis, MODEL)).serving == 1
-    assert await rooms(redis) == 7
+    assert await capacity(redis) == 7
 
 
 async def test_rooms_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
     for number in range(10):
         await register(redis, f"w{number}", 4)
     await register(redis, "w0", 10)
-    assert await rooms(redis) == 46
+    assert await capacity(redis) == 46
     await heartbeat(redis, "w1", 4).leave(for_good=False)
-    assert await rooms(redis) == 42
+    assert await capacity(redis) == 42
     await let_pass(redis, "w2", "w3")
     await heartbeat(redis, "w0", 10).sweep()
-    assert await rooms(redis) == 34
-    await redis.delete(MODEL.rooms)  # A server that is short of memory.
+    assert await capacity(redis) == 34
+    await redis.delete(MODEL.capacity)  # A server that is short of memory.
     for number in (0, 4, 5):
         await register(redis, f"w{number}", 4)
-    assert await rooms(redis) == 12
-    await redis.hset(MODEL.rooms, "", "many")
+    assert await capacity(redis) == 12
+    await redis.hset(MODEL.capacity, "", "many")
     await register(redis, "w5", 5)
-    assert await rooms(redis) == 5
+    assert await capacity(redis) == 5
 
 
 async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_when_they_stay_silent(
@@ -268,7 +268,7 @@ async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis:
     await let_pass(redis, "w2")
     await ours.sweep()
     assert set(await read_consumers(redis, MODEL)) == {b"w1", b"w2"}
-    assert await rooms(redis) == 1
+    assert await capacity(redis) == 1
     await fall_silent(redis, entry, deliveries=1, consumer="w2")
     assert [one[0] for one in (await claim(redis, consumer="w1"))[1]] == [entry]
     await ours.sweep()
@@ -307,7 +307,7 @@ async def test_one_call_takes_back_a_part_of_what_a_client_that_asked_alone_has_
         left, calls = await redis.xlen(JOBS), calls + 1
     assert calls > 3
     assert await redis.xlen(JOBS) == 3
-    assert not await redis.exists(MODEL.flood)
+    assert not await redis.exists(MODEL.sole_client)
     order = await take_all(redis)
     assert order.index(digest(1)) <= 4
     assert [one for one in order if one != digest(1)] == many(1000), "in the order in which they were asked"
@@ -361,14 +361,14 @@ async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redi
 
 
 async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_backlog(redis: redis_async.Redis) -> None:
-    await redis.zadd(MODEL.turns, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
-    await redis.zadd(MODEL.turns, {A: 6000.0})
+    await redis.zadd(MODEL.virtual_time, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
+    await redis.zadd(MODEL.virtual_time, {A: 6000.0})
     args = [GROUP, 200, LIFETIME_MS]
-    await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.rooms, MODEL.turns], args)
-    assert 700 < await redis.zcard(MODEL.turns) < 1002
+    await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
+    assert 700 < await redis.zcard(MODEL.virtual_time) < 1002
     for _ in range(6):
-        await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.rooms, MODEL.turns], args)
-    assert await redis.zrange(MODEL.turns, 0, -1) == [b"", A], "the clock, and who is in the backlog"
+        await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
+    assert await redis.zrange(MODEL.virtual_time, 0, -1) == [b"", A], "the clock, and who is in the backlog"
 
 
 @pytest.mark.parametrize("failure", [b"", FAILURE], ids=["row", "failure"])
@@ -415,7 +415,7 @@ async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_
     found: list[bytes] = []
     calls = share = 0
     while not found:
-        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
         found, calls, share = [one[0] for one in taken], calls + 1, max(share, further)
     assert found == entries[-1:]
     assert calls >= 5
@@ -436,7 +436,7 @@ async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) ->
     further = 0
     for number in range(5000 // 500 + 1):
         args = [GROUP, f"w{number % 10}", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
-        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claims], args)
+        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
         found += [one[0] for one in taken]
     assert found == entries[-1:]
     assert further <= 1

@@ -106,7 +106,7 @@ async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_d
                 tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5]
                 await scripts.RELEASE(queue, [JOBS, MODEL.reasons], [GROUP, "w1", LEASE_MS + 1, 500, "-", *tail])
             case "drop":  # As a server does that is short of memory.
-                await queue.delete(*map(waiting, numbers), MODEL.flood)
+                await queue.delete(*map(waiting, numbers), MODEL.sole_client)
             case "keep":
                 await scripts.KEEP(queue, MODEL.queue, [GROUP, HOUR_MS])
         assert await ever(queue) == set()

@@ -147,7 +147,7 @@ class AdapterTrials:
         Raises:
             SettingsError: a worker has not survived it.
         """
-        key = self._model.trying(nonce)
+        key = self._model.adapter_trials(nonce)
         if (old := await self._begin(key, "alone" if is_first else "any")) is not None:
             if gone := await self._gone(old):
                 raise SettingsError(
@@ -170,7 +170,7 @@ class AdapterTrials:
         Raises:
             SettingsError: two workers of this host have not survived it lately.
         """
-        key, gone = self._model.trying(qualified), list[str]()
+        key, gone = self._model.adapter_trials(qualified), list[str]()
         if (old := await self._begin(key, "any")) is not None:
             gone = [worker for worker in await self._gone(old) if _host(worker) == _host(self._worker_id)]
             if len(gone) >= _ENOUGH:

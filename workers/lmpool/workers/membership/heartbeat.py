@@ -203,13 +203,13 @@ class Heartbeat:
     async def _drop(self, *names: str) -> None:
         """Drop workers whose deadline has passed, and these."""
         keys = self._model
-        swept = [keys.jobs, keys.workers, keys.rooms, keys.turns]
+        swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *names])
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
                 part = consumers[at : at + scripts.MOST_AT_ONCE]
-                await scripts.NOTICE(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
+                await scripts.ADD_DEADLINES(self._redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes | str, field: bytes | None = None) -> None:
         """Remove a model that nobody serves any more; somebody who begins to serve it now writes down what is lost.
@@ -246,9 +246,9 @@ class Heartbeat:
             **counters,
         }
         lease_ms, keys = int(self._info.lease_s * 1000), self._model
-        await scripts.BEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
+        await scripts.HEARTBEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
         args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, self._batch]
-        await scripts.REGISTER(self._redis, [keys.workers, keys.jobs, keys.rooms], args)
+        await scripts.REGISTER(self._redis, [keys.workers, keys.jobs, keys.capacity], args)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(
@@ -375,8 +375,8 @@ class Loading:
     async def _show(self) -> None:
         lease_ms = int(self._settings.lease_s * 1000)
         heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
-        await scripts.BEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
-        await scripts.BEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
+        await scripts.HEARTBEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
+        await scripts.HEARTBEAT(self._redis, [loading], [lease_ms, self._worker_id, self._fields["model"]])
         await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
 
     async def _sweep(self) -> None:

@@ -76,7 +76,7 @@ class Unwanted:
             keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
             args = [value for one in part for value in (one.entry, _until_ms(one.entry, one.fields))]
             try:
-                numbers = await scripts.UNWANTED(self._redis, keys, args)
+                numbers = await scripts.ABANDONED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
             removed |= {part[number - 1].entry for number in numbers}
@@ -274,7 +274,7 @@ class Consumer:
         """Take over up to `count` jobs whose lease has passed, but none of `held`, which this worker is at work on."""
         reply = await scripts.CLAIM(
             self._redis,
-            [self._keys.jobs, self._keys.claims],
+            [self._keys.jobs, self._keys.claim_cursor],
             [
                 GROUP,
                 self._worker_id,

@@ -4,8 +4,8 @@
 -- ARGV  field, expected value ('' for none), new value ('' removes the field)
 --
 -- Returns 1 when done, 0 when the field has another value.
-local now = redis.call('HGET', KEYS[1], ARGV[1]) or ''
-if now ~= ARGV[2] then
+local current = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if current ~= ARGV[2] then
   return 0
 end
 if ARGV[3] == '' then

@@ -9,24 +9,24 @@
 
 -- include time
 
-local mine, how, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local worker, how, most_ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if redis.call('HLEN', KEYS[1]) > tonumber(ARGV[5]) then
   redis.call('DEL', KEYS[1])
 end
 local now = now_ms()
-local found, others = {0}, 0
+local result, others = {0}, 0
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
-  if all[i] ~= mine then
+  if all[i] ~= worker then
     others = others + 1
     if now - (tonumber(all[i + 1]) or 0) >= most_ms then
-      found[#found + 1] = all[i]
+      result[#result + 1] = all[i]
     end
   end
 end
-if how == 'anyway' or others == 0 or (how == 'any' and #found == 1) then
-  redis.call('HSET', KEYS[1], mine, now)
+if how == 'anyway' or others == 0 or (how == 'any' and #result == 1) then
+  redis.call('HSET', KEYS[1], worker, now)
   redis.call('PEXPIRE', KEYS[1], ARGV[4])
-  found[1] = 1
+  result[1] = 1
 end
-return found
+return result

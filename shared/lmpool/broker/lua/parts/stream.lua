@@ -5,6 +5,6 @@ local GROUP = 'workers'
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
-local backlog, flood, rooms = base .. ':backlog', base .. ':flood', base .. ':rooms'
+local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 -- What reply keys begin with.
 local replies = base .. ':reply'

@@ -1,6 +1,6 @@
 -- Take over jobs whose worker has been silent for a lease.
 --
--- KEYS  jobs, where the next call goes on looking
+-- KEYS  jobs, cursor: where the next call goes on
 -- ARGV  consumer group, consumer, lease in ms, deliveries a job may have, most jobs to take,
 --       idle (0|1): the caller holds no job, most bytes of a job, most bytes of all jobs together but the first,
 --       lifetime of the second key in ms, then entry ids: what the caller holds and has not lost sight of
@@ -11,25 +11,25 @@
 -- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
 -- over as spent, to be given up.
 --
--- One call looks at a part of what workers hold, and all workers look together: where one has ended, the next goes on.
+-- One call goes through a part of what workers hold, and all workers share one cursor: where one has ended, the next goes on.
 --
 -- Returns {alone (0|1), list of {entry id, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
--- calls are this worker's share of a look at all that is held}. An empty list with alone = 1 asks the caller to come back
+-- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
 -- when it holds nothing. A job that is too large is told by its size alone.
 
--- include room
+-- include capacity
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
-local largest, room_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
+local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
 local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
--- Twice this worker's share of all that is held, so that all together see everything between two looks of one.
+-- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
-local ours = {}
+local own = {}
 for at = 10, #ARGV do
-  ours[ARGV[at]] = true
+  own[ARGV[at]] = true
 end
-local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', rooms)) or 0) - 1)
+local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
 local taken, is_alone = {}, false
@@ -47,7 +47,7 @@ end
 
 -- Take an entry. Returns whether it does not fit beside the others.
 local function take(id, deliveries)
-  if room_bytes < 0 and #taken > 0 then
+  if free_bytes < 0 and #taken > 0 then
     return true
   end
   local entry = redis.call('XRANGE', jobs, id, id)[1]
@@ -57,8 +57,8 @@ local function take(id, deliveries)
     return false
   end
   local job = field(entry[2], 'm')
-  room_bytes = room_bytes - #job
-  if room_bytes < 0 and #taken > 0 then
+  free_bytes = free_bytes - #job
+  if free_bytes < 0 and #taken > 0 then
     return true
   end
   if #job > largest then
@@ -69,16 +69,16 @@ local function take(id, deliveries)
   return false
 end
 
--- Look at a part of what is held. Returns from where the next look goes on.
-local function look(from)
+-- Go through a part of what is held. Returns where the next call goes on.
+local function scan(from)
   local held = redis.pcall('XPENDING', jobs, group, from, '+', part)
   if held.err then
     -- Behind the last possible id there is no place. What else is wrong is so from the first one on, too.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
-  for _, one in ipairs(held) do
-    local id, deliveries = one[1], one[4]
-    if one[3] >= lease and not (one[2] == consumer and ours[id]) then
+  for _, job in ipairs(held) do
+    local id, deliveries = job[1], job[4]
+    if job[3] >= lease and not (job[2] == consumer and own[id]) then
       local alone = deliveries == most - 1
       if alone and #taken == 0 and not idle then
         is_alone = true
@@ -98,9 +98,9 @@ end
 
 local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
-local next_from = look(from)
+local next_from = scan(from)
 if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
-  next_from = look(FIRST)
+  next_from = scan(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
 return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers))}

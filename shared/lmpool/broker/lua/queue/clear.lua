@@ -1,31 +1,31 @@
--- Take prompts out of a model's queue, and tell the clients that wait for them.
+-- Take prompts out of a model's queue, and notify the clients that wait for them.
 --
 -- KEYS  jobs, prefix of the waiting keys, then per prompt: waiting key
 -- ARGV  consumer group, failure (encoded), cap of a reply stream, lifetime of a reply stream in ms, lease in ms,
 --       then per prompt: entry id, or "later" for what is in the backlog
 --
 -- What a worker holds stays, and is answered; unless the worker has been silent for a lease, when others would take it over.
--- Who joins a prompt meanwhile is told too: looked at and removed at once.
+-- Clients that join a prompt meanwhile are notified too: looked at and removed at once.
 --
--- Returns how many were removed, how many workers hold, and the numbers of the prompts to call again with: one call tells
--- a bounded number of clients.
+-- Returns how many were removed, how many workers hold, and the numbers of the prompts to call again with: one call
+-- notifies a bounded number of clients.
 
 -- include queue
 
 local group, failure, lease = ARGV[1], ARGV[2], tonumber(ARGV[5])
 local HEAD = 5
 
--- include tell
+-- include notify
 
 local removed, held, unfinished = 0, 0, {}
 
 local function is_held(entry)
-  local found = redis.pcall('XPENDING', jobs, group, entry, entry, 1)[1]
-  return type(found) == 'table' and found[3] < lease
+  local pending = redis.pcall('XPENDING', jobs, group, entry, entry, 1)[1]
+  return type(pending) == 'table' and pending[3] < lease
 end
 
--- One who waits for a prompt: most likely who has queued it.
-local function somebody(waiting)
+-- A client that waits for a prompt: most likely the one that has queued it.
+local function a_client(waiting)
   for _, reply in ipairs(redis.pcall('HRANDFIELD', waiting, 2) or {}) do
     if reply ~= 'job' then
       return reply
@@ -40,8 +40,8 @@ local function remove_later(waiting)
   if not redis.call('ZSCORE', backlog, digest) then
     return true
   end
-  local client = somebody(waiting)
-  if not tell_all(waiting) then
+  local client = a_client(waiting)
+  if not notify_all(waiting) then
     return false
   end
   drop_later(digest, client)
@@ -56,10 +56,10 @@ local function remove(waiting, entry)
     return true
   end
   -- Whoever waits there may wait for another job for the same.
-  local is_own = redis.pcall('HGET', waiting, 'job') == entry
-  if is_own and not tell_all(waiting) then
+  local is_same = redis.pcall('HGET', waiting, 'job') == entry
+  if is_same and not notify_all(waiting) then
     return false
-  elseif is_own then
+  elseif is_same then
     redis.call('UNLINK', waiting)
   end
   redis.pcall('XACK', jobs, group, entry)
@@ -67,12 +67,12 @@ local function remove(waiting, entry)
   return true
 end
 
--- Who may not see who waits would tell nobody.
+-- A caller that may not see who waits would notify nobody.
 local seen = redis.pcall('HRANDFIELD', KEYS[2], 1)
 if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
   return seen
 end
-local is_behind = count_at('ZCARD', backlog) > 0
+local had_backlog = count_at('ZCARD', backlog) > 0
 count_at('HLEN', backlog_jobs)
 for i = 1, #KEYS - 2 do
   local waiting, entry = KEYS[2 + i], ARGV[HEAD + i]
@@ -86,9 +86,9 @@ for i = 1, #KEYS - 2 do
     unfinished[#unfinished + 1] = i
   end
 end
-tell_gathered('e', failure)
-if is_behind and redis.call('EXISTS', backlog) == 0 then
-  -- Nobody has a turn any more: the clock begins anew.
-  redis.call('UNLINK', turns, backlog_jobs)
+notify_gathered('e', failure)
+if had_backlog and redis.call('EXISTS', backlog) == 0 then
+  -- Nobody has anything in the backlog: the virtual time begins anew.
+  redis.call('UNLINK', virtual_time, backlog_jobs)
 end
 return {removed, held, unfinished}

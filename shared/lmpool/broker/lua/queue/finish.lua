@@ -1,4 +1,4 @@
--- End jobs, with a row in the cache or with a failure, and tell the clients that wait.
+-- End jobs, with a row in the cache or with a failure, and notify the clients that wait.
 --
 -- KEYS  jobs, dead, then per job: waiting key,
 --       and, to have jobs left alone whose rows are not there, after all of those per job: row key; where
@@ -16,10 +16,10 @@
 -- A job that failed is left to whoever holds it now, when that is not the caller: a worker that was silent for a lease has
 -- no say any more in whether a prompt can be answered. A row is a row, whoever brings it.
 --
--- One call tells a bounded number of clients. A job whose clients are not all told yet stays as it is: the caller calls
+-- One call notifies a bounded number of clients. A job whose clients are not all notified yet stays as it is: the caller calls
 -- again with it.
 --
--- Returns how many clients were told, then the numbers of the jobs that were left alone, and with a "+" before them of
+-- Returns how many clients were notified, then the numbers of the jobs that were left alone, and with a "+" before them of
 -- those to call again with, with spaces between.
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
@@ -29,7 +29,7 @@
 
 local HEAD = 8
 
--- include tell
+-- include notify
 
 local MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 16, 1048576
 local dead = KEYS[2]
@@ -44,11 +44,11 @@ end
 local bury
 if next(failures) then
   function bury(failure, entry)
-    local found = redis.call('XRANGE', jobs, entry, entry)
-    if #found == 0 then
+    local entries = redis.call('XRANGE', jobs, entry, entry)
+    if #entries == 0 then
       return
     end
-    local fields, size = found[1][2], 0
+    local fields, size = entries[1][2], 0
     for _, part in ipairs(fields) do
       size = size + #part
     end
@@ -73,8 +73,8 @@ for i = 1, count do
     redis.call('UNLINK', row)
     left[#left + 1] = i
   elseif not failure or #redis.pcall('XPENDING', jobs, group, entry, entry, 1, ARGV[6]) == 1 then
-    -- Who waits is told once, however many of the jobs are for the same.
-    if not ended[waiting] and tell_all(waiting, failure) then
+    -- A client is notified once, however many of the jobs are for the same.
+    if not ended[waiting] and notify_all(waiting, failure) then
       ended[waiting], ended[#ended + 1] = true, waiting
       if not failure then
         stored[#stored + 1] = waiting
@@ -98,7 +98,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end
-local clients = tell_gathered('f', fingerprint)
+local clients = notify_gathered('f', fingerprint)
 -- XACK alone would leave the entries in the stream's memory for ever.
 if #entries > 0 then
   redis.call('XACK', jobs, group, unpack(entries))

@@ -15,8 +15,8 @@ if held.err then
   -- The server has lost the queue.
   return {0, ''}
 end
-for _, one in ipairs(held) do
-  local id, deliveries = one[1], one[4]
+for _, job in ipairs(held) do
+  local id, deliveries = job[1], job[4]
   redis.call('XCLAIM', jobs, group, consumer, 0, id, 'IDLE', idle, 'JUSTID')
   if ARGV[7] ~= '' and deliveries >= tonumber(ARGV[6]) then
     if redis.call('HLEN', reasons) >= tonumber(ARGV[9]) then

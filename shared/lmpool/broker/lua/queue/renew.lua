@@ -8,8 +8,8 @@ local jobs, group, consumer = KEYS[1], ARGV[1], ARGV[2]
 local MOST = 500
 local known, kept, lost = {}, {}, {}
 local first = redis.call('XPENDING', jobs, group, '-', '+', MOST, consumer)
-for _, one in ipairs(first) do
-  known[one[1]] = true
+for _, job in ipairs(first) do
+  known[job[1]] = true
 end
 for i = 3, #ARGV do
   local id = ARGV[i]

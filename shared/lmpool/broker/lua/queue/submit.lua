@@ -1,17 +1,17 @@
 -- Register a client for prompts, and queue those that nobody asked for yet.
 --
 -- KEYS  jobs, reply key of the client, then per prompt: waiting key
---       and, if look is "rows", after all of those per prompt: row key
--- ARGV  queue limit, how long the client waits in ms, look ("rows"|"marks"|""), again (0|1),
+--       and, if rows are looked for by "rows", after all of those per prompt: row key
+-- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1),
 --       then per prompt: encoded job
 --
--- look: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
+-- row check: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
 -- rows are on other masters; nowhere when a row is to be replaced.
 --
 -- again: the caller has waited long; make sure that the job it waits for still exists.
 --
--- A client that has much in the backlog leaves room in the queue for others: it may have so much there as SHARE times
--- what is free. So one client alone gets nine tenths of the limit, and whoever comes later always finds some room.
+-- A client that has much in the backlog leaves places in the queue to others: it may have so much there as SHARE times
+-- what is free. So one client alone gets nine tenths of the limit, and whoever comes later always finds some places.
 --
 -- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
 -- is full, R the row is in the cache (it was stored after the client looked). A "+" behind them asks the caller to call
@@ -20,7 +20,7 @@
 -- include stream
 
 local reply, lifetime = KEYS[2], ARGV[2]
-local look, again = ARGV[3], ARGV[4] == '1'
+local row_check, again = ARGV[3], ARGV[4] == '1'
 local limit, count = tonumber(ARGV[1]), #ARGV - 4
 local depth = redis.call('XLEN', jobs)
 
@@ -34,7 +34,7 @@ if may_be_usual and depth == 0 and count == 1 then
   return 'Q'
 end
 
--- include room
+-- include capacity
 
 -- Queue a prompt in the stream; with its digest, where it may have to go back.
 local function to_stream(waiting, job, may_go_back)
@@ -45,22 +45,22 @@ end
 
 -- Whether this client is known to ask alone, and will be for long.
 local function is_known_alone()
-  if redis.pcall('GET', flood) ~= reply or redis.call('PTTL', flood) <= FLOOD_MS / 2 then
+  if redis.pcall('GET', sole_client) ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
     return false
   end
   for i = 5, #ARGV do
-    if #ARGV[i] > MOST_MORE_BYTES then
+    if #ARGV[i] > SOLE_MOST_BYTES then
       return false
     end
   end
   return true
 end
 
--- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find room at
--- once, where this client asks alone or where there is so much.
+-- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
+-- at once, where this client asks alone or where there are so many.
 if may_be_usual then
-  local is_alone = depth + count <= MORE and is_known_alone()
-  if is_alone or room(depth) >= count then
+  local is_alone = depth + count <= SOLE_EXTRA and is_known_alone()
+  if is_alone or spare_capacity(depth) >= count then
     local outcome, queued = {}, {}
     for i = 1, count do
       local waiting = KEYS[2 + i]
@@ -78,61 +78,61 @@ end
 -- include queue
 
 local SHARE = 9
-local behind, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
+local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Who comes behind others is spared a look at each prompt too, if all of them are new.
-local is_new = existing == (behind > 0 and 1 or 0)
-local free, more = room(depth)
+local is_new = existing == (in_backlog > 0 and 1 or 0)
+local free, more = spare_capacity(depth)
 if free < 0 then
-  local alone = redis.pcall('GET', flood)
-  if alone ~= reply then
-    is_in_the_way = alone ~= NOBODY_ALONE and give_way(-free, alone)
-    depth, behind, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
+  local sole = redis.pcall('GET', sole_client)
+  if sole ~= reply then
+    is_in_the_way = sole ~= NO_SOLE_CLIENT and give_way(-free, sole)
+    depth, in_backlog, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
   end
 end
 -- What goes to the backlog, all at once in the end.
-local head, later, stored, now, last = nil, {}, {}, nil, nil
+local head, order, stored, now, last = nil, {}, {}, nil, nil
 
--- The client's next turn.
-local function next_turn()
+-- The virtual start time of the client's next prompt.
+local function next_start()
   if not last then
-    now = clock()
-    -- The first turns are for those that may have to come back from the stream.
-    last = math.max(now - math.min(0, free), turn_of(reply))
+    now = virtual_now()
+    -- The first start times are for those that may have to come back from the stream.
+    last = math.max(now - math.min(0, free), last_start(reply))
   end
   return last + 1
 end
 
 local function queue(waiting, job)
-  if depth + behind >= limit then
+  if depth + in_backlog >= limit then
     return 'F'
   end
-  if behind == 0 and (free > 0 or free + more > 0 and #job <= MOST_MORE_BYTES) then
+  if in_backlog == 0 and (free > 0 or free + more > 0 and #job <= SOLE_MOST_BYTES) then
     if free <= 0 and not is_alone then
-      redis.call('SET', flood, reply, 'PX', FLOOD_MS)
+      redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
     end
     to_stream(waiting, job, free <= 0)
     depth, free = depth + 1, free - 1
     return 'Q'
   end
-  local turn = next_turn()
-  if last - now >= SHARE * (limit - depth - behind) then
+  local start = next_start()
+  if last - now >= SHARE * (limit - depth - in_backlog) then
     return 'F'
   end
   head = head or string.format('%d %s ', now_ms(), lifetime)
   local digest = string.sub(waiting, -16)
-  later[#later + 1], later[#later + 2] = turn, digest
+  order[#order + 1], order[#order + 2] = start, digest
   stored[#stored + 1], stored[#stored + 2] = digest, head .. job
-  last, behind = turn, behind + 1
+  last, in_backlog = start, in_backlog + 1
   redis.call('HSET', waiting, 'job', LATER, reply, '')
   redis.call('PEXPIRE', waiting, lifetime)
   return 'Q'
 end
 
--- Who joins a prompt that waits for somebody else's turn may have an earlier one.
+-- A client that joins a prompt of somebody else in the backlog may have an earlier start time for it.
 local function hasten(digest)
-  local turn = redis.call('ZSCORE', backlog, digest)
-  if turn and next_turn() < tonumber(turn) then
+  local start = redis.call('ZSCORE', backlog, digest)
+  if start and next_start() < tonumber(start) then
     redis.call('ZADD', backlog, last + 1, digest)
     last = last + 1
   end
@@ -140,7 +140,7 @@ end
 
 -- Whether the row of a prompt is in the cache, as far as that is to be looked at.
 local function is_there(row)
-  local size = look == 'rows' and redis.pcall('STRLEN', row) or 0
+  local size = row_check == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
     -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
     -- it to the worker.
@@ -158,7 +158,7 @@ local function join(waiting)
     redis.call('UNLINK', waiting)
     return nil
   elseif job == DONE then
-    return not again and look == 'marks' and 'R' or nil
+    return not again and row_check == 'marks' and 'R' or nil
   elseif not job or again and not is_queued(job, waiting) then
     return nil
   end
@@ -176,18 +176,18 @@ end
 local outcome, queued = {}, {}
 for i = 1, count do
   local waiting = KEYS[2 + i]
-  local found = nil
+  local result = nil
   if not is_new or queued[waiting] then
-    found = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
+    result = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
   end
-  outcome[i] = found or queue(waiting, ARGV[4 + i])
+  outcome[i] = result or queue(waiting, ARGV[4 + i])
   queued[waiting] = true
 end
-if #later > 0 then
-  to_backlog(later, stored)
+if #order > 0 then
+  to_backlog(order, stored)
 end
 if last then
-  redis.call('ZADD', turns, last, reply)
+  redis.call('ZADD', virtual_time, last, reply)
   if not is_in_the_way then
     move_up()
   end

@@ -22,13 +22,13 @@ end
 if oldest then
   age = math.max(0, now - tonumber(string.match(oldest[1], '^%d+')))
 end
-local behind = count_at('ZCARD', backlog)
-if behind > 0 then
-  -- What a client queued first has its first turn, and the first turns of all clients are close together.
+local in_backlog = count_at('ZCARD', backlog)
+if in_backlog > 0 then
+  -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.
   for _, digest in ipairs(redis.call('ZRANGE', backlog, 0, FIRST - 1)) do
     local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ and redis.call('HGET', backlog_jobs, digest)
     local since = stored and tonumber(string.match(stored, '^%d+'))
     age = since and math.max(age, now - since) or age
   end
 end
-return {redis.call('XLEN', jobs) + behind, age, redis.call('XLEN', dead), now}
+return {redis.call('XLEN', jobs) + in_backlog, age, redis.call('XLEN', dead), now}

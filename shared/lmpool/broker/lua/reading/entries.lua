@@ -9,15 +9,15 @@
 -- it is. What is there may be anything: who asked checks the header.
 local HEADER, ENCODING, SIZE = 16, 6, 9
 local expected = tonumber(ARGV[1])
-local found = {}
+local replies = {}
 for i, row in ipairs(KEYS) do
   local header = redis.pcall('GETRANGE', row, 0, HEADER - 1)
   if header == '' then
-    found[i] = false
+    replies[i] = false
   elseif type(header) == 'table' then
-    found[i] = ''
+    replies[i] = ''
   elseif string.byte(header, ENCODING) ~= expected then
-    found[i] = header
+    replies[i] = header
   else
     local parts, width = {header}, nil
     for from, to in string.gmatch(ARGV[1 + i], '(%d+) (%d+)') do
@@ -29,7 +29,7 @@ for i, row in ipairs(KEYS) do
     if not width or redis.call('STRLEN', row) ~= HEADER + width * (size or 0) then
       parts = {header}
     end
-    found[i] = table.concat(parts)
+    replies[i] = table.concat(parts)
   end
 end
-return found
+return replies

@@ -11,16 +11,16 @@
 -- else than a hash is there.
 local NAME, PART, PART_BYTES = 1024, 1000, 1048576
 local most, limit, begin = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local found, wanted, next_begin = {}, {unpack(ARGV, 4)}, 0
+local replies, wanted, next_begin = {}, {unpack(ARGV, 4)}, 0
 for i = 1, #KEYS do
   local count = redis.pcall('HLEN', KEYS[i])
   if type(count) == 'table' then
     if not string.find(count.err or 'WRONGTYPE', 'WRONGTYPE', 1, true) then
       return count
     end
-    found[i] = -1
+    replies[i] = -1
   elseif count > most and #wanted == 0 then
-    found[i] = count
+    replies[i] = count
   else
     local pairs, bytes, names = {}, 0, #wanted > 0 and wanted or redis.call('HKEYS', KEYS[i])
     for at = begin + 1, #names do
@@ -37,7 +37,7 @@ for i = 1, #KEYS do
       end
       bytes = bytes + (value and size or 0)
     end
-    found[i] = pairs
+    replies[i] = pairs
   end
 end
-return {next_begin, found}
+return {next_begin, replies}

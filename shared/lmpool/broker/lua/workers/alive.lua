@@ -18,7 +18,7 @@ for i, key in ipairs(KEYS) do
     if not string.find(tostring(counts[i].err), 'WRONGTYPE', 1, true) then
       return counts[i]
     end
-    -- Something else than ours: the next heartbeat puts it right.
+    -- A value of another type: the next heartbeat puts it right.
     counts[i] = 0
   end
 end

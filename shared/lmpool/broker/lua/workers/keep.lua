@@ -15,11 +15,11 @@ for _, key in ipairs(KEYS) do
   redis.call('PERSIST', key)
 end
 local latest = redis.call('TIME')[1] * 1000 + ARGV[2]
--- Whether an id among what XINFO tells, names and values one after the other, is ahead.
-local function is_ahead(told, name)
-  for at = 1, #told, 2 do
-    if told[at] == name then
-      return tonumber(string.match(told[at + 1], '^%d+')) > latest
+-- Whether an id in a reply of XINFO, names and values one after the other, is ahead.
+local function is_ahead(info, name)
+  for at = 1, #info, 2 do
+    if info[at] == name then
+      return tonumber(string.match(info[at + 1], '^%d+')) > latest
     end
   end
 end
@@ -29,8 +29,8 @@ if groups.err then
   return string.find(groups.err, 'no such key', 1, true) and -1 or groups
 end
 local is_spoilt = false
-for _, told in ipairs(groups) do
-  is_spoilt = is_spoilt or is_ahead(told, 'last-delivered-id')
+for _, info in ipairs(groups) do
+  is_spoilt = is_spoilt or is_ahead(info, 'last-delivered-id')
 end
 -- Of an entry that was removed before it was delivered only the stream tells, which brings its first and its last entry
 -- along: they may be large. Where nothing can be added the stream is empty soon.

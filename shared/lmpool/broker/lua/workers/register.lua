@@ -1,10 +1,10 @@
 -- Be one of the workers of a model until a deadline, which the next call puts off.
 --
--- KEYS  deadlines, and of a worker that serves: jobs, rooms
+-- KEYS  deadlines, and of a worker that serves: jobs, capacities
 -- ARGV  worker, lease in ms, lifetime of the keys in ms, and of a worker that serves: consumer group, prompts that it
 --       computes at once
 --
--- The deadlines are times of the server. The sum of all rooms stands under '' beside them, so that who needs it need not
+-- The deadlines are times of the server. The sum of all capacities stands under '' beside them, so that who needs it need not
 -- add them up. Redis before Valkey 9 lists a consumer only when it has got a job, and a server may have lost the queue:
 -- so the consumer is made here.
 
@@ -13,7 +13,7 @@
 local deadlines, worker = KEYS[1], ARGV[1]
 local deadline = now_ms() + ARGV[2]
 if type(redis.pcall('ZADD', deadlines, deadline, worker)) == 'table' then
-  -- Something else than ours.
+  -- A value of another type.
   redis.call('UNLINK', deadlines)
   redis.call('ZADD', deadlines, deadline, worker)
 end
@@ -21,20 +21,20 @@ redis.call('PEXPIRE', deadlines, ARGV[3])
 if not KEYS[2] then
   return 1
 end
-local jobs, rooms, size = KEYS[2], KEYS[3], tonumber(ARGV[5])
-local before = redis.pcall('HGET', rooms, worker)
+local jobs, capacities, size = KEYS[2], KEYS[3], tonumber(ARGV[5])
+local before = redis.pcall('HGET', capacities, worker)
 if type(before) == 'table' then
-  redis.call('UNLINK', rooms)
+  redis.call('UNLINK', capacities)
   before = false
 end
 if tonumber(before) ~= size then
-  redis.call('HSET', rooms, worker, size)
-  if type(redis.pcall('HINCRBY', rooms, '', size - (tonumber(before) or 0))) == 'table' then
+  redis.call('HSET', capacities, worker, size)
+  if type(redis.pcall('HINCRBY', capacities, '', size - (tonumber(before) or 0))) == 'table' then
     -- The sum is none: all workers say it anew.
-    redis.call('UNLINK', rooms)
-    redis.call('HSET', rooms, worker, size, '', size)
+    redis.call('UNLINK', capacities)
+    redis.call('HSET', capacities, worker, size, '', size)
   end
 end
-redis.call('PEXPIRE', rooms, ARGV[3])
+redis.call('PEXPIRE', capacities, ARGV[3])
 redis.call('XGROUP', 'CREATECONSUMER', jobs, ARGV[4], worker)
 return 1

@@ -1,6 +1,6 @@
 -- Remove workers that are gone: consumers that hold nothing. And what is known of clients that have nothing in the backlog.
 --
--- KEYS  jobs, deadlines of the workers, rooms, turns
+-- KEYS  jobs, deadlines of the workers, capacities, virtual time
 -- ARGV  consumer group, most workers and most clients to look at, lifetime of the deadlines in ms, then workers that are
 --       known to be gone
 --
@@ -14,10 +14,10 @@
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
 local now, removed = now_ms(), 0
 count_at('ZCARD', workers)
-if count_at('ZCARD', turns) > 1 then
-  for _, client in ipairs(redis.call('ZRANGEBYSCORE', turns, '-inf', clock(), 'LIMIT', 0, most)) do
+if count_at('ZCARD', virtual_time) > 1 then
+  for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, '-inf', virtual_now(), 'LIMIT', 0, most)) do
     if client ~= '' then
-      redis.call('ZREM', turns, client)
+      redis.call('ZREM', virtual_time, client)
     end
   end
 end
@@ -26,10 +26,10 @@ for i = 4, #ARGV do
   redis.call('PEXPIRE', workers, ARGV[3])
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
-  local size = tonumber(redis.pcall('HGET', rooms, name))
+  local size = tonumber(redis.pcall('HGET', capacities, name))
   if size then
-    redis.call('HDEL', rooms, name)
-    redis.pcall('HINCRBY', rooms, '', -size)
+    redis.call('HDEL', capacities, name)
+    redis.pcall('HINCRBY', capacities, '', -size)
   end
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then

@@ -1,20 +1,21 @@
--- Telling the clients that wait for prompts, for the scripts that include it. ARGV[3] is the cap of a reply stream, ARGV[4] its
+-- Notifying the clients that wait for prompts, for the scripts that include it. ARGV[3] is the cap of a reply stream, ARGV[4] its
 -- lifetime in ms. See stream.lua.
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or replaced.
 
 local DIGEST, MOST_CLIENTS = 16, 10000
--- What one call tells: beyond it no more prompts are begun.
-local MOST_TOLD = 250
--- Reply key -> digests that it is to be told of together; reply key -> true where something was told.
-local done, told, looked_at = {}, {}, 0
+-- Clients that one call notifies: beyond it no more prompts are begun.
+local MOST_NOTIFIED = 250
+-- Reply key -> digests of one message that it is to get; reply key -> true where a message was added; and how many clients
+-- have been gone through.
+local done, notified, seen_clients = {}, {}, 0
 
 -- Whether something else than a stream is there, or one that has come to its last id.
 local function is_spoilt(outcome)
   return string.find(outcome.err, 'WRONGTYPE', 1, true) or string.find(outcome.err, 'exhausted', 1, true)
 end
 
-local function tell(reply, ...)
+local function notify(reply, ...)
   local outcome = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   if type(outcome) == 'table' then
     if is_spoilt(outcome) then
@@ -22,31 +23,31 @@ local function tell(reply, ...)
     end
     redis.call('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', ...)
   end
-  told[reply] = true
+  notified[reply] = true
 end
 
--- Tell who waits there: of a failure now, of what is the same for all in the end with all others. Returns whether these
--- are all.
-local function tell_all(waiting, failure)
-  if looked_at >= MOST_TOLD then
+-- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`. Returns whether all of them
+-- have been gone through.
+local function notify_all(waiting, failure)
+  if seen_clients >= MOST_NOTIFIED then
     return false
   end
   -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
-  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HRANDFIELD', waiting, MOST_TOLD) or {}
-  local is_whole = #clients < MOST_TOLD
+  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HRANDFIELD', waiting, MOST_NOTIFIED) or {}
+  local is_whole = #clients < MOST_NOTIFIED
   -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
   if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
   end
   -- All but the field of the job.
-  looked_at = looked_at + #clients - 1
+  seen_clients = seen_clients + #clients - 1
   for _, reply in ipairs(clients) do
     local digests = done[reply]
     if digests and not failure then
       digests[#digests + 1] = digest
     elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
       if failure then
-        tell(reply, 'd', digest, 'e', failure)
+        notify(reply, 'd', digest, 'e', failure)
       else
         done[reply] = {digest}
       end
@@ -58,13 +59,14 @@ local function tell_all(waiting, failure)
   return is_whole
 end
 
--- Tell what was put off: a field and its value beside the digests. Returns how many clients have been told of anything.
-local function tell_gathered(name, value)
+-- Send what `notify_all` has gathered: a field and its value beside the digests. Returns how many clients have been notified
+-- by this call.
+local function notify_gathered(name, value)
   for reply, digests in pairs(done) do
-    tell(reply, 'd', table.concat(digests), name, value)
+    notify(reply, 'd', table.concat(digests), name, value)
   end
   local clients = 0
-  for reply in pairs(told) do
+  for reply in pairs(notified) do
     redis.call('PEXPIRE', reply, ARGV[4])
     clients = clients + 1
   end

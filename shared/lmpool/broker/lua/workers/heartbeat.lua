@@ -1,4 +1,4 @@
--- Show a sign of life: at once, for a heartbeat without an expiry would outlive its worker.
+-- Write a heartbeat with its expiry at once: without one it would outlive its worker.
 --
 -- KEYS  heartbeat
 -- ARGV  lifetime in ms, then per field: name, value

@@ -1,4 +1,4 @@
--- Remove jobs that a worker holds and that nobody waits for any more: cancelled, or expired with their clients.
+-- Remove abandoned jobs, which a worker holds and nobody waits for any more: cancelled, or expired with their clients.
 --
 -- KEYS  jobs, then per job: waiting key
 -- ARGV  per job: entry id, until when it is waited for in ms as far as is known
