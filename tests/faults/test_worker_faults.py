@@ -6,16 +6,19 @@ import asyncio
 import itertools
 import signal
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from redis.asyncio import Redis
 
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import ModelMismatch, ServerUnreachable
+from lmpool.errors import ModelMismatch, ProtocolError, ServerUnreachable
+from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Job
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -76,7 +79,7 @@ async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool)
     worker = pool.start("--lease-s", 0.5)
     other = info_of(2)
     # A info alone may be anybody's junk; here somebody serves what it says.
-    heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.fingerprint, "state": "ready"}
+    heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.service_fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
     pool.redis.hset(pool.keys.models(), "syn", other.pack())
@@ -101,6 +104,35 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
         await redis.delete(pool.keys.models())
         await first.beat({})
         assert await redis.hget(pool.keys.models(), "syn") == info_of(1, lease_s=1).pack()
+    finally:
+        await redis.aclose()
+
+
+async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
+    redis, info = Server(pool.url).client(), info_of(1)
+    # As releases without a wire version write them.
+    older, heartbeat = msgpack.packb(asdict(info)), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
+    try:
+        await redis.hset(pool.keys.worker("older"), mapping=heartbeat)  # type: ignore[arg-type]
+        await redis.zadd(pool.keys.model("syn").workers, {"older": deadline_ms()})
+        await redis.hset(pool.keys.models(), "syn", older)
+        with pytest.raises(ModelMismatch, match="served by older .* wire version 2, and this release .* speaks 3"):
+            await joined(redis, pool.keys, info, "newer")
+        assert await redis.hget(pool.keys.models(), "syn") == older
+        with pytest.raises(ProtocolError, match="'syn' is served with wire version 2, and this release .* speaks 3"):
+            await Discovery(redis, pool.keys).info("syn")
+    finally:
+        await redis.aclose()
+
+
+async def test_a_worker_of_an_older_release_sees_that_others_serve_something_else(pool: Pool) -> None:
+    redis, info = Server(pool.url).client(), info_of(1)
+    try:
+        await joined(redis, pool.keys, info, "newer")
+        # It cannot read the info, and then ends when live workers have another fingerprint than its own.
+        written = msgpack.unpackb(await redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+        assert written.keys() - asdict(info).keys() == {"wire_version"}
+        assert await redis.hget(pool.keys.worker("newer"), "fingerprint") not in (None, info.fingerprint.encode())
     finally:
         await redis.aclose()
 

@@ -10,14 +10,18 @@ import msgspec
 
 from lmpool.errors import ProtocolError
 
-_VERSION = 2
+WIRE_VERSION = 3
+"""Version of everything that processes say to each other but rows, whose version is their own: a pool has one.
+
+It stands in each job, in each failure and in the info of each model. Raise it with a change of any message, or of the
+name or the meaning of a Redis key.
+"""
+
 MAX_JOB_BYTES = 16 * 1024 * 1024
 """Most bytes of an encoded job."""
 
 _MAX_ERROR_TEXT = 4096
 _MAX_FIELDS = 8
-_A_JOB = f"a job of version {_VERSION}"
-_A_FAILURE = f"a failure of version {_VERSION}"
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 _M = TypeVar("_M", bound=Message)
 
 
-class Job(Message, frozen=True, tag=_VERSION):
+class Job(Message, frozen=True, tag=WIRE_VERSION):
     """What a producer asks of a worker. The digest is not carried: the worker derives it from the ids.
 
     Attributes:
@@ -54,7 +58,7 @@ def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
     """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
     packer = msgpack.Packer()
     # Field by field it takes half the time of `Message.pack`.
-    return [packer.pack((_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.ask)) for job in jobs]
+    return [packer.pack((WIRE_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.ask)) for job in jobs]
 
 
 def unpack_job(data: bytes) -> Job:
@@ -63,10 +67,12 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
-    return checked(Job, unpack_flat(data, MAX_JOB_BYTES, "job"), _A_JOB)
+    values = unpack_flat(data, MAX_JOB_BYTES, "job")
+    _check_version(values, "a job of")
+    return checked(Job, values, "a job")
 
 
-class Failure(Message, frozen=True, tag=_VERSION):
+class Failure(Message, frozen=True, tag=WIRE_VERSION):
     """Why a job ended without a row.
 
     Attributes:
@@ -79,7 +85,7 @@ class Failure(Message, frozen=True, tag=_VERSION):
 
     def pack(self) -> bytes:
         """The failure as MessagePack, its text cut."""
-        packed: bytes = msgpack.packb((_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
+        packed: bytes = msgpack.packb((WIRE_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
         return packed
 
 
@@ -89,7 +95,24 @@ def unpack_failure(data: bytes) -> Failure:
     Raises:
         ProtocolError: too large, not MessagePack, or not a failure of this wire version.
     """
-    return checked(Failure, unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure"), _A_FAILURE)
+    values = unpack_flat(data, 8 * _MAX_ERROR_TEXT, "failure")
+    _check_version(values, "a failure of")
+    return checked(Failure, values, "a failure")
+
+
+def _check_version(values: Any, what: str) -> None:
+    """Refuse a message of another release, which says its wire version first.
+
+    Raises:
+        ProtocolError: with both versions.
+    """
+    if type(values) is list and values and type(values[0]) is int and values[0] != WIRE_VERSION:
+        raise ProtocolError(other_version(what, values[0]))
+
+
+def other_version(what: str, version: int) -> str:
+    """What to say of something that is of another wire version."""
+    return f"{what} wire version {version}, and this release of lmpool speaks {WIRE_VERSION}: run the same on all sides"
 
 
 def checked(kind: type[_M], values: Any, what: str) -> _M:

@@ -11,7 +11,8 @@ import msgpack
 import msgspec
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.row import WIRE_VERSION, Encoding
+from lmpool.protocol.job import WIRE_VERSION, other_version
+from lmpool.protocol.row import ROW_VERSION, Encoding
 from lmpool.settings import CONTROLS, shown
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -28,6 +29,12 @@ TRIE_SERVICE = "trie"
 
 MAX_INFO_BYTES = 64 * 1024
 """Most bytes of an encoded info."""
+
+_VERSION_FIELD = "wire_version"
+"""Key of an encoded info that has the wire version of the release that wrote it."""
+
+_VERSION_WITHOUT_FIELD = 2
+"""The wire version of the last releases whose infos did not tell it."""
 
 # What programs and people know a model by; the other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")
@@ -92,13 +99,23 @@ class ModelInfo:
             "lossy": self.encoding if self.lossy else "",
             # Adapters are in the names of the prompts that name them. The field stays: caches outlive releases.
             "adapter": "",
-            "wire_version": WIRE_VERSION,
+            # The version of rows. The name stays: caches outlive releases.
+            "wire_version": ROW_VERSION,
         }
 
     @property
     def fingerprint(self) -> str:
         """Hash of `identity` (32 hexadecimal digits): the namespace of the model's rows in the cache."""
         return hashlib.blake2b(msgpack.packb(sorted(self.identity.items())), digest_size=16).hexdigest()
+
+    @property
+    def service_fingerprint(self) -> str:
+        """What all live workers of a model have in common: the wire version and the fingerprint.
+
+        Heartbeats carry it as "fingerprint", so that a worker of any release sees that others serve the same weights in
+        another wire version.
+        """
+        return f"{WIRE_VERSION}-{self.fingerprint}"
 
     @property
     def is_trie(self) -> bool:
@@ -122,7 +139,7 @@ class ModelInfo:
 
     def pack(self) -> bytes:
         """The info as MessagePack."""
-        packed: bytes = msgpack.packb(asdict(self))
+        packed: bytes = msgpack.packb({_VERSION_FIELD: WIRE_VERSION, **asdict(self)})
         return packed
 
     @classmethod
@@ -130,7 +147,8 @@ class ModelInfo:
         """Read a info.
 
         Raises:
-            ProtocolError: too large, not MessagePack, or fields missing, unknown, of the wrong type or impossible.
+            ProtocolError: too large, not MessagePack, of another wire version, or fields missing, unknown, of the
+                wrong type or impossible.
         """
         if len(data) > MAX_INFO_BYTES:
             raise ProtocolError(f"a model info of {len(data)} bytes is over the limit of {MAX_INFO_BYTES}")
@@ -138,7 +156,12 @@ class ModelInfo:
             values = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
         except (ValueError, msgpack.UnpackException) as error:
             raise ProtocolError(f"a model info does not decode: {error}") from error
-        if not isinstance(values, dict) or values.keys() != _TYPES.keys():
+        version = None
+        if isinstance(values, dict):
+            version = values.pop(_VERSION_FIELD, _VERSION_WITHOUT_FIELD if values.keys() == _TYPES.keys() else None)
+        if type(version) is int and version != WIRE_VERSION:
+            raise ProtocolError(other_version(f"the model {shown(values.get('name'))} is served with", version))
+        if type(version) is not int or values.keys() != _TYPES.keys():
             raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
             try:  # One by one, so that the error can name the field and the value.

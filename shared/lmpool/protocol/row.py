@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
 
-WIRE_VERSION = 1
+ROW_VERSION = 1
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
@@ -115,7 +115,7 @@ class RowBlock:
         integers: memoryview = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32).data
         numbers = integers.cast("B") if count else integers
         width = size * self.numbers.itemsize
-        head = (MAGIC, WIRE_VERSION, int(self.encoding), 0, size)
+        head = (MAGIC, ROW_VERSION, int(self.encoding), 0, size)
         if self.log_z is None:
             header = _HEADER.pack(*head, 0.0)
             return [(header, numbers[at * width : (at + 1) * width]) for at in chosen]
@@ -156,7 +156,7 @@ class VectorBlock:
     def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
         """Some of the vectors, or all: the 16-byte header of each, and its numbers in place."""
         chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
-        head = (MAGIC, WIRE_VERSION, int(Encoding.F32), 0)
+        head = (MAGIC, ROW_VERSION, int(Encoding.F32), 0)
         return [(_HEADER.pack(*head, len(vector), 0.0), vector.data.cast("B")) for vector in chosen]
 
 
@@ -256,7 +256,7 @@ def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> 
     if any(data is None or len(data) != size for data in found):
         return None
     block = np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)  # type: ignore[arg-type]  # none is None
-    expected = _HEADER.pack(MAGIC, WIRE_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
+    expected = _HEADER.pack(MAGIC, ROW_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
     log_z = np.ascontiguousarray(block[:, _LOG_Z_AT:HEADER_SIZE]).view("<f4")
     numbers = block[:, HEADER_SIZE:].copy().view(encoding.dtype)
     entries = numbers if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
@@ -318,8 +318,8 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     if len(data) < HEADER_SIZE:
         raise ProtocolError(f"a row of {len(data)} bytes is shorter than its {HEADER_SIZE}-byte header")
     magic, version, code, _, size, log_z = _HEADER.unpack_from(data)
-    if magic != MAGIC or version != WIRE_VERSION:
-        raise ProtocolError(f"not a row of wire version {WIRE_VERSION}: it begins with {magic!r}, version {version}")
+    if magic != MAGIC or version != ROW_VERSION:
+        raise ProtocolError(f"not a row of wire version {ROW_VERSION}: it begins with {magic!r}, version {version}")
     if size != vocab_size:
         raise ProtocolError(f"the row has V = {size}, the model's info says {vocab_size}")
     encoding = _ENCODINGS.get(code)

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 from hypothesis import strategies as st
 
-from lmpool.protocol.job import Failure, Job
+from lmpool.protocol.job import WIRE_VERSION, Failure, Job
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import FreshQuery, SampleQuery, Sampling, ScoreQuery, TopQuery, TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock
@@ -100,7 +100,9 @@ def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
         Job, ids | noise, adapters, st.just(fingerprint) | names, st.booleans(), st.just(b"") | asks | odd_bytes
     )
     valid = st.one_of(right, others).map(Job.pack)
-    fields = st.lists(st.just(2) | anything, min_size=5, max_size=7).map(lambda values: bytes(msgpack.packb(values)))
+    fields = st.lists(st.just(WIRE_VERSION) | anything, min_size=5, max_size=7).map(
+        lambda values: bytes(msgpack.packb(values))
+    )
     return st.one_of(valid, valid, mutated(valid), fields, odd_bytes)
 
 
@@ -121,9 +123,9 @@ failures = st.builds(
 ).map(Failure.pack)
 vocabularies = st.lists(noise, min_size=1, max_size=8).map(lambda tokens: Vocabulary(tokens).pack())
 INFO = ModelInfo("syn", "synthetic", 512, 1000, "seed-0", "float32")
-info_changes = st.dictionaries(st.sampled_from(list(asdict(INFO))) | names, anything, max_size=3)
+info_changes = st.dictionaries(st.sampled_from(["wire_version", *asdict(INFO)]) | names, anything, max_size=3)
 infos = st.one_of(
-    info_changes.map(lambda changed: bytes(msgpack.packb({**asdict(INFO), **changed}))),
+    info_changes.map(lambda changed: bytes(msgpack.packb({"wire_version": WIRE_VERSION, **asdict(INFO), **changed}))),
     mutated(st.just(INFO.pack())),
     st.integers(1, 2**32 - 1).map(lambda size: replace(INFO, vocab_size=size).pack()),
     odd_bytes,

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.job import Failure, Job, pack_jobs, unpack_failure, unpack_job
+from lmpool.protocol.job import WIRE_VERSION, Failure, Job, pack_jobs, unpack_failure, unpack_job
 
 LIMIT = 16 * 1024 * 1024
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
 
 
-def job(version: object = 2, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
+def job(version: object = WIRE_VERSION, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
         overwrite: object = False, ask: object = b"") -> bytes:  # fmt: skip
     """A job as MessagePack, with fields of one's own."""
     packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, ask])
     return packed
 
 
-def failure(version: object = 2, kind: object = "WorkerError", text: object = "no") -> bytes:
+def failure(version: object = WIRE_VERSION, kind: object = "WorkerError", text: object = "no") -> bytes:
     """A failure as MessagePack, with fields of one's own."""
     packed: bytes = msgpack.packb([version, kind, text])
     return packed
@@ -46,11 +46,11 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
-    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9602c40407000000a161a26670c3c40109"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9603c40407000000a161a26670c3c40109"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-3:].hex() == "c2c400"
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
-    assert Failure("E", "no").pack().hex() == "9302a145a26e6f"
+    assert Failure("E", "no").pack().hex() == "9303a145a26e6f"
 
 
 def test_a_long_prompt_travels() -> None:
@@ -67,8 +67,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "empty": b"",
     "version 0": job(version=0),
     "version 1": job(version=1),
-    "version as text": job(version="2"),
-    "version as a float": job(version=2.0),
+    "version 2": job(version=2),
+    "version 4": job(version=4),
+    "version as text": job(version="3"),
+    "version as a float": job(version=3.0),
     "version as a bool": job(version=True),
     "ids as text": job(ids="\x01"),
     "ids as a list": job(ids=[1, 2]),
@@ -84,9 +86,9 @@ WRONG_JOBS: dict[str, bytes] = {
     "ask as None": job(ask=None),
     "ids as base64": job(ids="AQAAAA=="),
     "ask as base64": job(ask="AQAAAA=="),
-    "a field too few": msgpack.packb([2, b"\x01\0\0\0", "", "f", False]),
-    "two fields too few": msgpack.packb([2, b"\x01\0\0\0", "", "f"]),
-    "a field too many": msgpack.packb([2, b"\x01\0\0\0", "", "f", False, b"", 0]),
+    "a field too few": msgpack.packb([3, b"\x01\0\0\0", "", "f", False]),
+    "two fields too few": msgpack.packb([3, b"\x01\0\0\0", "", "f"]),
+    "a field too many": msgpack.packb([3, b"\x01\0\0\0", "", "f", False, b"", 0]),
     "a map": msgpack.packb({"ids": b""}),
     "an empty map": msgpack.packb({}),
     "a number": msgpack.packb(1),
@@ -96,7 +98,7 @@ WRONG_JOBS: dict[str, bytes] = {
     "followed by a byte": job() + b"\0",
     "twice": job() * 2,
     "text that is not UTF-8": job(adapter="zz").replace(b"zz", b"\xff\xfe"),
-    "an extension type": msgpack.packb([2, msgpack.ExtType(5, b"abc"), "", "f", False, b""]),
+    "an extension type": msgpack.packb([3, msgpack.ExtType(5, b"abc"), "", "f", False, b""]),
     "an empty extension type": b"\xc7\x00\x05",
     "a timestamp": msgpack.packb([msgpack.Timestamp(1, 2)]),
     "a byte that MessagePack never uses": b"\xc1",
@@ -104,13 +106,14 @@ WRONG_JOBS: dict[str, bytes] = {
 WRONG_FAILURES: dict[str, bytes] = {
     "empty": b"",
     "version 1": failure(version=1),
-    "version as a float": failure(version=2.0),
+    "version 2": failure(version=2),
+    "version as a float": failure(version=3.0),
     "version as a bool": failure(version=True),
     "kind as bytes": failure(kind=b"WorkerError"),
     "text as bytes": failure(text=b"no"),
     "text as None": failure(text=None),
-    "a field too few": msgpack.packb([2, "WorkerError"]),
-    "a field too many": msgpack.packb([2, "WorkerError", "no", "more"]),
+    "a field too few": msgpack.packb([3, "WorkerError"]),
+    "a field too many": msgpack.packb([3, "WorkerError", "no", "more"]),
     "a job": job(),
     "cut": failure()[:-1],
     "followed by a byte": failure() + b"\0",
@@ -127,6 +130,17 @@ def test_what_is_not_a_job_is_refused(data: bytes) -> None:
 def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="failure"):
         unpack_failure(data)
+
+
+def test_messages_of_another_release_are_refused_with_both_versions() -> None:
+    older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
+    hint = "wire version 2, and this release of lmpool speaks 3: run the same on all sides"
+    with pytest.raises(ProtocolError, match=f"a job of {hint}"):
+        unpack_job(older_job)
+    with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
+        unpack_failure(older_failure)
+    with pytest.raises(ProtocolError, match="a job of wire version 4, and this release of lmpool speaks 3"):
+        unpack_job(job(version=4))
 
 
 @readers

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol import model_info as info_module
+from lmpool.protocol.job import WIRE_VERSION
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding
 
@@ -92,9 +93,9 @@ def test_the_encoding_is_part_of_the_fingerprint_only_when_it_loses_bits() -> No
     assert not exact & lossy
 
 
-def test_the_wire_version_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_rows_is_part_of_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     before = INFO.fingerprint
-    monkeypatch.setattr(info_module, "WIRE_VERSION", 2)
+    monkeypatch.setattr(info_module, "ROW_VERSION", 2)
     assert INFO.fingerprint != before
 
 
@@ -139,8 +140,13 @@ def test_the_encoding_is_known_by_its_code() -> None:
 
 def packed(**changed: Any) -> bytes:
     """A info as MessagePack, with fields of one's own."""
-    data: bytes = msgpack.packb({**asdict(INFO), **changed})
+    data: bytes = msgpack.packb({**encoded(INFO), **changed})
     return data
+
+
+def encoded(info: ModelInfo) -> dict[Any, Any]:
+    """The fields of an info as they travel."""
+    return {"wire_version": WIRE_VERSION, **asdict(info)}
 
 
 WRONG_TYPES: list[tuple[str, Any]] = [
@@ -163,7 +169,7 @@ def test_a_whole_number_passes_for_seconds() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_missing_field_is_refused(name: str) -> None:
-    values = asdict(INFO)
+    values = encoded(INFO)
     del values[name]
     with pytest.raises(ProtocolError, match="fields"):
         ModelInfo.unpack(msgpack.packb(values))
@@ -172,7 +178,7 @@ def test_a_missing_field_is_refused(name: str) -> None:
 @pytest.mark.parametrize("more", [{"colour": 1}, {b"name": "m"}, {"": ""}])
 def test_an_unknown_field_is_refused(more: dict[Any, Any]) -> None:
     with pytest.raises(ProtocolError, match="fields"):
-        ModelInfo.unpack(msgpack.packb({**asdict(INFO), **more}))
+        ModelInfo.unpack(msgpack.packb({**encoded(INFO), **more}))
 
 
 IMPOSSIBLE: list[tuple[str, Any]] = [
@@ -193,7 +199,7 @@ def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(asdict(INFO).values())),
+    [b"", b"\xc1", packed()[:-1], packed() + b"\0", msgpack.packb([]), msgpack.packb(list(encoded(INFO).values())),
      msgpack.packb("info"), msgpack.packb(None), msgpack.packb({1: 2}), b"\x81\x90\x01", b"\x91" * 5000],
 )  # fmt: skip
 def test_what_is_not_a_info_is_refused(data: bytes) -> None:
@@ -239,3 +245,45 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
         return
     for name, declared in get_type_hints(ModelInfo).items():
         assert type(getattr(found, name)) in {declared, int if declared is float else declared}
+
+
+# Other releases
+
+OLDER = bytes.fromhex(
+    "de0011a46e616d65a16da76261636b656e64a973796e746865746963aa766f6361625f73697a6540b16d61785f70726f6d70745f746f6b656e"
+    "7320a87265766973696f6ea6736565642d30a56474797065a7666c6f61743332a8656e636f64696e67a3663332a56c6f737379c2a6736f7572"
+    "6365a0a9676775665f66696c65a0aa766f636162756c617279a0ad616e73776572735f7472696573c2a673636f726573c2a46e6f7465a0ab71"
+    "756575655f6c696d6974ce000186a0a76c656173655f73cb402e000000000000a9726f775f74746c5f73cb40ac200000000000"
+)
+"""`INFO` as the last release packed it that had no wire version in it."""
+
+
+def test_the_info_of_a_release_without_a_wire_version_is_refused_by_name_and_version() -> None:
+    with pytest.raises(
+        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 3: run the"
+    ):
+        ModelInfo.unpack(OLDER)
+
+
+@pytest.mark.parametrize("more", [{}, {"colour": 1}])
+def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 4, and this .* speaks 3"):
+        ModelInfo.unpack(packed(wire_version=4, **more))
+
+
+def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
+    # It compares the fields with its own, and then says "do all sides run the same one?".
+    ours, theirs = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
+    assert ours.keys() - theirs.keys() == {"wire_version"}
+    assert {name: value for name, value in ours.items() if name in theirs} == theirs
+
+
+def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:
+    # Releases without a wire version have the fingerprint alone in their heartbeats, and compare it.
+    assert INFO.service_fingerprint == f"3-{INFO.fingerprint}"
+
+
+@pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])
+def test_a_wire_version_that_is_none_is_refused(version: object) -> None:
+    with pytest.raises(ProtocolError, match="fields"):
+        ModelInfo.unpack(packed(wire_version=version))

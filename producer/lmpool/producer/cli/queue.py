@@ -215,7 +215,7 @@ async def _held(redis: Redis, keys: ModelKeys) -> int:
 
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
-    """The clients that have most in the backlog, and how much that is: their last prompts start so far behind the virtual time."""
+    """The clients that have most in the backlog, and how much: so far do their last prompts start after now."""
     starts: Any = await redis.zrevrange(keys.virtual_time, 0, _MOST_CLIENTS, withscores=True)
     now = float(await redis.zscore(keys.virtual_time, "") or 0)
     prefix = keys.reply("").decode()

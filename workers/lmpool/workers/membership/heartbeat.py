@@ -176,7 +176,7 @@ class Heartbeat:
     async def others(self, field: str) -> dict[str, str]:
         """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
         told = {}
-        async for name, _ in self._serving(self._info.fingerprint):
+        async for name, _ in self._serving(self._info.service_fingerprint):
             fields = await self._told(name, "state", field)
             if fields.get("state", "draining") != "draining":
                 told[name] = fields.get(field, "")
@@ -195,8 +195,8 @@ class Heartbeat:
             return
         seen = await self._read_info()
         # By its fingerprint: the info may be that of another worker, with another lease.
-        if _fingerprint(seen) == self._info.fingerprint:
-            async for _ in self._serving(self._info.fingerprint):
+        if _fingerprint(seen) == self._info.service_fingerprint:
+            async for _ in self._serving(self._info.service_fingerprint):
                 return
             await self._forget(self._info.name, seen)
 
@@ -240,7 +240,7 @@ class Heartbeat:
         fields: dict[str, str | int | float] = {
             "model": self._info.name,
             "backend": self._info.backend,
-            "fingerprint": self._info.fingerprint,
+            "fingerprint": self._info.service_fingerprint,
             "started": self._started,
             "lease_s": self._info.lease_s,
             **counters,
@@ -270,7 +270,8 @@ class Heartbeat:
             if name == self._worker_id:
                 continue
             theirs = (await self._told(name, "fingerprint")).get("fingerprint")
-            if theirs is not None and (theirs == fingerprint if fingerprint else theirs != self._info.fingerprint):
+            is_wanted = theirs == fingerprint if fingerprint else theirs != self._info.service_fingerprint
+            if theirs is not None and is_wanted:
                 yield name, theirs
 
     async def _told(self, worker_id: str, *fields: str) -> dict[str, str]:
@@ -302,9 +303,9 @@ def _differences(info: ModelInfo, seen: bytes) -> list[str]:
 
 
 def _fingerprint(seen: bytes) -> str:
-    """The fingerprint of a info, "" when it does not decode."""
+    """What workers that serve this info have in their heartbeats, "" when it does not decode."""
     try:
-        return ModelInfo.unpack(seen).fingerprint
+        return ModelInfo.unpack(seen).service_fingerprint
     except ProtocolError:
         return ""
 
