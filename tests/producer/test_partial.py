@@ -478,4 +478,4 @@ def test_without_asyncio_too(pool: Pool) -> None:
 def test_the_digest_of_a_pick_is_not_that_of_the_row() -> None:
     prompt = encode_prompt(PROMPT, vocab_size=V, max_tokens=10)
     assert prompt.digest == digest_of(prompt.ids)
-    assert prompt.asking(b"a", 1).digest not in (prompt.digest, prompt.asking(b"b", 1).digest)
+    assert prompt.with_query(b"a", 1).digest not in (prompt.digest, prompt.with_query(b"b", 1).digest)

@@ -67,7 +67,7 @@ async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped
     asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
     delivery = Dispatcher(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
     job = BackendJob(PROMPT, bytes(4))
-    await delivery.accept([Taken(b"1-0", ASKED, job, ask=TrieQuery("sum", "0" * 32, "inner"))])
+    await delivery.accept([Taken(b"1-0", ASKED, job, query=TrieQuery("sum", "0" * 32, "inner"))])
     await delivery.accept([Taken(b"2-0", PROMPT, job)])
     supplied = asyncio.Event()
     supplying = asyncio.create_task(delivery.supply(supplied.set))
@@ -82,7 +82,9 @@ async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
     ends, held = Ends(), Holdings()
     asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
     delivery = Dispatcher(held, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
-    await delivery.accept([Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), ask=TrieQuery("sum", "0" * 32, "inner"))])
+    await delivery.accept(
+        [Taken(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), query=TrieQuery("sum", "0" * 32, "inner"))]
+    )
     supplied = asyncio.Event()
     supplying = asyncio.create_task(delivery.supply(supplied.set))
     async with asyncio.timeout(10):

@@ -351,7 +351,7 @@ async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) 
     row = session.kept(prompt)
     if row is not None:
         return top(row, k)
-    asking = prompt.asking(TopQuery(k).pack(), 2 * k)
+    asking = prompt.with_query(TopQuery(k).pack(), 2 * k)
     return await _answer(session, asking, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
 
 
@@ -360,7 +360,7 @@ async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: 
     row = session.kept(prompt)
     if row is not None:
         return sample(row, how)
-    asking = prompt.asking(SampleQuery(*how).pack(), 1)
+    asking = prompt.with_query(SampleQuery(*how).pack(), 1)
     read = partial(unpack_token, vocab_size=session.info.vocab_size)
     return await _answer(session, asking, deadline, read, private=private)
 
@@ -376,7 +376,7 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
     if info.scores:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
-            asking = whole.asking(ScoreQuery(start).pack(), end - start)
+            asking = whole.with_query(ScoreQuery(start).pack(), end - start)
             return await _answer(session, asking, deadline, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
@@ -391,8 +391,8 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
     """A row that is computed now, whatever caches hold."""
-    ask = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
-    return await _answer(session, prompt.asking(ask, session.info.vocab_size), deadline, check_row, private=True)
+    query = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
+    return await _answer(session, prompt.with_query(query, session.info.vocab_size), deadline, check_row, private=True)
 
 
 async def ask_entries_of_all(

@@ -122,7 +122,7 @@ class TrieQueries:
         async def ask() -> Values:
             sent = SentWeights(weights)
             packed = TrieQuery(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
-            return await session.answer(_NO_PROMPT.asking(packed, length), deadline, weights=sent)
+            return await session.answer(_NO_PROMPT.with_query(packed, length), deadline, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
         found = await self._insist(session, ask, deadline)
@@ -152,8 +152,8 @@ class TrieQueries:
             return _put(np.empty(0, np.float32), out)
         trie = self._trie
         length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
-        ask = TrieQuery(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
-        found = await self._of_row(models, prompt, ask, length, deadline)
+        query = TrieQuery(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
+        found = await self._of_row(models, prompt, query, length, deadline)
         if choice.nodes is None:
             return trie.expand(found[: trie.n_inner], found[trie.n_inner :], out)
         return _put(found, out)
@@ -165,9 +165,11 @@ class TrieQueries:
             row = await models.answer(prompt, deadline)
         return row if op == "logsumexp" else np.exp(row)
 
-    async def _of_row(self, models: Session, prompt: Prompt, ask: TrieQuery, length: int, deadline: Deadline) -> Values:
+    async def _of_row(
+        self, models: Session, prompt: Prompt, query: TrieQuery, length: int, deadline: Deadline
+    ) -> Values:
         async def ask_models() -> Values:
-            return await models.answer(prompt.asking(ask.pack(), length), deadline)
+            return await models.answer(prompt.with_query(query.pack(), length), deadline)
 
         if models.info.answers_tries:
             try:
@@ -178,8 +180,10 @@ class TrieQueries:
 
         async def ask_once() -> Values:
             # The model may have other weights than the last time, and its rows other names.
-            packed = TrieQuery(ask.op, ask.vocabulary, ask.select, ask.nodes, models.fingerprint, prompt.digest).pack()
-            return await tries.answer(_NO_PROMPT.asking(packed, length), deadline)
+            packed = TrieQuery(
+                query.op, query.vocabulary, query.select, query.nodes, models.fingerprint, prompt.digest
+            ).pack()
+            return await tries.answer(_NO_PROMPT.with_query(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
             # Fetching a damaged row has it computed anew.

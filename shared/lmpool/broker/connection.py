@@ -22,7 +22,7 @@ from lmpool.settings import shown
 Argument = bytes | str | int
 CRLF = b"\r\n"
 MAX_REPLY = 256 * 1024 * 1024
-"""Bytes: a batch of the longest prompts, or of the largest asks for nodes, is smaller."""
+"""Bytes: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:

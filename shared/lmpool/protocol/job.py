@@ -44,21 +44,23 @@ class Job(Message, frozen=True, tag=WIRE_VERSION):
         adapter: name of the adapter, or "".
         fingerprint: the fingerprint that the producer expects the row to have.
         overwrite: replace a row that is stored already (it was found to be corrupt).
-        ask: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
+        query: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
     """
 
     ids: bytes
     adapter: str
     fingerprint: str
     overwrite: bool = False
-    ask: bytes = b""
+    query: bytes = b""
 
 
 def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
     """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
     packer = msgpack.Packer()
     # Field by field it takes half the time of `Message.pack`.
-    return [packer.pack((WIRE_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.ask)) for job in jobs]
+    return [
+        packer.pack((WIRE_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.query)) for job in jobs
+    ]
 
 
 def unpack_job(data: bytes) -> Job:

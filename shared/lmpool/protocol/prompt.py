@@ -28,21 +28,21 @@ class Prompt(NamedTuple):
 
     Attributes:
         ids: the token ids as little-endian uint32 bytes.
-        digest: 128-bit BLAKE2b of `ids`, keyed by the adapter; of the ask too when there is one.
+        digest: 128-bit BLAKE2b of `ids`, keyed by the adapter; of the query too when there is one.
         adapter: its name, or "".
-        ask: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
-        length: entries of the answer to `ask`; 0 for the row itself.
+        query: what is wanted instead of the row (`lmpool.protocol.query`), encoded; b"" for the row itself.
+        length: entries of the answer to `query`; 0 for the row itself.
     """
 
     ids: bytes
     digest: bytes
     adapter: str = ""
-    ask: bytes = b""
+    query: bytes = b""
     length: int = 0
 
-    def asking(self, ask: bytes, length: int) -> Prompt:
+    def with_query(self, query: bytes, length: int) -> Prompt:
         """The same prompt, of which something else is wanted."""
-        return Prompt(self.ids, query_digest(self.digest, ask), self.adapter, ask, length)
+        return Prompt(self.ids, query_digest(self.digest, query), self.adapter, query, length)
 
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
@@ -52,9 +52,9 @@ def digest_of(ids: bytes, adapter: str = "") -> bytes:
     return hashlib.blake2b(ids, digest_size=DIGEST_SIZE, key=_adapter_key(adapter)).digest()
 
 
-def query_digest(digest: bytes, ask: bytes) -> bytes:
-    """The name of what is wanted of a prompt instead of its row: 128-bit BLAKE2b of the ask, keyed by the prompt."""
-    return hashlib.blake2b(ask, digest_size=DIGEST_SIZE, key=digest).digest()
+def query_digest(digest: bytes, query: bytes) -> bytes:
+    """The name of what is wanted of a prompt instead of its row: 128-bit BLAKE2b of the query, keyed by the prompt."""
+    return hashlib.blake2b(query, digest_size=DIGEST_SIZE, key=digest).digest()
 
 
 def _adapter_key(adapter: str) -> bytes:

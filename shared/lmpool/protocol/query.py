@@ -205,10 +205,10 @@ Query = TrieQuery | TopQuery | SampleQuery | ScoreQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
-    """Read an ask.
+    """Read a query.
 
     Raises:
-        ProtocolError: too large, not MessagePack, or not an ask.
+        ProtocolError: too large, not MessagePack, or not a query.
     """
     match unpack_flat(data, _MOST_BYTES, "ask"):
         case ["top", *_] as values:
@@ -228,10 +228,10 @@ def unpack_query(data: bytes) -> Query:
             raise ProtocolError(f"not an ask: {described(other)}")
 
 
-def _checked_trie(ask: TrieQuery) -> TrieQuery:
-    lengths = len(ask.vocabulary), len(ask.rows), len(ask.source)
+def _checked_trie(query: TrieQuery) -> TrieQuery:
+    lengths = len(query.vocabulary), len(query.rows), len(query.source)
     if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
         raise ProtocolError("an ask has a digest of the wrong length")
-    if len(ask.nodes) % 4 or (ask.select == "under" and len(ask.nodes) != 4):
-        raise ProtocolError(f"an ask for {ask.select!r} has {len(ask.nodes)} bytes of node ids")
-    return ask
+    if len(query.nodes) % 4 or (query.select == "under" and len(query.nodes) != 4):
+        raise ProtocolError(f"an ask for {query.select!r} has {len(query.nodes)} bytes of node ids")
+    return query

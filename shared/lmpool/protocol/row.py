@@ -134,7 +134,7 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True)
 class VectorBlock:
-    """Answers to asks: vectors of any length, encoded as rows in F32.
+    """Answers to queries: vectors of any length, encoded as rows in F32.
 
     Attributes:
         digests: the name of each.

@@ -43,7 +43,7 @@ _CHUNKS_UNDER_WAY = 2
 _MOST_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
 _ANSWER_TTL_MS = 60_000
-"""Answers to asks live shorter than rows: computed again from the row in no time."""
+"""Answers to queries live shorter than rows: computed again from the row in no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class RowCache(Protocol):
         Args:
             digests: whose rows.
             deliver: takes them.
-            lengths: digest -> entries, of those that are no rows but answers to asks.
+            lengths: digest -> entries, of those that are no rows but answers to queries.
         """
         ...
 

@@ -81,12 +81,12 @@ valid_queries = st.one_of(
     st.builds(ScoreQuery, st.integers(1, 9)),
     st.builds(FreshQuery, digests),
     trie_queries,
-).map(lambda ask: ask.pack())
+).map(lambda query: query.pack())
 wrong_queries = st.one_of(
-    st.builds(TopQuery, numbers).map(lambda ask: ask.pack()),
+    st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(ScoreQuery, numbers).map(lambda ask: ask.pack()),
-    st.builds(FreshQuery, noise).map(lambda ask: ask.pack()),
+    st.builds(ScoreQuery, numbers).map(lambda query: query.pack()),
+    st.builds(FreshQuery, noise).map(lambda query: query.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),
 )
 asks = valid_queries | wrong_queries | mutated(valid_queries)

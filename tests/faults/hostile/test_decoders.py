@@ -44,10 +44,10 @@ def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
 @given(hostile.asks | hostile.odd_bytes)
 def test_what_is_read_as_an_ask_is_an_ask(data: bytes) -> None:
     try:
-        ask = unpack_query(data)
+        query = unpack_query(data)
     except ProtocolError:
         return
-    assert unpack_query(ask.pack()) == ask
+    assert unpack_query(query.pack()) == query
 
 
 @cases(200)
@@ -212,7 +212,7 @@ def test_a_vocabulary_that_claims_to_be_large_takes_nothing() -> None:
 
 
 def test_a_largest_job_is_read_in_little_more_than_its_size() -> None:
-    data = Job(bytes(8 * MIB), "", "f", ask=bytes(7 * MIB)).pack()
+    data = Job(bytes(8 * MIB), "", "f", query=bytes(7 * MIB)).pack()
     tracemalloc.start()
     job = unpack_job(data)
     assert tracemalloc.get_traced_memory()[1] <= 2 * len(data)

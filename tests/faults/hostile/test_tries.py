@@ -41,7 +41,7 @@ near = st.builds(
     st.lists(st.integers(-2, 9), max_size=3).map(lambda nodes: np.array(nodes, "<i4").tobytes()),
     st.sampled_from(["", "0" * 32]),
     st.sampled_from(NAMES),
-).map(lambda ask: Job(b"", "", FINGERPRINT, False, ask.pack()).pack())
+).map(lambda query: Job(b"", "", FINGERPRINT, False, query.pack()).pack())
 entries = st.one_of(near.map(lambda job: [(b"m", job)]), hostile.job_entries(FINGERPRINT))
 
 

@@ -74,8 +74,8 @@ def ids_of(prompt: list[int]) -> bytes:
     return np.array(prompt, "<u4").tobytes()
 
 
-def job(prompt: list[int], fingerprint: str = "f" * 32, adapter: str = "", ask: bytes = b"") -> bytes:
-    return Job(ids_of(prompt), adapter, fingerprint, ask=ask).pack()
+def job(prompt: list[int], fingerprint: str = "f" * 32, adapter: str = "", query: bytes = b"") -> bytes:
+    return Job(ids_of(prompt), adapter, fingerprint, query=query).pack()
 
 
 async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool: Pool) -> None:
@@ -117,7 +117,7 @@ def test_what_cannot_be_computed_is_refused_with_the_reason_and_stays(pool: Pool
         bury(pool, job([1])): f"it is for another model of this name: its fingerprint is {'f' * 32}, not {fingerprint}",
         bury(pool, job([V], fingerprint)): f"token id {V} is out of range",
         bury(pool, Job(b"abc", "", fingerprint).pack()): "3 bytes are not a whole number of uint32 ids",
-        bury(pool, job([1], fingerprint, ask=b"\xc1")): "it cannot be read",
+        bury(pool, job([1], fingerprint, query=b"\xc1")): "it cannot be read",
         bury(pool, job([1], fingerprint, "poet@12")): "the adapter 'poet' of revision '12' is not in service any more",
     }
     good = bury(pool, job([7, 7], fingerprint))

@@ -21,9 +21,9 @@ readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
 
 
 def job(version: object = WIRE_VERSION, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
-        overwrite: object = False, ask: object = b"") -> bytes:  # fmt: skip
+        overwrite: object = False, query: object = b"") -> bytes:  # fmt: skip
     """A job as MessagePack, with fields of one's own."""
-    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, ask])
+    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, query])
     return packed
 
 
@@ -34,8 +34,8 @@ def failure(version: object = WIRE_VERSION, kind: object = "WorkerError", text: 
 
 
 @given(st.binary(max_size=64), texts, texts, st.booleans(), st.binary(max_size=64))
-def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool, ask: bytes) -> None:
-    sent = Job(ids, adapter, fingerprint, overwrite, ask)
+def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool, query: bytes) -> None:
+    sent = Job(ids, adapter, fingerprint, overwrite, query)
     assert unpack_job(sent.pack()) == sent
 
 
@@ -82,10 +82,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "fingerprint as a number": job(fingerprint=1),
     "overwrite as a number": job(overwrite=1),
     "overwrite as None": job(overwrite=None),
-    "ask as text": job(ask="a"),
-    "ask as None": job(ask=None),
+    "ask as text": job(query="a"),
+    "ask as None": job(query=None),
     "ids as base64": job(ids="AQAAAA=="),
-    "ask as base64": job(ask="AQAAAA=="),
+    "ask as base64": job(query="AQAAAA=="),
     "a field too few": msgpack.packb([3, b"\x01\0\0\0", "", "f", False]),
     "two fields too few": msgpack.packb([3, b"\x01\0\0\0", "", "f"]),
     "a field too many": msgpack.packb([3, b"\x01\0\0\0", "", "f", False, b"", 0]),

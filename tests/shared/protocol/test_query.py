@@ -20,7 +20,7 @@ ASK = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "query",
     [
         ASK,
         TrieQuery("logsumexp", "0" * 32, "inner"),
@@ -34,8 +34,8 @@ ASK = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s
         FreshQuery(b"n" * 16),
     ],
 )
-def test_an_ask_survives_the_wire(ask: Query) -> None:
-    assert unpack_query(ask.pack()) == ask
+def test_an_ask_survives_the_wire(query: Query) -> None:
+    assert unpack_query(query.pack()) == query
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
@@ -127,12 +127,12 @@ def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> No
 def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
     prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
     asks = [ASK, replace(ASK, op="max"), replace(ASK, nodes=b"\x01\0\0\0"), replace(ASK, source=b"t" * 16)]
-    asked = [prompt.asking(ask.pack(), 2) for ask in asks]
+    asked = [prompt.with_query(query.pack(), 2) for query in asks]
     assert len({prompt.digest, *(one.digest for one in asked)}) == 5
     assert asked[0].ids == prompt.ids
     assert asked[0].digest == query_digest(digest_of(prompt.ids), ASK.pack())
-    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).asking(ASK.pack(), 2)
-    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").asking(ASK.pack(), 2)
+    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).with_query(ASK.pack(), 2)
+    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").with_query(ASK.pack(), 2)
     assert len({asked[0].digest, other.digest, adapted.digest}) == 3
 
 

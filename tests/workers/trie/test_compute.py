@@ -305,10 +305,10 @@ def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequ
 
 def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
     held = Holdings()
-    ask = TrieQuery("sum", "0" * 32, "inner")
+    query = TrieQuery("sum", "0" * 32, "inner")
     held_job = BackendJob(b"p" * 16, b"ids")
-    assert held.add(Taken(b"1", b"a" * 16, held_job, ask=ask), held_job)
-    assert not held.add(Taken(b"2", b"b" * 16, held_job, ask=ask), held_job)
+    assert held.add(Taken(b"1", b"a" * 16, held_job, query=query), held_job)
+    assert not held.add(Taken(b"2", b"b" * 16, held_job, query=query), held_job)
     assert held[b"p" * 16].is_only_asked
     assert not held.add(Taken(b"3", b"p" * 16, held_job, overwrite=True), held_job)
     assert not held[b"p" * 16].is_only_asked
@@ -318,7 +318,7 @@ def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
         b"2": (b"b" * 16, False),
         b"3": (b"p" * 16, True),
     }
-    held.add(Taken(b"4", b"a" * 16, held_job, ask=ask), held_job)
+    held.add(Taken(b"4", b"a" * 16, held_job, query=query), held_job)
     assert held.release(seen) == [held_job], "an entry came meanwhile"
     assert held.release({b"p" * 16: [b"4"]}) == []
     assert len(held) == 0

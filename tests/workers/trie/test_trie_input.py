@@ -258,8 +258,8 @@ def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
     of_another: Any = pool.redis.get(pool.keys.weights() + fine)
     pool.redis.set(pool.keys.weights() + replaced, of_another, px=60_000)
 
-    def job(ask: TrieQuery | bytes, ids: bytes = b"", fingerprint: str = info.fingerprint) -> bytes:
-        return Job(ids, "", fingerprint, False, ask if isinstance(ask, bytes) else ask.pack()).pack()
+    def job(query: TrieQuery | bytes, ids: bytes = b"", fingerprint: str = info.fingerprint) -> bytes:
+        return Job(ids, "", fingerprint, False, query if isinstance(query, bytes) else query.pack()).pack()
 
     return [
         (job(TrieQuery("sum", known, "inner", b"", "", fine)), None),
@@ -329,7 +329,7 @@ async def test_each_hostile_job_is_told_why(shared: Pool, producer: Producer) ->
         if reason == "":
             continue
         job = unpack_job(packed)
-        digest = query_digest(digest_of(b""), job.ask) if job.ask else digest_of(b"")
+        digest = query_digest(digest_of(b""), job.query) if job.query else digest_of(b"")
         if job.fingerprint == "0" * 32:
             continue  # It has the name of another.
         reasons[digest] = reason
@@ -366,9 +366,9 @@ async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, produ
     ]
     small = Vocabulary(words(33, 9))
     shared.redis.set(shared.keys.vocabulary(small.digest), small.pack(), px=60_000)
-    for number, ask in enumerate(asks * 3):
+    for number, query in enumerate(asks * 3):
         ids = np.array([number % 4], "<u4").tobytes()
-        packed = Job(ids, "", model.fingerprint, False, ask if isinstance(ask, bytes) else ask.pack()).pack()
+        packed = Job(ids, "", model.fingerprint, False, query if isinstance(query, bytes) else query.pack()).pack()
         shared.redis.xadd(shared.keys.model("syn").jobs, {"m": packed})
     found = await asyncio.gather(*(trie.weight_sum(prompt=[number], nodes=[0]) for number in range(8)))
     assert_right(np.concatenate(found), np.ones(8))

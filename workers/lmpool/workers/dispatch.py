@@ -73,7 +73,7 @@ class Dispatcher:
         later = set()
         if self._info.is_trie:
             later.update(fresh)
-        elif any(one.ask is not None for one in taken):
+        elif any(one.query is not None for one in taken):
             later.update(digest for digest in fresh if self._held[digest].is_only_asked)
         self._submit([digest for digest in fresh if digest not in later])
         if later:
@@ -104,7 +104,7 @@ class Dispatcher:
     async def _fill(self, digests: list[bytes]) -> list[bytes]:
         """Fetch what trie jobs need; returns those that have it. The others end, and begin anew if asked for again."""
         wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
-        asks = {digest: wanted.ask for digest, wanted in wants if isinstance(wanted.ask, TrieQuery)}
+        asks = {digest: wanted.query for digest, wanted in wants if isinstance(wanted.query, TrieQuery)}
         inputs, failures = await self._publisher.insist(lambda: self._trie_inputs.fill(asks))
         for digest, found in inputs.items():
             if digest in self._held:  # The backend may have broken meanwhile.
@@ -143,7 +143,7 @@ class Dispatcher:
         overwrite = {digest for digest in entries if self._held[digest].is_damaged}
         for digest, wants in entries.items():
             for entry, wanted in wants.items():
-                if wanted.ask is not None:
+                if wanted.query is not None:
                     asked.setdefault(digest, {})[entry] = wanted
                 elif wanted.overwrite:
                     overwrite.add(digest)

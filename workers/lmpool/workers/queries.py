@@ -71,12 +71,12 @@ def _pick_all(asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> dict[bytes, N
     wants: dict[bytes, tuple[bytes, Taken]] = {
         wanted.digest: (prompt, wanted) for prompt, ours in asks.items() for wanted in ours.values()
     }
-    return {name: _pick(wanted.ask, rows[prompt]) for name, (prompt, wanted) in wants.items()}
+    return {name: _pick(wanted.query, rows[prompt]) for name, (prompt, wanted) in wants.items()}
 
 
-def _pick(ask: object, row: Row) -> NDArray[np.float32]:
-    assert isinstance(ask, PickQuery)
-    return pack_top(top(row, ask.k)) if isinstance(ask, TopQuery) else pack_token(sample(row, ask.how))
+def _pick(query: object, row: Row) -> NDArray[np.float32]:
+    assert isinstance(query, PickQuery)
+    return pack_top(top(row, query.k)) if isinstance(query, TopQuery) else pack_token(sample(row, query.how))
 
 
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
@@ -125,7 +125,7 @@ class TrieQueryAnswerer:
             if failure.kind == CorruptRow.__name__ and prompt in held:
                 held[prompt].is_damaged = True
         known = {prompt: wants for prompt, wants in asks.items() if prompt not in absent}
-        inputs = {name: one for name, one in inputs.items() if one.ask.source in known}
+        inputs = {name: one for name, one in inputs.items() if one.query.source in known}
         await self._finish(known, inputs, {name: one for name, one in failures.items() if named[name].source in known})
         return known.keys()
 
@@ -141,10 +141,10 @@ class TrieQueryAnswerer:
     def _named(self, asks: EntriesByPrompt) -> dict[bytes, TrieQuery]:
         """The asks by the names of their answers, each with the name of its row."""
         return {
-            wanted.digest: replace(wanted.ask, rows=self._fingerprint, source=prompt)
+            wanted.digest: replace(wanted.query, rows=self._fingerprint, source=prompt)
             for prompt, wants in asks.items()
             for wanted in wants.values()
-            if isinstance(wanted.ask, TrieQuery)
+            if isinstance(wanted.query, TrieQuery)
         }
 
     async def _finish(
@@ -209,7 +209,7 @@ def _by_kind(asks: EntriesByPrompt) -> tuple[EntriesByPrompt, EntriesByPrompt]:
     kinds: tuple[_Kind, _Kind] = {}, {}
     for prompt, wants in asks.items():
         for entry, wanted in wants.items():
-            kinds[not isinstance(wanted.ask, TrieQuery)].setdefault(prompt, {})[entry] = wanted
+            kinds[not isinstance(wanted.query, TrieQuery)].setdefault(prompt, {})[entry] = wanted
     return kinds
 
 

@@ -53,7 +53,7 @@ class DeadLetter(NamedTuple):
         data: the job as it was queued.
         failure: how it ended.
         job: what `data` says; None when it does not decode.
-        ask: what was wanted instead of the row; None for the row.
+        query: what was wanted instead of the row; None for the row.
         digest: what was waited for; b"" when the job does not decode.
         fault: why it cannot be computed whoever computes it; "" when it can be tried again.
     """
@@ -62,7 +62,7 @@ class DeadLetter(NamedTuple):
     data: bytes
     failure: Failure
     job: Job | None = None
-    ask: Query | None = None
+    query: Query | None = None
     digest: bytes = b""
     fault: str = ""
 
@@ -79,8 +79,8 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
-        letter = letter._replace(job=job, digest=query_digest(prompt, job.ask) if job.ask else prompt)
-        return letter._replace(ask=unpack_query(job.ask) if job.ask else None)
+        letter = letter._replace(job=job, digest=query_digest(prompt, job.query) if job.query else prompt)
+        return letter._replace(query=unpack_query(job.query) if job.query else None)
     except ProtocolError as error:
         return letter._replace(fault=shortened(str(error)))
 
@@ -471,7 +471,7 @@ def _summary(letter: DeadLetter) -> dict[str, Any]:
         "digest": letter.digest.hex(),
         "tokens": None if job is None else len(job.ids) // 4,
         "adapter": "" if job is None else shortened(job.adapter, 170),
-        "asked": "" if job is None or letter.fault else _asked(letter.ask),
+        "asked": "" if job is None or letter.fault else _asked(letter.query),
         "fingerprint": "" if job is None else shortened(job.fingerprint, 60),
     }
 
@@ -491,18 +491,18 @@ def _moment(seconds: float) -> str:
         return "at no possible time"
 
 
-def _asked(ask: Query | None) -> str:
+def _asked(query: Query | None) -> str:
     """What was wanted, in words."""
-    match ask:
+    match query:
         case None:
             return "row"
         case TopQuery():
-            return f"{ask.k} likeliest tokens"
+            return f"{query.k} likeliest tokens"
         case SampleQuery():
-            return f"sample (temperature {ask.temperature:g}, top_p {ask.top_p:g}, seed {ask.seed})"
+            return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
         case ScoreQuery():
-            return f"scores from position {ask.start} on"
+            return f"scores from position {query.start} on"
         case FreshQuery():
             return "fresh row"
         case _:
-            return f"{ask.op} over a trie ({ask.select})"
+            return f"{query.op} over a trie ({query.select})"

@@ -198,7 +198,7 @@ def _digest(data: bytes) -> bytes:
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
-        return query_digest(prompt, job.ask) if job.ask else prompt
+        return query_digest(prompt, job.query) if job.query else prompt
     except ProtocolError:
         return b""
 

@@ -372,7 +372,7 @@ class PendingRequests:
                 if request.overwrites >= _MOST_OVERWRITES:
                     self.land(request, row)
                 continue
-            if not request.prompt.ask:
+            if not request.prompt.query:
                 self._cache.put(digest, row)
             self._take_off(request)
             self._answer(request, row, now)

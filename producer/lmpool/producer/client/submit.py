@@ -214,7 +214,7 @@ class Submitter:
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, look, int(again)]
         prompts = [(request.prompt, request.damaged) for request in requests]
         fingerprint = model.fingerprint
-        args += pack_jobs(Job(one.ids, one.adapter, fingerprint, damaged, one.ask) for one, damaged in prompts)
+        args += pack_jobs(Job(one.ids, one.adapter, fingerprint, damaged, one.query) for one, damaged in prompts)
         outcome = await scripts.SUBMIT.on(connections.line.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
             raise connections.line.distrust(outcome)

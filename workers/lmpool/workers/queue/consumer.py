@@ -123,7 +123,7 @@ class Taken(NamedTuple):
         job: what the backend is asked, or None when the entry cannot be served.
         overwrite: the stored row is damaged and must be replaced.
         digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
-        ask: what is wanted instead of the row and made from it.
+        query: what is wanted instead of the row and made from it.
         failure: why it cannot be served.
         is_dead: it goes to the dead letters.
         fields: what else its entry says, of one that can be served.
@@ -135,7 +135,7 @@ class Taken(NamedTuple):
     overwrite: bool = False
     failure: Failure | None = None
     is_dead: bool = False
-    ask: TrieQuery | PickQuery | None = None
+    query: TrieQuery | PickQuery | None = None
     fields: Fields = _NO_FIELDS
 
 
@@ -346,29 +346,29 @@ class Consumer:
         if isinstance(job, ProtocolError):
             return Taken(entry, bytes(16), failure=Failure(type(job).__name__, str(job)), is_dead=True)
         prompt = digest_of(job.ids, job.adapter)
-        if is_valid and not (job.ask or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
+        if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
             return Taken(entry, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
-        digest = query_digest(prompt, job.ask) if job.ask else prompt
+        digest = query_digest(prompt, job.query) if job.query else prompt
         try:
-            ask = unpack_query(job.ask) if job.ask else None
+            query = unpack_query(job.query) if job.query else None
         except ProtocolError as error:
             return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
-        failure = self._refusal(job) or self._ask_refusal(job, ask)
+        failure = self._refusal(job) or self._query_refusal(job, query)
         if failure is not None:
             return Taken(entry, digest, failure=failure)
-        backend_job, ask = self._backend_job(job, prompt, digest, ask)
-        return Taken(entry, digest, backend_job, job.overwrite, ask=ask, fields=fields)
+        backend_job, query = self._backend_job(job, prompt, digest, query)
+        return Taken(entry, digest, backend_job, job.overwrite, query=query, fields=fields)
 
     def _backend_job(
-        self, job: Job, prompt: bytes, digest: bytes, ask: Query | None
+        self, job: Job, prompt: bytes, digest: bytes, query: Query | None
     ) -> tuple[BackendJob, TrieQuery | PickQuery | None]:
         """What the backend is asked, and what is then made from the row."""
-        if isinstance(ask, ScoreQuery):
-            return BackendJob(digest, job.ids, job.adapter, score_from=ask.start), None
-        if isinstance(ask, FreshQuery):
+        if isinstance(query, ScoreQuery):
+            return BackendJob(digest, job.ids, job.adapter, score_from=query.start), None
+        if isinstance(query, FreshQuery):
             return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
-        return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), ask
+        return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), query
 
     def _refusal(self, job: Job) -> Failure | None:
         info = self._info
@@ -387,21 +387,21 @@ class Consumer:
             return Failure(UnknownAdapter.__name__, text)
         return None
 
-    def _ask_refusal(self, job: Job, ask: Query | None) -> Failure | None:
+    def _query_refusal(self, job: Job, query: Query | None) -> Failure | None:
         info = self._info
         if self._is_trie:
-            if isinstance(ask, TrieQuery):
+            if isinstance(query, TrieQuery):
                 return None
-            what = "a row" if ask is None else "something else than values of a trie"
+            what = "a row" if query is None else "something else than values of a trie"
             return Failure(ProtocolError.__name__, f"a trie worker was asked for {what}")
-        if isinstance(ask, TopQuery) and ask.k > info.vocab_size:
-            text = f"the {ask.k} largest entries of a row that has {info.vocab_size}"
+        if isinstance(query, TopQuery) and query.k > info.vocab_size:
+            text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
-        if isinstance(ask, ScoreQuery):
+        if isinstance(query, ScoreQuery):
             if not info.scores:
                 return Failure(SourceMissing.__name__, "this worker does not score: ask for the rows of all prefixes")
-            if ask.start >= len(job.ids) // 4:
-                text = f"scores from position {ask.start} on, of a prompt of {len(job.ids) // 4} tokens"
+            if query.start >= len(job.ids) // 4:
+                text = f"scores from position {query.start} on, of a prompt of {len(job.ids) // 4} tokens"
                 return Failure(ProtocolError.__name__, text)
         return None
 
@@ -462,7 +462,7 @@ class Held:
     @property
     def is_only_asked(self) -> bool:
         """Whether nobody wants the row itself."""
-        return all(wanted.ask is not None for wanted in self.entries.values())
+        return all(wanted.query is not None for wanted in self.entries.values())
 
 
 class Holdings:

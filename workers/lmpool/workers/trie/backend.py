@@ -36,7 +36,7 @@ def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[by
     """
     batches: dict[tuple[str, Op, bool], _Batch] = defaultdict(dict)
     for digest, job in jobs.items():
-        batches[job.ask.vocabulary, job.ask.op, job.values is not None][digest] = job
+        batches[job.query.vocabulary, job.query.op, job.values is not None][digest] = job
     answers: dict[bytes, Values] = {}
     failures: dict[bytes, str] = {}
     for batch in batches.values():
@@ -68,7 +68,7 @@ def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, st
     # A row that several jobs are about is swept once.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():
-        sources[(job.ask.rows, job.ask.source) if job.ask.rows else ("", digest)].append(digest)
+        sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
     groups = list(sources.values())
     try:
         return _compute(trie, kernels, batch, groups)
@@ -94,17 +94,17 @@ def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[byte
     weights = np.empty((len(groups), trie.n_tokens), np.float32)
     for out, digests in zip(weights, groups, strict=True):
         _weigh(batch[digests[0]], out)
-    inner = kernels.inner(batch[groups[0][0]].ask.op, weights)
+    inner = kernels.inner(batch[groups[0][0]].query.op, weights)
     found: dict[bytes, Values] = {}
     for own, row, digests in zip(inner, weights, groups, strict=True):
-        if all(batch[digest].ask.select == "inner" for digest in digests):
+        if all(batch[digest].query.select == "inner" for digest in digests):
             found |= dict.fromkeys(digests, own)
             continue
         # An array of its own: one that is kept must not keep the whole batch in memory.
         values = np.concatenate((own, row))
         job = batch[digests[0]]
-        if job.ask.rows:
-            job.trie.values.put((job.ask.op, job.ask.rows, job.ask.source, job.ask.vocabulary), values)
+        if job.query.rows:
+            job.trie.values.put((job.query.op, job.query.rows, job.query.source, job.query.vocabulary), values)
         found |= dict.fromkeys(digests, values)
     return found
 
@@ -128,7 +128,7 @@ def _reason(error: Exception, too_large: str = "") -> str:
 def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
     """The weights of a job: as they were sent, or the probabilities of a row."""
     assert job.vector is not None
-    if job.ask.rows and job.ask.op != "logsumexp":
+    if job.query.rows and job.query.op != "logsumexp":
         np.exp(job.vector, out=out)
     else:
         out[:] = job.vector
@@ -140,13 +140,13 @@ def _select(trie: Trie, job: TrieInput, values: Values) -> Values:
     Raises:
         UnknownNode: it names a node that the trie does not have.
     """
-    ask = job.ask
-    if ask.select == "inner":
+    query = job.query
+    if query.select == "inner":
         return values[: trie.n_inner]
-    if ask.select == "values":
+    if query.select == "values":
         return values
-    nodes = np.frombuffer(ask.nodes, "<i4")
-    if ask.select == "under":
+    nodes = np.frombuffer(query.nodes, "<i4")
+    if query.select == "under":
         trie.check_node(int(nodes[0]))
         nodes = trie.children(int(nodes[0]))
     else:

@@ -35,13 +35,13 @@ class TrieInput(NamedTuple):
     """One trie job with all that it needs.
 
     Attributes:
-        ask: what is wanted.
+        query: what is wanted.
         trie: the trie, built when it is first used.
         vector: float32 (V,): the weights, or the row that the ask names; None when `values` is there.
         values: float32 (M + V,): the values of that row, when they have been computed before.
     """
 
-    ask: TrieQuery
+    query: TrieQuery
     trie: Shelved
     vector: Values | None
     values: Values | None = None
@@ -181,19 +181,21 @@ class TrieInputs:
         failures: dict[bytes, Failure] = {}
         inputs: dict[bytes, TrieInput] = {}
         wanted: dict[bytes, Source] = {}
-        tries = await self._find_tries({ask.vocabulary for ask in asks.values()})
-        for name, ask in asks.items():
-            trie = tries[ask.vocabulary]
+        tries = await self._find_tries({query.vocabulary for query in asks.values()})
+        for name, query in asks.items():
+            trie = tries[query.vocabulary]
             if isinstance(trie, Shelved) and vocab_size not in (None, len(trie.vocabulary)):
                 text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
                 failures[name] = _failure(InvalidWeights(text))
             elif isinstance(trie, LMPoolError):
                 failures[name] = _failure(trie)
             else:
-                values = self._values.get((ask.op, ask.rows, ask.source, ask.vocabulary)) if ask.rows else None
-                inputs[name] = TrieInput(ask, trie, known.get(ask.source), values)
-                if values is None and ask.source not in known:
-                    wanted[name] = Source(ask.rows, ask.source, len(trie.vocabulary))
+                values = (
+                    self._values.get((query.op, query.rows, query.source, query.vocabulary)) if query.rows else None
+                )
+                inputs[name] = TrieInput(query, trie, known.get(query.source), values)
+                if values is None and query.source not in known:
+                    wanted[name] = Source(query.rows, query.source, len(trie.vocabulary))
         found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
         for name, source in wanted.items():
             vector = found[source]
@@ -202,7 +204,7 @@ class TrieInputs:
                 del inputs[name]
             else:
                 one = inputs[name]
-                inputs[name] = TrieInput(one.ask, one.trie, vector)
+                inputs[name] = TrieInput(one.query, one.trie, vector)
         return inputs, failures
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Row | LMPoolError]:
