@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.structure import circles, flat_lists, import_graph, modules
 
 import lmpool.producer
 from lmpool import errors
@@ -35,6 +36,57 @@ FILES_WITH_MORE = {
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
+# What each folder or file of the package may import of the package, beside itself: as the docstrings of the folders say.
+# A folder stands for all that is in it and is not named here itself.
+SHARED_UNITS = {
+    f"lmpool{name}" for name in ("", ".errors", ".settings", ".protocol", ".broker", ".rows", ".trie", ".trie.kernels")
+}
+WORKER_UNITS = {f"lmpool.workers.{name}" for name in ("settings", "backend", "metrics", "queue", "membership", "trie")}
+ENGINE_FOLDERS = {f"lmpool.workers.backends.{name}" for name in ("hf", "vllm", "sglang")}
+MAY_IMPORT = {
+    "lmpool.errors": set(),
+    "lmpool.settings": {"lmpool.errors"},
+    "lmpool.protocol": {"lmpool.errors", "lmpool.settings"},
+    "lmpool": {"lmpool.errors", "lmpool.settings", "lmpool.protocol"},
+    "lmpool.broker": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
+    "lmpool.rows": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol", "lmpool.broker"},
+    "lmpool.trie": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.protocol"},
+    "lmpool.trie.kernels": {"lmpool", "lmpool.errors", "lmpool.settings", "lmpool.trie"},
+    "lmpool.producer.deadline": SHARED_UNITS,
+    "lmpool.producer.client": SHARED_UNITS | {"lmpool.producer.deadline"},
+    "lmpool.producer": SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client"},
+    **dict.fromkeys(
+        ("lmpool.producer.cli", "lmpool.producer.genlm"),
+        SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
+    ),
+    "lmpool.workers.settings": SHARED_UNITS,
+    "lmpool.workers.backend": SHARED_UNITS,
+    "lmpool.workers.metrics": SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.settings"},
+    **dict.fromkeys(
+        ("lmpool.workers.queue", "lmpool.workers.membership", "lmpool.workers.trie"),
+        SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.metrics", "lmpool.workers.settings"},
+    ),
+    "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
+    "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers"},
+    "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.backend"},
+    **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.backends"}),
+    "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
+    "lmpool.pytest_plugin": {"lmpool.testing"},
+}
+# Imports that the table forbids and that are there all the same. The list only gets shorter.
+STRAY_IMPORTS = {
+    # The names of the operations on a trie.
+    ("lmpool.protocol.query", "lmpool.trie.kernels"),
+    # The weights of a trie job, which are stored beside rows.
+    ("lmpool.rows.cache", "lmpool.trie.weights"),
+    ("lmpool.rows.cluster", "lmpool.trie.weights"),
+    # Steps and batches are counted where they happen; the counters hold the backend's own numbers too.
+    ("lmpool.workers.backend.engine_thread", "lmpool.workers.metrics.counters"),
+    # Where adapters lie on disk is known beside the backends.
+    ("lmpool.workers.membership.adapters", "lmpool.workers.backends.checkpoint"),
+    ("lmpool.workers.membership.adapters", "lmpool.workers.backends.lora"),
+}
+MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 125, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -144,6 +196,42 @@ def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
         if re.search(rf"\blmpool\.({other})\b", text)
     ]
     assert found == []
+
+
+def unit_of(module: str) -> str:
+    """The folder or file of `MAY_IMPORT` that a module belongs to."""
+    while module not in MAY_IMPORT:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def test_each_folder_imports_only_what_lies_below_it() -> None:
+    found = {
+        (name, imported)
+        for name, all_imported in import_graph(ROOT).items()
+        for imported in all_imported
+        if unit_of(imported) not in MAY_IMPORT[unit_of(name)] | {unit_of(name)}
+    }
+    assert found == STRAY_IMPORTS
+
+
+def test_the_table_of_layers_names_every_folder_and_has_no_circle() -> None:
+    folders = {name for name, path in modules(ROOT).items() if path.name == "__init__.py"}
+    assert folders <= MAY_IMPORT.keys()
+    assert MAY_IMPORT.keys() <= modules(ROOT).keys()
+    assert circles(MAY_IMPORT) == []
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and those for types count too."""
+    assert circles(import_graph(ROOT)) == []
+
+
+def test_folders_and_files_are_of_a_size_that_one_can_survey() -> None:
+    assert len(FILES) <= MOST_FILES
+    assert {name: names for name, names in flat_lists(ROOT).items() if len(names) > MOST_NAMES_IN_A_FOLDER} == {}
+    lines = {name_of(path): path.read_bytes().count(b"\n") for path in FILES}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
 def test_only_backends_import_an_engine() -> None:

@@ -1,4 +1,4 @@
 """The Redis server: reaching it, talking to it, and what happens inside it (`lua/`).
 
-Imports `protocol`; imported by `rows`, producers and workers.
+Imports `protocol` and the files beside this folder; imported by `rows`, producers and workers.
 """

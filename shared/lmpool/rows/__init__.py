@@ -1,4 +1,4 @@
 """Where rows live: the cache on the server, and the connection that carries them.
 
-Imports `protocol` and `broker`.
+Imports `protocol` and `broker`; imported by producers and workers.
 """

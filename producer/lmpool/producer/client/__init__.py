@@ -1,4 +1,4 @@
 """A producer's life in one event loop: what it has asked for, sends and receives.
 
-Imports the shared folders; imported by the files beside it.
+Imports the shared folders and `deadline`; imported by the files beside this folder.
 """

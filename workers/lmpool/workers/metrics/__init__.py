@@ -1,1 +1,4 @@
-"""What a worker has done: counted, told over HTTP, logged."""
+"""What a worker has done: counted, told over HTTP, logged.
+
+Imports `backend` and `settings`.
+"""

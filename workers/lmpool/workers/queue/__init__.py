@@ -1,4 +1,4 @@
 """Taking jobs from the queue, and publishing their rows.
 
-Imports `backend` and `metrics`.
+Imports `backend`, `metrics` and `settings`.
 """

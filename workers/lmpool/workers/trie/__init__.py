@@ -1,4 +1,4 @@
 """Trie workers: what their jobs name, fetched and kept, and the values of nodes.
 
-Imports `backend` and `metrics`.
+Imports `backend`, `metrics` and `settings`.
 """
