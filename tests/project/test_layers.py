@@ -36,14 +36,15 @@ FILES_WITH_MORE = {
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
-# What each folder or file of the package may import of the package, beside itself: as the docstrings of the folders say.
-# A folder stands for all that is in it and is not named here itself.
+# What each folder or file of the package may import of it, beside itself: as the docstrings of the folders say. A folder
+# stands for all files below it that do not belong to another name of the table.
 SHARED_UNITS = {
-    f"lmpool{name}" for name in ("", ".errors", ".settings", ".protocol", ".broker", ".rows", ".trie", ".trie.kernels")
+    "lmpool",
+    *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie", "trie.kernels")),
 }
 WORKER_UNITS = {f"lmpool.workers.{name}" for name in ("settings", "backend", "metrics", "queue", "membership", "trie")}
 ENGINE_FOLDERS = {f"lmpool.workers.backends.{name}" for name in ("hf", "vllm", "sglang")}
-MAY_IMPORT = {
+MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.errors": set(),
     "lmpool.settings": {"lmpool.errors"},
     "lmpool.protocol": {"lmpool.errors", "lmpool.settings"},
