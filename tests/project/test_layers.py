@@ -36,7 +36,7 @@ FILES_WITH_MORE = {
     "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
-# What each folder or file of the package may import of it, beside itself: as the docstrings of the folders say. A folder
+# What each folder or file of the package may import of it, beside itself: as the docstrings of the folders say. A name
 # stands for all files below it that do not belong to another name of the table.
 SHARED_UNITS = {
     "lmpool",
