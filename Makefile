@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up on a machine that has Python 3.11 or newer.
+# `make` lists the targets. `make demo` and `make test` do all the set-up on a machine that has Python 3.11 or newer.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 MODELS ?= .cache/models
@@ -48,19 +48,28 @@ export PYTHONDONTWRITEBYTECODE =
 # What mypy has found out about torch and others takes most of a minute: it is kept with them, for other checkouts too.
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
-.PHONY: demo demo-vllm demo-sglang chaos fuzz test collect test-main test-others test-smoke test-vllm $(VLLM_RUNS) \
-	test-sglang test-engines-newest test-servers test-cluster model-check lint bench bench-compare clean
+.PHONY: help demo demo-vllm demo-sglang test lint test-main test-others test-smoke test-vllm $(VLLM_RUNS) test-sglang \
+	collect test-engines-newest test-servers test-cluster chaos fuzz model-check docs bench bench-compare clean
 
+## help: list the targets
+help:
+	@sed -n 's/^## \([a-z-]*\): /\1:/p' $(firstword $(MAKEFILE_LIST)) | while IFS=: read -r target sentence; do \
+		printf '%-22s%s\n' "$$target" "$$sentence"; done
+
+## demo: install everything, serve SmolLM2-135M, and let three client processes ask it
 demo: $(INSTALLED) $(SMOLLM2)
 	$(BIN)/python examples/demo.py $(MODELS)/smollm2-float32
 
+## demo-vllm: the demo with vLLM, on the CPU
 demo-vllm: $(VLLM_INSTALLED) $(SMOLLM2)
 	$(VLLM)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend vllm
 
+## demo-sglang: the demo with SGLang, on the CPU
 # SGLang needs a shim where there is no GPU; the package itself knows nothing of it.
 demo-sglang: $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(SGLANG)/bin/python examples/demo.py $(MODELS)/smollm2-float32 --backend sglang --launcher tests.engines.sglang_cpu
 
+## test: all checks and tests, those of the engines included; what CI runs
 # All at once, for many tests wait for a lease to pass or for a process to start. The main part shows how far it is, the
 # others print what they have to say when they end.
 test:
@@ -71,26 +80,31 @@ test:
 collect: $(INSTALLED)
 	@found=$$($(BIN)/python -m pytest --collect-only -qq 2>&1) || { echo "$$found"; exit 1; }
 
+## test-main: the tests that need no engine but transformers
 # Each process takes a run of neighbours, and then half of what another has left: the longest file would be what all wait
 # for.
 test-main: collect
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
+## test-others: test-vllm, test-sglang and test-smoke
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
-# The oldest Redis that has users, and the oldest redis-py: the part of `make test-servers` that `make test` does.
+## test-smoke: a few tests of the pool on the oldest Redis that has users, with the oldest redis-py
+# The part of `make test-servers` that `make test` does.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 
-# As `test` does with 2,000 of them, with many more hostile jobs, replies, cards and rows: new ones in every run.
+## fuzz: feed a pool 120,000 hostile jobs, replies, model infos and rows; FUZZ_CASES says how many
+# As `test` does with 2,000 of them: new ones in every run.
 FUZZ_CASES ?= 120000
 fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/faults/hostile -n 2 --dist loadfile --timeout 3600
 
-# The contract that every backend keeps, in the environment of each engine; both of vLLM's model runners, each as it is on
+## test-vllm: the contract of backends, and the engine's own tests, with vLLM
+# In the environment of each engine; both of vLLM's model runners, each as it is on
 # a CPU and scheduling ahead. Triton reads its variable when it is imported.
 test-vllm: $(VLLM_RUNS)
 
@@ -103,29 +117,33 @@ test-vllm-v2: $(VLLM_INSTALLED)
 		vllm-v2 tests/contract/test_rows.py tests/contract/test_reopening.py tests/engines \
 		-- vllm-v2-async tests/contract/test_rows.py
 
+## test-sglang: the same with SGLang
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 
-# The same on the newest releases of the package index, in environments of their own, which are upgraded every time (-W):
-# whether the backends work with what pyproject.toml and their settings do not allow yet. Prints the versions.
+## test-engines-newest: the same on the engines' newest releases
+# They come from the package index, into environments of their own, which are upgraded every time (-W): whether the
+# backends work with what pyproject.toml and their settings do not allow yet. Prints the versions.
 test-engines-newest:
 	LMPOOL_TEST_NEWEST=1 $(MAKE) --keep-going -W tools/install_engine.py NEWEST=--newest \
 		VLLM=$(VLLM)-newest SGLANG=$(SGLANG)-newest test-vllm test-sglang
 
-# Workers, connections and the server are struck at random while clients compare every row; prints its seed.
+## chaos: strike workers, connections and the server for three minutes while clients compare every row
+# Prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
 
-# All tests of the pool on a Redis Cluster of three masters, in both protocols.
+## test-cluster: the tests of the pool on a Redis Cluster of three masters, in both protocols
 test-cluster: $(INSTALLED)
 	LMPOOL_TEST_CLUSTER=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(POOL_TESTS) $(CLUSTER_TESTS)
 	LMPOOL_TEST_CLUSTER=1 LMPOOL_TEST_PROTOCOL=3 $(BIN)/python -m pytest -n 2 --dist loadfile tests/producer/test_pool.py
 
-# The models of tests/models with TLC; says so where there is no Java.
+## model-check: check the models of tests/models with TLC; says so where there is no Java
 model-check: $(INSTALLED)
 	$(BIN)/python -m tests.models
 
-# Other servers, RESP3, and the oldest redis-py: Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
+## test-servers: the tests of the pool on other servers, with RESP3, and with the oldest redis-py
+# Debian's 7.0, Valkey 9 (the embedded one) and Redis 6.2. The users of
 # docker/redis need 7.0.
 test-servers: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_6_2) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
@@ -146,11 +164,19 @@ $(REDIS_PY_5_3): $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ redis==5.3.1 'PyJWT>=2.9'
 	touch $@
 
+## lint: ruff's checks, its format, and mypy
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+## docs: draw the picture of docs/design.md from its source; needs Graphviz's `dot` (apt install graphviz)
+docs: docs/design/architecture.svg
+
+%.svg: %.dot
+	dot -Tsvg -o $@ $<
+
+## bench: all benchmarks, written into their pages of docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
@@ -158,8 +184,9 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
 
-# Whether the pool is no worse than at another commit, the best one so far unless BASE names it; COMPARE takes options of
-# benchmarks.compare such as `--measures tiny cached --pairs 100`.
+## bench-compare: whether the pool is as fast as at another commit, BASE
+# That is the best one so far unless BASE names it; COMPARE takes options of benchmarks.compare such as `--measures tiny
+# cached --pairs 100`.
 bench-compare: $(INSTALLED)
 	$(BIN)/python -m benchmarks.compare $(BASE) $(COMPARE)
 
@@ -183,5 +210,6 @@ $(SGLANG_INSTALLED): pyproject.toml tools/install_engine.py
 $(SMOLLM2): $(INSTALLED)
 	$(BIN)/python examples/smollm2.py $(MODELS)/smollm2-float32
 
+## clean: remove environments, models and caches
 clean:
 	rm -rf $(VENV) .cache .stamp-* .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,160 @@
+"""The pages for those who change lmpool: they name what there is, and are short enough to be read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tools.structure import modules
+
+from lmpool.protocol.keys import Keys
+
+ROOT = Path(__file__).resolve().parents[2]
+DESIGN = ROOT / "docs/design.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+FURTHER = sorted((ROOT / "docs/design").glob("*.md"))
+PAGES = [DESIGN, *FURTHER, CONTRIBUTING]
+PICTURE = ROOT / "docs/design/architecture.svg"
+SOURCE = PICTURE.with_suffix(".dot")
+PARTS = ("shared", "producer", "workers", "testing")
+MOST_LINES = {DESIGN: 250, CONTRIBUTING: 120, **dict.fromkeys(FURTHER, 200)}
+MOST_COLUMNS = 120
+MOST_PAGES = 12
+# Of other packages.
+FOREIGN_NAMES = {"AsyncLM", "AsyncTransformer", "BufferedProtocol", "InprocClient"}
+ENTRY_POINTS = {"lmpool.commands", "lmpool.backends"}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def named_in(page: Path) -> set[str]:
+    """What stands in backticks on a page, code blocks left out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def section(title: str) -> str:
+    return DESIGN.read_text("utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_the_layout_names_every_file_of_the_package_and_no_other() -> None:
+    named = []
+    for folder, entries in re.findall(r"^- `([\w/]+/)` (.*?)(?=^- |\Z)", section("Layout"), re.DOTALL | re.MULTILINE):
+        named += [f"{folder}{name}" for name in re.findall(r"`(\w+\.(?:py|lua))`", entries)]
+    there = {
+        str(path.relative_to(ROOT))
+        for part in PARTS
+        for kind in ("py", "lua")
+        for path in (ROOT / part).rglob(f"*.{kind}")
+        if path.name != "__init__.py"
+    }
+    assert sorted(named) == sorted(there)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_are_short(page: Path) -> None:
+    lines = page.read_text("utf-8").splitlines()
+    assert len(lines) <= MOST_LINES[page]
+    # A row of a table is one line.
+    assert [line for line in lines if len(line) > MOST_COLUMNS and not line.startswith("|")] == []
+
+
+def test_the_folder_of_the_pages_is_one_that_one_can_survey() -> None:
+    assert max(len([*folder.iterdir()]) for folder in (ROOT / "docs", ROOT / "docs/design")) <= MOST_PAGES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_paths_on_a_page_exist(page: Path) -> None:
+    tops = {path.name for path in ROOT.iterdir()}
+    paths = {name for name in named_in(page) if name.partition("/")[0] in tops}
+    scripts = {name for name in named_in(page) if re.fullmatch(r"\w+\.lua", name)}
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")))
+    assert {name for name in paths if not (ROOT / name).exists()} == set()
+    assert scripts <= {path.name for path in ROOT.glob("shared/lmpool/broker/lua/*/*.lua")}
+    assert {name for name in links if not (page.parent / name).exists()} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tests_on_a_page_exist_and_are_named_without_doubt(page: Path) -> None:
+    files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    for name in named_in(page):
+        if re.fullmatch(r"(\w+/)*test_\w+", name) and not name.startswith("tests/"):
+            found = [path for path in files if f"/{path.with_suffix('')}".endswith(f"/{name}")]
+            assert len(found) == 1, (name, found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_targets_and_modules_on_a_page_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    known = modules(ROOT)
+    for name in named_in(page):
+        if made := re.match(r"make ([a-z-]+)", name):
+            assert made[1] in targets
+        if re.fullmatch(r"lmpool(\.\w+)+", name) and name not in ENTRY_POINTS:
+            assert name in known or name.rpartition(".")[0] in known.keys() - {"lmpool"}, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_classes_on_a_page_are_those_of_the_package(page: Path) -> None:
+    defined = {
+        node.name
+        for path in modules(ROOT).values()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    named = {name.partition(".")[0] for name in named_in(page) if re.fullmatch(r"[A-Z]\w*[a-z]\w*(\.\w+)?", name)}
+    assert named - FOREIGN_NAMES <= defined | {"Connection"}
+
+
+def test_the_keys_are_those_of_the_code() -> None:
+    block = section("What crosses the wire").partition("```\n")[2].partition("```")[0]
+    names = re.findall(r"^[* ] (lmpool:(?:<[^>]*>|\S)+)", block, re.MULTILINE)
+    written = {re.sub("<[^>]*>", "X", name) for name in names}
+    keys, model = Keys("lmpool"), Keys("lmpool").model("X")
+    made = {getattr(model, name) for name in dir(model) if isinstance(getattr(model, name), bytes)} - {model.base}
+    made = {key + b"X" if key.endswith(b":") else key for key in made}
+    made |= {model.reply("X"), model.replaced("X"), model.adapter_trials("X")}
+    made |= {keys.models(), keys.loading(), keys.worker("X"), keys.row("X") + b"X", keys.vocabulary("X")}
+    made |= {keys.weights() + b"X", keys.probe("X", "X")}
+    assert written == {key.decode() for key in made}
+
+
+def test_make_lists_its_targets_with_a_sentence_each() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    listed = re.findall(r"^## ([a-z-]+): .{10,}$", makefile, re.MULTILINE)
+    phony = re.findall(r"[\w-]+", makefile.partition(".PHONY:")[2].partition("\n\n")[0].replace("$(VLLM_RUNS)", ""))
+    # That one is a step of another.
+    assert set(listed) == set(phony) - {"collect"}
+    assert len(listed) == len(set(listed))
+
+
+# The picture
+
+
+def test_the_picture_shows_what_its_source_says() -> None:
+    """`make docs` draws it anew; releases of Graphviz differ in coordinates, so only names and words are compared."""
+    source = re.sub(r"^\s*//.*$", "", SOURCE.read_text("utf-8"), flags=re.MULTILINE)
+    picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
+    titles = {group.findtext(f"{SVG}title") for group in picture.iter(f"{SVG}g") if group.get("class") != "graph"}
+    nodes = set(re.findall(r"^\s+(\w+) \[label", source, re.MULTILINE))
+    edges = {f"{a}->{b}" for a, b in re.findall(r"(\w+) -> (\w+)", source)}
+    clusters = set(re.findall(r"subgraph (\w+)", source))
+    assert len(nodes) > 8
+    assert titles == nodes | edges | clusters
+    words = [line for label in re.findall(r'label="([^"]*)"', source) for line in label.split("\\n")]
+    assert sorted(text.text or "" for text in picture.iter(f"{SVG}text")) == sorted(words)
+
+
+def test_the_picture_can_be_read_on_a_light_and_on_a_dark_page() -> None:
+    """It has no background; what is not in a box has one tone between black and white, and words in boxes are white."""
+    picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
+    (graph,) = (group for group in picture.iter(f"{SVG}g") if group.get("class") == "graph")
+    invisible = {None, "none", "transparent"}
+    assert {shape.get("fill") for shape in graph} <= invisible
+    groups = list(graph.iter(f"{SVG}g"))
+    boxes = [group for group in groups if group.get("class") == "node"]
+    assert {text.get("fill") for group in boxes for text in group.iter(f"{SVG}text")} == {"white"}
+    others = [shape for group in groups if group.get("class") in ("edge", "cluster") for shape in group.iter()]
+    assert {shape.get(name) for shape in others for name in ("fill", "stroke")} - invisible == {"#7a818c"}
