@@ -130,7 +130,7 @@ async def test_a_worker_of_an_older_release_sees_that_others_serve_something_els
     try:
         await joined(redis, pool.keys, info, "newer")
         # It cannot read the info, and then ends when live workers have another fingerprint than its own.
-        written = msgpack.unpackb(await redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
+        written = msgpack.unpackb(await redis.hget(pool.keys.models(), "syn"))
         assert written.keys() - asdict(info).keys() == {"wire_version"}
         assert await redis.hget(pool.keys.worker("newer"), "fingerprint") not in (None, info.fingerprint.encode())
     finally:

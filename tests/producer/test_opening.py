@@ -330,7 +330,7 @@ async def test_closing_ends_what_connects_again_although_another_loop_has_connec
     slot = openings.slot
     openings.open = nothing
     first = await slot.open(Deadline(50))
-    first.closed = True  # type: ignore[misc]
+    first.closed = True
     connects = asyncio.Event()
 
     async def never() -> None:

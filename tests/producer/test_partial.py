@@ -191,9 +191,9 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer() as knowing, pool.producer() as told_otherwise:
         # As after another worker of the model, which does, has joined.
-        session = told_otherwise._rows.session
+        session = told_otherwise._sessions.session
         assert session is not None
-        session._connections.renew(replace(session.info, scores=True))
+        session._renew(replace(session.info, scores=True))
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]

@@ -286,16 +286,16 @@ class AdapterChange:
 
     async def _replicate(self, made: Registered) -> None:
         """Wait until so many replicas have it."""
-        line = self._session.adapters.own_line()
+        connection = self._session.adapters.own_connection()
         try:
             while True:
                 known = await self._check_made(made)
-                confirm = partial(self._registry.confirm, line, known, self._replicas, _CONFIRM_S)
+                confirm = partial(self._registry.confirm, connection, known, self._replicas, _CONFIRM_S)
                 if (have := await self._insist(confirm)) >= self._replicas:
                     return
                 self._waits_for = f"{have} of {self._replicas} replicas have it{'' if have else ': is any connected?'}"
         finally:
-            line.close()
+            connection.close()
 
     async def _withdraw(self, nonce: str) -> None:
         if self._offering is not None:

@@ -83,7 +83,7 @@ class PartialRows:
     prompts check all of them before the first is sent, and end with the first failure.
     """
 
-    _rows: SessionPerLoop
+    _sessions: SessionPerLoop
     _timeout: float
 
     async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
@@ -109,10 +109,10 @@ class PartialRows:
         self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None
     ) -> TopK:
         """As `topk`, for n prompts: both arrays have the shape (n, k)."""
-        asked = list_prompts(prompts)
+        listed = list_prompts(prompts)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
-            encoded = [session.encode(ids, name) for ids in asked]
+            encoded = [session.encode(ids, name) for ids in listed]
             count = _check_k(k, session)
             tops = await gather([ask_top(session, prompt, count, deadline) for prompt in encoded])
             values = np.array([best.values for best in tops], np.float32).reshape(-1, count)
@@ -140,16 +140,17 @@ class PartialRows:
         """
         if not options.keys() <= _OPTIONS:
             raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
-        asked = list_prompts(prompts)
-        seed = options.get("seed")
-        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), seed)
-        seeds = [secrets.randbits(64) if seed is None else (sampling.seed + at) & MOST_SEED for at in range(len(asked))]
+        listed = list_prompts(prompts)
+        first_seed = options.get("seed")
+        is_private = first_seed is None
+        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), first_seed)
+        seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MOST_SEED for at in range(len(listed))]
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
-            encoded = [session.encode(ids, name) for ids in asked]
-            draws = zip(encoded, [sampling._replace(seed=own) for own in seeds], strict=True)
-            drawn = await gather([ask_sample(session, *draw, deadline, private=seed is None) for draw in draws])
-            return np.array(drawn, np.int64)
+            encoded = [session.encode(ids, name) for ids in listed]
+            draws = zip(encoded, [sampling._replace(seed=seed) for seed in seeds], strict=True)
+            tokens = await gather([ask_sample(session, *draw, deadline, private=is_private) for draw in draws])
+            return np.array(tokens, np.int64)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -204,8 +205,8 @@ class PartialRows:
 
         async def ask(session: Session, name: str, deadline: Deadline) -> None:
             prompt = session.encode(ids, name)
-            if session.kept(prompt) is None:
-                await session.answer(prompt, deadline, touch=True)
+            if session.cached(prompt) is None:
+                await session.answer(prompt, deadline, warm=True)
 
         await self._request(adapter, timeout, ask)
 
@@ -214,7 +215,7 @@ class PartialRows:
     ) -> T:
         """One request: by its deadline, and with the adapter as jobs name it (see `SessionPerLoop.request`)."""
         deadline = Deadline.of(timeout, self._timeout)
-        return await self._rows.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
+        return await self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
 
 
 def _check_k(k: Any, session: Session) -> int:
@@ -249,14 +250,16 @@ def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[
         return [read_targets(ids.tolist(), vocab_size)] * count, len(ids)
     if len(ids) != count:
         raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
-    return [read_targets(own, vocab_size) for own in ids.tolist()], ids.shape[1]
+    return [read_targets(listed, vocab_size) for listed in ids.tolist()], ids.shape[1]
 
 
 def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
     try:
         ids = np.asarray(targets)
         # numpy makes integers of bools that stand among them.
-        has_bools = isinstance(targets, (list, tuple)) and any(isinstance(one, (bool, np.bool_)) for one in targets)
+        has_bools = isinstance(targets, (list, tuple)) and any(
+            isinstance(target, (bool, np.bool_)) for target in targets
+        )
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
     if has_bools or not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
@@ -281,8 +284,8 @@ def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
     for name, value, least, most in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
         is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         if not is_number or not least <= value <= most or (name == "top_p" and value == 0):
-            wanted = "above 0 and at most 1" if name == "top_p" else f"from 0 to {most:g}"
-            raise SettingsError(f"{name}: {shown(value)} must be a number {wanted}")
+            limits = "above 0 and at most 1" if name == "top_p" else f"from 0 to {most:g}"
+            raise SettingsError(f"{name}: {shown(value)} must be a number {limits}")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
     if seed is not None and not 0 <= seed <= MOST_SEED:
@@ -292,17 +295,17 @@ def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
 
 async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
     """Some entries of a row, float32 (k,)."""
-    row = session.kept(prompt)
+    row = session.cached(prompt)
     if row is None and len(targets) <= _MOST_READ_IN_PLACE:
         wanted = WantedEntries(prompt.digest, targets)
-        found = await session.read_entries(wanted, deadline)
-        if found is None:
-            await session.answer(prompt, deadline, touch=True)
-            found = await session.read_entries(wanted, deadline)
-        elif not isinstance(found, CorruptRow):
+        entries = await session.read_entries(wanted, deadline)
+        if entries is None:
+            await session.answer(prompt, deadline, warm=True)
+            entries = await session.read_entries(wanted, deadline)
+        elif not isinstance(entries, CorruptRow):
             session.count_hit(deadline)
-        if found is not None and not isinstance(found, CorruptRow):
-            return found
+        if entries is not None and not isinstance(entries, CorruptRow):
+            return entries
     if row is None:
         # Many entries, or none could be read: fetching a damaged row has it computed anew.
         row = await session.answer(prompt, deadline)
@@ -326,10 +329,10 @@ async def _answer(
     """Ask, and read the answer; one that is damaged in the cache is replaced.
 
     Args:
-        session: whom.
-        prompt: what.
+        session: with the model's workers.
+        prompt: what is asked.
         deadline: for how long.
-        read: reads it, or raises ProtocolError.
+        read: reads the answer, or raises ProtocolError.
         private: as `Session.answer`.
 
     Raises:
@@ -348,21 +351,21 @@ async def _answer(
 
 async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) -> TopK:
     """The `k` largest entries of a row."""
-    row = session.kept(prompt)
+    row = session.cached(prompt)
     if row is not None:
         return top(row, k)
-    asking = prompt.with_query(TopQuery(k).pack(), 2 * k)
-    return await _answer(session, asking, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
+    query = prompt.with_query(TopQuery(k).pack(), 2 * k)
+    return await _answer(session, query, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
 
 
-async def ask_sample(session: Session, prompt: Prompt, how: Sampling, deadline: Deadline, *, private: bool) -> int:
+async def ask_sample(session: Session, prompt: Prompt, sampling: Sampling, deadline: Deadline, *, private: bool) -> int:
     """A token drawn from a row."""
-    row = session.kept(prompt)
+    row = session.cached(prompt)
     if row is not None:
-        return sample(row, how)
-    asking = prompt.with_query(SampleQuery(*how).pack(), 1)
+        return sample(row, sampling)
+    query = prompt.with_query(SampleQuery(*sampling).pack(), 1)
     read = partial(unpack_token, vocab_size=session.info.vocab_size)
-    return await _answer(session, asking, deadline, read, private=private)
+    return await _answer(session, query, deadline, read, private=private)
 
 
 async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline) -> Row:
@@ -376,23 +379,22 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
     if info.scores:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
-            asking = whole.with_query(ScoreQuery(start).pack(), end - start)
-            return await _answer(session, asking, deadline, check_logprobs)
+            query = whole.with_query(ScoreQuery(start).pack(), end - start)
+            return await _answer(session, query, deadline, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
     # One after the other would be slow; workers keep what prefixes have in common.
     prefixes = [ids[: 4 * at] for at in range(start, end)]
-    prompts = [Prompt(one, digest_of(one, prompt.adapter), prompt.adapter) for one in prefixes]
-    wanted = decode_ids(continuation.ids).tolist()
-    pairs = zip(prompts, wanted, strict=True)
-    found = await gather([ask_entries(session, one, [token], deadline) for one, token in pairs])
-    return np.concatenate(found)
+    prompts = [Prompt(prefix, digest_of(prefix, prompt.adapter), prompt.adapter) for prefix in prefixes]
+    pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
+    scores = await gather([ask_entries(session, prefix, [token], deadline) for prefix, token in pairs])
+    return np.concatenate(scores)
 
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
     """A row that is computed now, whatever caches hold."""
-    query = FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
-    return await _answer(session, prompt.with_query(query, session.info.vocab_size), deadline, check_row, private=True)
+    query = prompt.with_query(FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack(), session.info.vocab_size)
+    return await _answer(session, query, deadline, check_row, private=True)
 
 
 async def ask_entries_of_all(

@@ -1,4 +1,4 @@
-"""The producer: `await producer.logprobs(ids)`."""
+"""The producer, the asyncio client of a pool: `await producer.logprobs(ids)`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Producer(CopiedAsItself, PartialRows):
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
-        self._rows = SessionPerLoop(
+        self._sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
                 server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent
@@ -109,8 +109,9 @@ class Producer(CopiedAsItself, PartialRows):
             model,
             when_absent,
         )
-        # What trie workers answer is not kept: it is either made from weights that nobody has twice, or in the cache.
-        self._tries = SessionPerLoop(
+        # Answers of trie workers are not kept here: they are made from weights that nobody has twice, or from rows, and
+        # then they are in the pool's cache.
+        self._trie_sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
                 server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full, when_absent=when_absent
@@ -149,8 +150,8 @@ class Producer(CopiedAsItself, PartialRows):
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
             UnknownAdapter: the model has no adapter of that name.
         """
-        # What nearly all requests are: no coroutine within another for them.
-        session = self._rows.current(asyncio.get_running_loop())
+        # Nearly all requests are like this: no coroutine within another for them.
+        session = self._sessions.current(asyncio.get_running_loop())
         if session is None or targets is not None or fresh is not False or adapter != "":
             return await self._logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
@@ -176,14 +177,14 @@ class Producer(CopiedAsItself, PartialRows):
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
             prompt = session.encode(ids, name)
-            wanted = None if targets is None else read_targets(targets, session.info.vocab_size)
+            entries = None if targets is None else read_targets(targets, session.info.vocab_size)
             if fresh:
-                row = await ask_fresh(session, prompt, deadline)
-                return row if wanted is None else entries_of(row, wanted)
-            if wanted is not None:
-                return await ask_entries(session, prompt, wanted, deadline)
-            kept = session.kept(prompt)
-            return kept if kept is not None else await session.answer(prompt, deadline)
+                fresh_row = await ask_fresh(session, prompt, deadline)
+                return fresh_row if entries is None else entries_of(fresh_row, entries)
+            if entries is not None:
+                return await ask_entries(session, prompt, entries, deadline)
+            row = session.cached(prompt)
+            return row if row is not None else await session.answer(prompt, deadline)
 
         return await self._request(adapter, timeout, ask)
 
@@ -204,14 +205,14 @@ class Producer(CopiedAsItself, PartialRows):
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        asked = list_prompts(prompts)
+        listed = list_prompts(prompts)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded = [session.encode(ids, name) for ids in asked]
+            encoded = [session.encode(ids, name) for ids in listed]
             if targets is None:
                 return await session.answer_all(encoded, deadline)
-            wanted, count = read_batch_targets(targets, len(encoded), session.info.vocab_size)
-            return await ask_entries_of_all(session, encoded, wanted, count, deadline)
+            entries, count = read_batch_targets(targets, len(encoded), session.info.vocab_size)
+            return await ask_entries_of_all(session, encoded, entries, count, deadline)
 
         return await self._request(adapter, timeout, ask)
 
@@ -225,7 +226,7 @@ class Producer(CopiedAsItself, PartialRows):
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         deadline = Deadline.of(timeout, self._timeout)
-        session = await self._rows.open(deadline)
+        session = await self._sessions.open(deadline)
         return await session.adapters.all(deadline)
 
     async def add_adapter(
@@ -260,7 +261,7 @@ class Producer(CopiedAsItself, PartialRows):
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         deadline = Deadline.of(timeout, self._timeout).bounded()
-        return await AdapterChange(await self._rows.open(deadline), name, deadline, replicas).add(source)
+        return await AdapterChange(await self._sessions.open(deadline), name, deadline, replicas).add(source)
 
     async def remove_adapter(self, name: str, *, replicas: int = 0, timeout: float | None = None) -> None:
         """Have no worker of the model serve an adapter any more; when this returns, no client gets a row of it.
@@ -280,7 +281,7 @@ class Producer(CopiedAsItself, PartialRows):
             DeadlineExceeded, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
         deadline = Deadline.of(timeout, self._timeout).bounded()
-        await AdapterChange(await self._rows.open(deadline), name, deadline, replicas).remove()
+        await AdapterChange(await self._sessions.open(deadline), name, deadline, replicas).remove()
 
     async def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> PooledTrie:
         """The trie over a vocabulary, whose values trie workers compute.
@@ -297,10 +298,12 @@ class Producer(CopiedAsItself, PartialRows):
         """
         if vocabulary is None:
             deadline = Deadline(self._timeout)
-            session = await self._rows.open(deadline)
+            session = await self._sessions.open(deadline)
             vocabulary = await session.vocabularies.of_model(deadline)
         structure = await asyncio.to_thread(trie_of, vocabulary)
-        return PooledTrie(structure, TrieQueries(structure, self._rows, self._tries), self._timeout, local=local)
+        return PooledTrie(
+            structure, TrieQueries(structure, self._sessions, self._trie_sessions), self._timeout, local=local
+        )
 
     @property
     def model(self) -> ModelInfo:
@@ -309,9 +312,9 @@ class Producer(CopiedAsItself, PartialRows):
         Raises:
             LMPoolError: the producer has not connected yet.
         """
-        if self._rows.session is None:
+        if self._sessions.session is None:
             raise LMPoolError("not connected yet: enter the producer (`async with`) or `await producer.open()`")
-        return self._rows.session.info
+        return self._sessions.session.info
 
     def stats(self) -> ProducerStats:
         """A snapshot of what became of this producer's requests."""
@@ -333,17 +336,17 @@ class Producer(CopiedAsItself, PartialRows):
             NoWorker: nobody has served it in time (with `when_absent="wait"`).
             ProducerClosed: the producer was closed meanwhile.
         """
-        await self._rows.open(Deadline.of(timeout, self._timeout))
+        await self._sessions.open(Deadline.of(timeout, self._timeout))
 
     def close_soon(self) -> None:
         """As `close`, from any thread and without waiting: what is open ends in its own event loop."""
-        self._tries.close_soon()
-        self._rows.close_soon()
+        self._trie_sessions.close_soon()
+        self._sessions.close_soon()
 
     async def close(self) -> None:
         """End the requests that are under way and close the connections. The producer can be opened again."""
-        await self._tries.close()
-        await self._rows.close()
+        await self._trie_sessions.close()
+        await self._sessions.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -357,12 +360,12 @@ class Producer(CopiedAsItself, PartialRows):
     @property
     def _is_connected(self) -> bool:
         """Whether it has a model's info."""
-        return self._rows.session is not None
+        return self._sessions.session is not None
 
     @property
     def _name(self) -> str | None:
         """The model's name, as far as it is known."""
-        return self._model if self._rows.session is None else self._rows.session.info.name
+        return self._model if self._sessions.session is None else self._sessions.session.info.name
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):
@@ -373,10 +376,10 @@ class Producer(CopiedAsItself, PartialRows):
         return _reopened, (type(self), self._name, {"redis": self._redis, **self._options})
 
     def __repr__(self) -> str:
-        state = "open" if self._rows.is_open else "closed"
+        state = "open" if self._sessions.is_open else "closed"
         return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
 
 
 def _reopened(kind: type[Producer], model: str | None, options: dict[str, Any]) -> Producer:
-    """A producer that has been pickled."""
+    """What a pickled producer becomes again."""
     return kind(model, **options)

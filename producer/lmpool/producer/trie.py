@@ -1,4 +1,4 @@
-"""Tries from the client's side: values of the nodes, computed by the pool or in this process."""
+"""Tries from the client's side, `PooledTrie`: the values of the nodes, computed by the pool or in this process."""
 
 from __future__ import annotations
 
@@ -35,6 +35,30 @@ Values = NDArray[np.float32]
 
 _NO_PROMPT = Prompt(b"", digest_of(b""))
 _MOST_MISSING = 5
+_MOST_CHOICES = 4096
+
+_tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
+
+
+class TrieOptions(TypedDict, total=False):
+    """What the calls of `PooledTrie` take besides the weights.
+
+    Attributes:
+        adapter: adapter of the prompt.
+        nodes: ids of the nodes that are wanted; the others are not sent.
+        under: a prefix, whose children are wanted, in the order of their bytes.
+        timeout: seconds; the producer's when left out.
+        local: compute in this process; the trie's when left out.
+    """
+
+    adapter: str
+    nodes: Sequence[int] | NDArray[Any] | None
+    under: bytes | None
+    timeout: float | None
+    local: bool | None
+
+
+_OPTIONS = TrieOptions.__annotations__.keys()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +68,8 @@ class Choice:
     Attributes:
         trie: the trie.
         nodes: int32 ids; None for all.
-        select: the ask's selection for those nodes.
-        sent: the ask's node ids.
+        select: the query's selection for those nodes.
+        sent: the query's node ids.
     """
 
     trie: Trie
@@ -90,17 +114,17 @@ class TrieQueries:
 
     Args:
         trie: the trie.
-        rows: the session with the model's workers.
-        tries: the session with the trie workers.
+        sessions: with the model's workers.
+        trie_sessions: with the trie workers.
 
     Attributes:
-        rows: as above.
+        sessions: as above.
     """
 
-    def __init__(self, trie: Trie, rows: SessionPerLoop, tries: SessionPerLoop) -> None:
+    def __init__(self, trie: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop) -> None:
         self._trie = trie
-        self.rows = rows
-        self._tries = tries
+        self.sessions = sessions
+        self._trie_sessions = trie_sessions
 
     async def of_weights(
         self, op: Op, weights: Values, choice: Choice, deadline: Deadline, out: Values | None = None
@@ -117,7 +141,7 @@ class TrieQueries:
         if choice.size == 0:
             return _put(np.empty(0, np.float32), out)
         length = self._trie.n_inner if choice.nodes is None else choice.size
-        session = self._tries.current(deadline.loop) or await self._tries.open(deadline)
+        session = self._trie_sessions.current(deadline.loop) or await self._trie_sessions.open(deadline)
 
         async def ask() -> Values:
             sent = SentWeights(weights)
@@ -125,18 +149,18 @@ class TrieQueries:
             return await session.answer(_NO_PROMPT.with_query(packed, length), deadline, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
-        found = await self._insist(session, ask, deadline)
-        return self._trie.expand(found, weights, out) if choice.nodes is None else _put(found, out)
+        values = await self._insist(session, ask, deadline)
+        return self._trie.expand(values, weights, out) if choice.nodes is None else _put(values, out)
 
-    def encode(self, models: Session, prompts: Iterable[Any], adapter: str) -> list[Prompt]:
+    def encode(self, session: Session, prompts: Iterable[Any], adapter: str) -> list[Prompt]:
         """Prompts of the model, all checked before any is sent.
 
         Raises:
             InvalidPrompt: one is none for this model.
             InvalidWeights: the model's rows are not as long as the vocabulary.
         """
-        encoded = [models.encode(ids, adapter) for ids in prompts]
-        info, tokens = models.info, self._trie.n_tokens
+        encoded = [session.encode(ids, adapter) for ids in prompts]
+        info, tokens = session.info, self._trie.n_tokens
         if tokens != info.vocab_size:
             raise InvalidWeights(
                 f"the rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has {tokens} "
@@ -145,7 +169,7 @@ class TrieQueries:
         return encoded
 
     async def of_prompt(
-        self, op: Op, models: Session, prompt: Prompt, choice: Choice, deadline: Deadline, out: Values | None = None
+        self, op: Op, session: Session, prompt: Prompt, choice: Choice, deadline: Deadline, out: Values | None = None
     ) -> Values:
         """The values for a prompt's row, which stays where it is; see `of_weights`."""
         if choice.size == 0:
@@ -153,43 +177,42 @@ class TrieQueries:
         trie = self._trie
         length = trie.n_inner + trie.n_tokens if choice.nodes is None else choice.size
         query = TrieQuery(op, trie.digest, "values" if choice.nodes is None else choice.select, choice.sent)
-        found = await self._of_row(models, prompt, query, length, deadline)
+        values = await self._of_row(session, prompt, query, length, deadline)
         if choice.nodes is None:
-            return trie.expand(found[: trie.n_inner], found[trie.n_inner :], out)
-        return _put(found, out)
+            return trie.expand(values[: trie.n_inner], values[trie.n_inner :], out)
+        return _put(values, out)
 
-    async def row(self, op: Op, models: Session, prompt: Prompt, deadline: Deadline) -> Values:
+    async def row(self, op: Op, session: Session, prompt: Prompt, deadline: Deadline) -> Values:
         """The weights that a prompt stands for, (V,), for computing in this process."""
-        row = models.kept(prompt)
+        row = session.cached(prompt)
         if row is None:
-            row = await models.answer(prompt, deadline)
+            row = await session.answer(prompt, deadline)
         return row if op == "logsumexp" else np.exp(row)
 
     async def _of_row(
-        self, models: Session, prompt: Prompt, query: TrieQuery, length: int, deadline: Deadline
+        self, session: Session, prompt: Prompt, query: TrieQuery, length: int, deadline: Deadline
     ) -> Values:
-        async def ask_models() -> Values:
-            return await models.answer(prompt.with_query(query.pack(), length), deadline)
+        async def ask_model_workers() -> Values:
+            return await session.answer(prompt.with_query(query.pack(), length), deadline)
 
-        if models.info.answers_tries:
+        if session.info.answers_tries:
             try:
-                return await self._insist(models, ask_models, deadline, 1)
+                return await self._insist(session, ask_model_workers, deadline, 1)
             except SourceMissing:
                 pass  # Another worker of this model has no tries.
-        tries = self._tries.current(deadline.loop) or await self._tries.open(deadline)
+        trie_session = self._trie_sessions.current(deadline.loop) or await self._trie_sessions.open(deadline)
 
-        async def ask_once() -> Values:
+        async def ask_trie_workers() -> Values:
             # The model may have other weights than the last time, and its rows other names.
-            packed = TrieQuery(
-                query.op, query.vocabulary, query.select, query.nodes, models.fingerprint, prompt.digest
-            ).pack()
-            return await tries.answer(_NO_PROMPT.with_query(packed, length), deadline)
+            source = session.fingerprint, prompt.digest
+            packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
+            return await trie_session.answer(_NO_PROMPT.with_query(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
             # Fetching a damaged row has it computed anew.
-            await models.answer(prompt, deadline, touch=isinstance(error, SourceMissing))
+            await session.answer(prompt, deadline, warm=isinstance(error, SourceMissing))
 
-        return await self._insist(tries, ask_once, deadline, mend=compute)
+        return await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
 
     async def _insist(
         self,
@@ -197,21 +220,21 @@ class TrieQueries:
         ask: Callable[[], Awaitable[Values]],
         deadline: Deadline,
         missing: int = _MOST_MISSING,
-        mend: Callable[[RequestFailed], Awaitable[None]] | None = None,
+        repair: Callable[[RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
         """Ask until what the job names is there.
 
         Args:
-            session: whom.
+            session: with the workers that are asked.
             ask: asks once.
             deadline: for how long.
             missing: how often the row or the weights may be missing.
-            mend: brings them; otherwise asking again does.
+            repair: brings them; otherwise asking again does.
 
         Raises:
             UnknownVocabulary: the pool does not know the vocabulary even though it was sent there.
             SourceMissing, CorruptRow: what the job names was missing or damaged as often as it may be.
-            LMPoolError: whatever else `ask`, `mend` or registering the vocabulary end in.
+            LMPoolError: whatever else `ask`, `repair` or registering the vocabulary end in.
         """
         knows = True
         while True:
@@ -226,8 +249,8 @@ class TrieQueries:
                 missing -= 1
                 if not missing:
                     raise
-                if mend is not None:
-                    await mend(error)
+                if repair is not None:
+                    await repair(error)
 
 
 def _put(values: Values, out: Values | None) -> Values:
@@ -236,31 +259,6 @@ def _put(values: Values, out: Values | None) -> Values:
         return values
     out[:] = values
     return out
-
-
-_built: WeakValueDictionary[str, Trie] = WeakValueDictionary()
-
-
-class TrieOptions(TypedDict, total=False):
-    """What the calls of `PooledTrie` take besides the weights.
-
-    Attributes:
-        adapter: adapter of the prompt.
-        nodes: ids of the nodes that are wanted; the others are not sent.
-        under: a prefix, whose children are wanted, in the order of their bytes.
-        timeout: seconds; the producer's when left out.
-        local: compute in this process; the trie's when left out.
-    """
-
-    adapter: str
-    nodes: Sequence[int] | NDArray[Any] | None
-    under: bytes | None
-    timeout: float | None
-    local: bool | None
-
-
-_OPTIONS = TrieOptions.__annotations__.keys()
-_MOST_REMEMBERED = 4096
 
 
 class PooledTrie(CopiedAsItself):
@@ -303,35 +301,35 @@ class PooledTrie(CopiedAsItself):
 
     async def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """The sum of the weights below each node; see the class and `TrieOptions`."""
-        return await self._one("sum", ws, prompt, options)
+        return await self._request("sum", ws, prompt, options)
 
     async def weight_max(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """The maximum of the weights below each node; see the class and `TrieOptions`."""
-        return await self._one("max", ws, prompt, options)
+        return await self._request("max", ws, prompt, options)
 
     async def logsumexp(self, logws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """The logarithm of the sum of the weights below each node, from their logarithms; see `TrieOptions`."""
-        return await self._one("logsumexp", logws, prompt, options)
+        return await self._request("logsumexp", logws, prompt, options)
 
     async def batch_weight_sum(
         self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
     ) -> Values:
         """As `weight_sum`, for weights of shape (n, V) or several prompts."""
-        return await self._many("sum", ws, prompts, options)
+        return await self._request_batch("sum", ws, prompts, options)
 
     async def batch_weight_max(
         self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
     ) -> Values:
         """As `weight_max`, for weights of shape (n, V) or several prompts."""
-        return await self._many("max", ws, prompts, options)
+        return await self._request_batch("max", ws, prompts, options)
 
     async def batch_logsumexp(
         self, logws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
     ) -> Values:
         """As `logsumexp`, for logarithms of shape (n, V) or several prompts."""
-        return await self._many("logsumexp", logws, prompts, options)
+        return await self._request_batch("logsumexp", logws, prompts, options)
 
-    async def _one(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
+    async def _request(self, op: Op, ws: Any, prompt: Any, options: TrieOptions) -> Values:
         _check_source(ws, prompt, "prompt")
         if ws is not None:
             weights = check_weights(ws, self.structure.n_tokens, batch=False)
@@ -343,7 +341,7 @@ class PooledTrie(CopiedAsItself):
         value: Values = (await self._of_prompts(op, [prompt], options))[0]
         return value
 
-    async def _many(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
+    async def _request_batch(self, op: Op, ws: Any, prompts: Iterable[Any] | None, options: TrieOptions) -> Values:
         _check_source(ws, prompts, "prompts")
         if prompts is not None:
             return await self._of_prompts(op, list_prompts(prompts), options)
@@ -361,17 +359,17 @@ class PooledTrie(CopiedAsItself):
         choice, deadline, is_local = self._read(options)
         queries = self._queries
 
-        async def ask(models: Session, adapter: str) -> Values:
-            encoded = queries.encode(models, prompts, adapter)
+        async def ask(session: Session, adapter: str) -> Values:
+            encoded = queries.encode(session, prompts, adapter)
             if is_local:
-                rows = await gather([queries.row(op, models, prompt, deadline) for prompt in encoded])
+                rows = await gather([queries.row(op, session, prompt, deadline) for prompt in encoded])
                 return await self._compute(op, np.array(rows, np.float32).reshape(-1, self.structure.n_tokens), choice)
             out = np.empty((len(encoded), choice.size), np.float32)
             pairs = zip(encoded, out, strict=True)
-            await gather([queries.of_prompt(op, models, prompt, choice, deadline, row) for prompt, row in pairs])
+            await gather([queries.of_prompt(op, session, prompt, choice, deadline, row) for prompt, row in pairs])
             return out
 
-        return await queries.rows.request(options.get("adapter", ""), deadline, ask)
+        return await queries.sessions.request(options.get("adapter", ""), deadline, ask)
 
     def _read(self, options: TrieOptions) -> tuple[Choice, Deadline, bool]:
         if not options.keys() <= _OPTIONS:
@@ -386,7 +384,7 @@ class PooledTrie(CopiedAsItself):
             return Choice.read(self.structure, nodes, under)
         choice = self._under.get(under)
         if choice is None:
-            if len(self._under) >= _MOST_REMEMBERED:
+            if len(self._under) >= _MOST_CHOICES:
                 self._under.clear()
             choice = self._under[under] = Choice.read(self.structure, None, under)
         return choice
@@ -421,9 +419,9 @@ def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
         InvalidVocabulary: not byte strings, or over a limit.
     """
     known = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-    trie = _built.get(known.digest)
+    trie = _tries.get(known.digest)
     if trie is None:
-        trie = _built[known.digest] = Trie(known)
+        trie = _tries[known.digest] = Trie(known)
     return trie
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,13 +17,9 @@ INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease
 
 
 class Empty:
-    """A pool that nobody serves, each time that it is looked at; stands for the connections and for discovery."""
+    """A pool that nobody serves, each time that it is looked at; stands for `Connections` and `Discovery`."""
 
-    info = INFO
-
-    @property
-    def model(self) -> Empty:
-        return self
+    model = SimpleNamespace(info=INFO)
 
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())

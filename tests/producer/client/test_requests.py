@@ -1,10 +1,10 @@
-"""Flights: one per prompt, any number of waiters on it, and counters that tell what became of each request."""
+"""Requests under way: one per prompt, any number of waiters on it, and counters that tell what became of each."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lmpool import errors
-from lmpool.aio import Tasks, own
+from lmpool.aio import own
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
-from lmpool.producer.client.connections import Adopted
+from lmpool.producer.client.connections import AdoptedModel, Tasks
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
@@ -27,11 +27,11 @@ from lmpool.producer.client.requests import (
     SingleWaiter,
     Stage,
 )
-from lmpool.producer.client.submit import Submitter
+from lmpool.producer.client.submit import CacheClient, Submitter
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
-from lmpool.rows.cache import Row
+from lmpool.rows.cache import Deliver, Row
 from tests.support.pool import DEADLINE_S
 
 
@@ -43,7 +43,7 @@ def row(value: float = 0.0) -> Row:
     return np.full(3, value, np.float32)
 
 
-class Ear:
+class Listener:
     """A waiter that remembers what it was told."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class Ear:
         self.heard.append(answer)
 
 
-class Desk:
-    """A table with its cache and counters."""
+class Table:
+    """The requests under way, with their cache and counters."""
 
     def __init__(self) -> None:
         self.cache = RowLRU(10_000)
@@ -67,118 +67,120 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def table() -> Table:
+    return Table()
 
 
-# Boarding and leaving
+# Waiters that come and go
 
 
-def test_the_first_waiter_starts_a_request_and_the_next_ones_join_it(desk: Desk) -> None:
-    request, is_new = desk.requests.board(prompt(1), Ear())
+def test_the_first_waiter_starts_a_request_and_the_next_ones_join_it(table: Table) -> None:
+    request, is_new = table.requests.add(prompt(1), Listener())
     assert is_new
     assert request.stage is Stage.UNSENT
-    assert desk.requests.board(prompt(1), Ear()) == (request, False)
-    assert desk.requests.board(prompt(1), Ear()) == (request, False)
+    assert table.requests.add(prompt(1), Listener()) == (request, False)
+    assert table.requests.add(prompt(1), Listener()) == (request, False)
     assert len(request.waiters) == 3
-    assert len(desk.requests) == 1
-    assert desk.counted() == {}, "nothing has ended"
+    assert len(table.requests) == 1
+    assert table.counted() == {}, "nothing has ended"
 
 
-def test_different_prompts_are_different_requests(desk: Desk) -> None:
-    one, _ = desk.requests.board(prompt(1), Ear())
-    two, is_new = desk.requests.board(prompt(1, 2), Ear())
+def test_different_prompts_are_different_requests(table: Table) -> None:
+    first, _ = table.requests.add(prompt(1), Listener())
+    second, is_new = table.requests.add(prompt(1, 2), Listener())
     assert is_new
-    assert one is not two
-    assert desk.requests.get(prompt(1).digest) is one
-    assert desk.requests.get(prompt(3).digest) is None
-    assert list(desk.requests) == [one, two]
+    assert first is not second
+    assert table.requests.get(prompt(1).digest) is first
+    assert table.requests.get(prompt(3).digest) is None
+    assert list(table.requests) == [first, second]
 
 
-def test_a_request_ends_when_its_last_waiter_leaves(desk: Desk) -> None:
-    first, second = Ear(), Ear()
-    request, _ = desk.requests.board(prompt(1), first)
-    desk.requests.board(prompt(1), second)
-    assert desk.requests.leave(request, first) is False
-    assert desk.requests.is_open(request)
-    assert desk.requests.leave(request, second) is True
-    assert not desk.requests.is_open(request)
-    assert len(desk.requests) == 0
-    assert desk.counted() == {"failed": 2}
+def test_a_request_ends_when_its_last_waiter_is_removed(table: Table) -> None:
+    first, second = Listener(), Listener()
+    request, _ = table.requests.add(prompt(1), first)
+    table.requests.add(prompt(1), second)
+    assert table.requests.remove_waiter(request, first) is False
+    assert table.requests.is_open(request)
+    assert table.requests.remove_waiter(request, second) is True
+    assert not table.requests.is_open(request)
+    assert len(table.requests) == 0
+    assert table.counted() == {"failed": 2}
 
 
-def test_who_has_left_hears_nothing(desk: Desk) -> None:
-    gone, stays = Ear(), Ear()
-    request, _ = desk.requests.board(prompt(1), gone)
-    desk.requests.board(prompt(1), stays)
-    desk.requests.leave(request, gone)
-    desk.requests.deliver([prompt(1).digest], [row()])
+def test_a_waiter_that_was_removed_hears_nothing(table: Table) -> None:
+    gone, stays = Listener(), Listener()
+    request, _ = table.requests.add(prompt(1), gone)
+    table.requests.add(prompt(1), stays)
+    table.requests.remove_waiter(request, gone)
+    table.requests.resolve_found([prompt(1).digest], [row()])
     assert (len(gone.heard), len(stays.heard)) == (0, 1)
 
 
-def test_a_prompt_asked_for_again_after_all_have_left_is_a_new_request(desk: Desk) -> None:
-    ear = Ear()
-    old, _ = desk.requests.board(prompt(1), ear)
-    desk.requests.leave(old, ear)
-    new, is_new = desk.requests.board(prompt(1), Ear())
+def test_a_prompt_asked_for_again_after_all_waiters_were_removed_is_a_new_request(table: Table) -> None:
+    listener = Listener()
+    old, _ = table.requests.add(prompt(1), listener)
+    table.requests.remove_waiter(old, listener)
+    new, is_new = table.requests.add(prompt(1), Listener())
     assert is_new
     assert new is not old
-    assert desk.requests.is_open(new)
-    assert not desk.requests.is_open(old)
+    assert table.requests.is_open(new)
+    assert not table.requests.is_open(old)
 
 
-def test_requests_may_end_while_they_are_gone_through(desk: Desk) -> None:
+def test_requests_may_end_while_they_are_gone_through(table: Table) -> None:
     for i in range(5):
-        desk.requests.board(prompt(i), Ear())
-    for request in desk.requests:
-        desk.requests.land(request, WorkerError("no"))
-    assert len(desk.requests) == 0
+        table.requests.add(prompt(i), Listener())
+    for request in table.requests:
+        table.requests.resolve(request, WorkerError("no"))
+    assert len(table.requests) == 0
 
 
-# Landing
+# Answers
 
 
-def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(desk: Desk) -> None:
-    ears = [Ear() for _ in range(3)]
-    for ear in ears:
-        desk.requests.board(prompt(1), ear)
+def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(table: Table) -> None:
+    listeners = [Listener() for _ in range(3)]
+    for listener in listeners:
+        table.requests.add(prompt(1), listener)
     found = row(1.0)
-    desk.requests.deliver([prompt(1).digest], [found])
-    desk.requests.deliver([prompt(1).digest], [found])
-    assert [ear.heard for ear in ears] == [[found]] * 3
-    assert desk.cache.get(prompt(1).digest) is found
-    assert len(desk.requests) == 0
+    table.requests.resolve_found([prompt(1).digest], [found])
+    table.requests.resolve_found([prompt(1).digest], [found])
+    assert [listener.heard for listener in listeners] == [[found]] * 3
+    assert table.cache.get(prompt(1).digest) is found
+    assert len(table.requests) == 0
 
 
-def test_a_failure_reaches_every_waiter_and_is_not_kept(desk: Desk) -> None:
-    ears = [Ear(), Ear()]
-    for ear in ears:
-        request, _ = desk.requests.board(prompt(1), ear)
-    desk.requests.land(request, WorkerError("no"))
-    assert [[(type(heard), str(heard)) for heard in ear.heard] for ear in ears] == [[(WorkerError, "no")]] * 2
-    assert len(desk.cache) == 0
-    assert not desk.requests.is_open(request)
-    assert desk.counted() == {"failed": 2}
+def test_a_failure_reaches_every_waiter_and_is_not_kept(table: Table) -> None:
+    listeners = [Listener(), Listener()]
+    for listener in listeners:
+        request, _ = table.requests.add(prompt(1), listener)
+    table.requests.resolve(request, WorkerError("no"))
+    assert [[(type(heard), str(heard)) for heard in listener.heard] for listener in listeners] == [
+        [(WorkerError, "no")]
+    ] * 2
+    assert len(table.cache) == 0
+    assert not table.requests.is_open(request)
+    assert table.counted() == {"failed": 2}
 
 
-def test_every_waiter_has_an_exception_of_its_own(desk: Desk) -> None:
+def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
     """Who adds a note to it, or raises it through many frames, changes nobody else's."""
-    ears = [Ear() for _ in range(4)]
-    requests = [desk.requests.board(prompt(1 + at // 2), ear)[0] for at, ear in enumerate(ears)]
+    listeners = [Listener() for _ in range(4)]
+    requests = [table.requests.add(prompt(1 + at // 2), listener)[0] for at, listener in enumerate(listeners)]
     error = NoWorker("nobody")
     error.__cause__ = OSError("gone")
     error.add_note("told to all")
     for request in requests[::2]:
-        desk.requests.land(request, error)
-    heard = [one for ear in ears for one in ear.heard if isinstance(one, NoWorker)]
-    assert len({id(one) for one in [*heard, error]}) == 5
+        table.requests.resolve(request, error)
+    heard = [answer for listener in listeners for answer in listener.heard if isinstance(answer, NoWorker)]
+    assert len({id(answer) for answer in [*heard, error]}) == 5
     heard[0].add_note("mine")
     with pytest.raises(NoWorker):
         raise heard[1]
     assert heard[1].__traceback__ is not None
-    for one in (heard[2], heard[3], error):
-        assert (str(one), one.__cause__, one.__notes__) == ("nobody", error.__cause__, ["told to all"])
-        assert one.__traceback__ is None
+    for other in (heard[2], heard[3], error):
+        assert (str(other), other.__cause__, other.__notes__) == ("nobody", error.__cause__, ["told to all"])
+        assert other.__traceback__ is None
 
 
 class Particular(LMPoolError):
@@ -200,87 +202,87 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
 
 
 @pytest.mark.parametrize("origin", ["cache_hits", "computed", "joined"])
-def test_a_landing_is_counted_where_the_row_came_from(desk: Desk, origin: str) -> None:
-    request, _ = desk.requests.board(prompt(1), Ear())
+def test_an_answer_is_counted_where_the_row_came_from(table: Table, origin: str) -> None:
+    request, _ = table.requests.add(prompt(1), Listener())
     request.origin = origin
-    desk.requests.deliver([prompt(1).digest], [row()])
-    assert desk.counted() == {origin: 1}
+    table.requests.resolve_found([prompt(1).digest], [row()])
+    assert table.counted() == {origin: 1}
 
 
-def test_a_row_comes_from_the_cache_unless_something_else_is_known(desk: Desk) -> None:
+def test_a_row_comes_from_the_cache_unless_something_else_is_known(table: Table) -> None:
     for _ in range(3):
-        desk.requests.board(prompt(1), Ear())
-    desk.requests.deliver([prompt(1).digest], [row()])
-    assert desk.counted() == {"cache_hits": 1, "joined": 2}
+        table.requests.add(prompt(1), Listener())
+    table.requests.resolve_found([prompt(1).digest], [row()])
+    assert table.counted() == {"cache_hits": 1, "joined": 2}
 
 
-def test_nothing_in_the_cache_changes_nothing(desk: Desk) -> None:
-    ear = Ear()
-    request, _ = desk.requests.board(prompt(1), ear)
-    desk.requests.deliver([prompt(1).digest], [None])
-    assert desk.requests.is_open(request)
-    assert ear.heard == []
-    assert desk.counted() == {}
+def test_nothing_in_the_cache_changes_nothing(table: Table) -> None:
+    listener = Listener()
+    request, _ = table.requests.add(prompt(1), listener)
+    table.requests.resolve_found([prompt(1).digest], [None])
+    assert table.requests.is_open(request)
+    assert listener.heard == []
+    assert table.counted() == {}
 
 
-def test_a_row_that_nobody_waits_for_is_dropped(desk: Desk) -> None:
-    desk.requests.deliver([prompt(1).digest], [row()])
-    desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
-    assert len(desk.cache) == 0
-    assert desk.counted() == {}
+def test_a_row_that_nobody_waits_for_is_dropped(table: Table) -> None:
+    table.requests.resolve_found([prompt(1).digest], [row()])
+    table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
+    assert len(table.cache) == 0
+    assert table.counted() == {}
 
 
-def test_landing_an_old_request_does_not_end_the_new_one_of_its_prompt(desk: Desk) -> None:
-    ear = Ear()
-    old, _ = desk.requests.board(prompt(1), ear)
-    desk.requests.leave(old, ear)
-    new, _ = desk.requests.board(prompt(1), Ear())
-    desk.requests.land(old, WorkerError("late"))
-    assert desk.requests.is_open(new)
+def test_an_answer_to_an_old_request_does_not_end_the_new_one_of_its_prompt(table: Table) -> None:
+    listener = Listener()
+    old, _ = table.requests.add(prompt(1), listener)
+    table.requests.remove_waiter(old, listener)
+    new, _ = table.requests.add(prompt(1), Listener())
+    table.requests.resolve(old, WorkerError("late"))
+    assert table.requests.is_open(new)
 
 
 # Damaged rows
 
 
-def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(desk: Desk) -> None:
-    ear = Ear()
-    request, _ = desk.requests.board(prompt(1), ear)
+def test_a_damaged_row_is_an_error_only_after_workers_were_asked_to_replace_it(table: Table) -> None:
+    listener = Listener()
+    request, _ = table.requests.add(prompt(1), listener)
     for overwrites in (0, 0, 1):
         request.overwrites = overwrites
-        desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
-        assert desk.requests.is_open(request)
+        table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
+        assert table.requests.is_open(request)
         assert request.damaged
     request.overwrites = 2
-    desk.requests.deliver([prompt(1).digest], [CorruptRow("still bad")])
-    (last,) = ear.heard
+    table.requests.resolve_found([prompt(1).digest], [CorruptRow("still bad")])
+    (last,) = listener.heard
     assert isinstance(last, CorruptRow)
     assert str(last) == "still bad"
-    assert not desk.requests.is_open(request)
-    assert desk.counted() == {"failed": 1}
-    assert len(desk.cache) == 0
+    assert not table.requests.is_open(request)
+    assert table.counted() == {"failed": 1}
+    assert len(table.cache) == 0
 
 
-def test_a_mended_row_lands(desk: Desk) -> None:
-    ear = Ear()
-    desk.requests.board(prompt(1), ear)
-    desk.requests.deliver([prompt(1).digest], [CorruptRow("bad")])
+def test_a_row_that_was_replaced_answers(table: Table) -> None:
+    listener = Listener()
+    table.requests.add(prompt(1), listener)
+    table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
     found = row(2.0)
-    desk.requests.deliver([prompt(1).digest], [found])
-    assert ear.heard == [found]
+    table.requests.resolve_found([prompt(1).digest], [found])
+    assert listener.heard == [found]
 
 
 # Another model
 
 
-def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(desk: Desk) -> None:
+def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(table: Table) -> None:
     for i, stage in enumerate(Stage):
-        request, _ = desk.requests.board(prompt(i), Ear())
+        request, _ = table.requests.add(prompt(i), Listener())
         request.stage = stage
-    desk.cache.put(b"old", row())
-    desk.requests.follow("other weights")
-    assert [request.stage for request in desk.requests] == [Stage.UNSENT] * len(Stage)
-    assert all(len(request.waiters) == 1 for request in desk.requests)
-    assert len(desk.cache) == 0
+    table.cache.put(b"old", row())
+    table.requests.restart("other weights")
+    assert [request.stage for request in table.requests] == [Stage.UNSENT] * len(Stage)
+    assert all(len(request.waiters) == 1 for request in table.requests)
+    assert len(table.cache) == 0
 
 
 # Waiters
@@ -321,7 +323,7 @@ async def test_waits_end_at_their_deadlines_unless_they_were_removed_before() ->
     for waiter in (first, second, patient):
         deadlines.remove(waiter)
     assert ended.empty()
-    assert not deadlines._slots, "what has ended is kept by nobody"
+    assert not deadlines._buckets, "what has ended is kept by nobody"
 
 
 async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
@@ -379,11 +381,11 @@ async def test_a_cancelled_batch_ignores_what_comes() -> None:
     assert batch.future.cancelled()
 
 
-async def test_one_prompt_twice_in_a_batch_fills_both_rows(desk: Desk) -> None:
+async def test_one_prompt_twice_in_a_batch_fills_both_rows(table: Table) -> None:
     batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
-    desk.requests.board(prompt(1), batch.at(0))
-    desk.requests.board(prompt(1), batch.at(1))
-    desk.requests.deliver([prompt(1).digest], [row(4.0)])
+    table.requests.add(prompt(1), batch.at(0))
+    table.requests.add(prompt(1), batch.at(1))
+    table.requests.resolve_found([prompt(1).digest], [row(4.0)])
     assert batch.future.done()
     assert batch.rows.tolist() == [[4.0] * 3] * 2
 
@@ -407,13 +409,13 @@ INFO = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
 
 
 class Interrupted:
-    """A channel whose reader loses its connection once; it tells what was looked for."""
+    """Connections whose reader loses its connection once, and what is looked for after that."""
 
     def __init__(self, requests: PendingRequests) -> None:
         rows: Any = None
-        self.model = Adopted(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.reader = self
-        self.looked_for: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        self.looked_for: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
 
@@ -423,108 +425,103 @@ class Interrupted:
             raise ServerUnreachable("gone")
         await asyncio.Event().wait()
 
-    async def settle(self, digests: list[bytes]) -> None:
+    async def fetch(self, digests: Sequence[bytes]) -> None:
         for digest in digests:
-            self._requests.deliver([digest], [row()])
+            self._requests.resolve_found([digest], [row()])
         self.looked_for.set_result(digests)
 
     def note(self, error: BaseException) -> None:
         assert isinstance(error, ServerUnreachable)
 
 
-async def test_after_a_lost_connection_no_touch_is_taken_for_done(desk: Desk) -> None:
-    touched, _ = desk.requests.board(prompt(1), Ear(), touch=True)
-    sent, _ = desk.requests.board(prompt(2), Ear())
-    assert desk.requests.send(deque([sent])) == [sent]
-    waits_here, _ = desk.requests.board(prompt(3), Ear())
-    channel: Any = Interrupted(desk.requests)
-    submitter: Any = None
-    receiver = Receiver(channel, desk.requests, submitter, lambda: None)
+async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(table: Table) -> None:
+    warming, _ = table.requests.add(prompt(1), Listener(), warm=True)
+    sent, _ = table.requests.add(prompt(2), Listener())
+    assert table.requests.admit(deque([sent])) == [sent]
+    waits_here, _ = table.requests.add(prompt(3), Listener())
+    connections: Any = Interrupted(table.requests)
+    receiver = Receiver(connections, table.requests, connections.fetch, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
-        assert await asyncio.wait_for(channel.looked_for, DEADLINE_S) == [prompt(2).digest]
+        assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]
         for part in parts:
             part.cancel()
-    assert list(desk.requests) == [touched, waits_here], "what the server does not have yet is not looked for"
+    assert list(table.requests) == [warming, waits_here], "what the server does not have yet is not looked for"
 
 
 # Learning what a look for rows finds
 
 
 class Answering:
-    """A channel whose cache has some rows, and whose script gives every prompt the same outcome."""
+    """Connections to a cache that has some rows, and to a script that gives every prompt the same outcome."""
 
     trouble: LMPoolError | None = None
 
-    def __init__(self, requests: PendingRequests, outcome: str, cached: Sequence[Prompt] = ()) -> None:
+    def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
         rows: Any = self
-        self.model = Adopted(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
-        self.line = self
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
+        self.commands = self
         self.is_seen = True
-        self.looks: list[list[bytes]] = []
+        self.looks: list[Sequence[bytes]] = []
         self.meanwhile: Callable[[], None] = lambda: None
-        self.lost: list[PendingRequest] = []
-        self._requests = requests
         self._outcome = outcome
-        self._cached = {one.digest for one in cached}
+        self._cached = {prompt.digest for prompt in cached}
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         return [b"row:" + digest for digest in digests]
 
     async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
         await asyncio.sleep(0)
-        if command == b"EVALSHA" and len(rest) > keys + 1:
-            return self._outcome.encode() * sum(key.startswith(self.model.keys.waiting) for key in rest[:keys])
-        return b""
+        if command != b"EVALSHA" or len(rest) <= keys + 1:
+            return b""
+        prefix = self.model.keys.waiting
+        digests = [key.removeprefix(prefix) for key in rest[:keys] if key.startswith(prefix)]
+        if self._outcome == "R":
+            self._cached.update(digests)
+        return self._outcome.encode() * len(digests)
 
-    async def fetch(self, digests: list[bytes]) -> None:
+    async def get_many(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
         self.looks.append(digests)
         await asyncio.sleep(0)
         self.meanwhile()
-        for digest in digests:
-            self._requests.deliver([digest], [row() if digest in self._cached else None])
+        deliver(digests, [row() if digest in self._cached else None for digest in digests])
+        return 0
 
-    async def settle(self, digests: list[bytes]) -> None:
-        for digest in digests:
-            self._requests.deliver([digest], [row()])
+    async def drop(self, keys: Sequence[bytes]) -> None:
+        pass
 
-    async def upload(self, requests: list[PendingRequest]) -> bool:
-        return False
+    async def look_at_memory(self) -> None:
+        pass
 
-    async def unlink(self, keys: list[bytes]) -> None:
-        assert not keys
-
-    def note_lost(self, requests: list[PendingRequest]) -> bool:
-        self.lost += requests
-        return False
-
-    def spent(self, requests: list[PendingRequest]) -> list[bytes]:
-        return []
-
-    def full(self) -> str:
+    def describe_full_queue(self) -> str:
         return "full"
 
 
-async def learned(desk: Desk, channel: Any, *, way: str = "") -> float:
+def submitter_of(table: Table, connections: Any, tasks: Tasks, *, waits_when_full: bool = True) -> Submitter:
+    cache = CacheClient(connections, table.requests, tasks)
+    return Submitter(connections, table.requests, cache, tasks, waits_when_full=waits_when_full)
+
+
+async def learned(table: Table, connections: Any, *, way: str = "") -> float:
     """By how much the rate of hits has changed when some prompts have been asked for."""
     tasks = Tasks()
-    submitter = Submitter(channel, desk.requests, tasks, waits_when_full=False)
+    submitter = submitter_of(table, connections, tasks, waits_when_full=False)
     submitter._hit_rate = 0.6
-    boarded: list[tuple[PendingRequest, Ear]] = []
+    waits: list[tuple[PendingRequest, Listener]] = []
     for at in range(20):
-        ear = Ear()
-        request, _ = desk.requests.board(prompt(at), ear, touch=way == "touched")
+        listener = Listener()
+        request, _ = table.requests.add(prompt(at), listener, warm=way == "warming")
         request.is_private = way == "private"
-        boarded.append((request, ear))
+        waits.append((request, listener))
         submitter.add(request)
 
-    def leave() -> None:
-        for request, ear in boarded:
-            desk.requests.leave(request, ear)
-            submitter.take_back(request)
+    def cancel() -> None:
+        for request, listener in waits:
+            table.requests.remove_waiter(request, listener)
+            submitter.cancel(request)
 
     if way == "cancelled":
-        channel.meanwhile = leave
+        connections.meanwhile = cancel
     for _ in range(20):
         await asyncio.sleep(0)
     await tasks.cancel()
@@ -534,14 +531,14 @@ async def learned(desk: Desk, channel: Any, *, way: str = "") -> float:
 ASKED = [prompt(at) for at in range(20)]
 
 
-async def test_a_look_that_finds_rows_raises_the_rate_and_one_that_does_not_lowers_it(desk: Desk) -> None:
-    assert await learned(desk, Answering(desk.requests, "Q", ASKED)) > 0
-    assert desk.counted() == {"cache_hits": 20}
+async def test_a_look_that_finds_rows_raises_the_rate_and_one_that_does_not_lowers_it(table: Table) -> None:
+    assert await learned(table, Answering("Q", ASKED)) > 0
+    assert table.counted() == {"cache_hits": 20}
 
 
 @pytest.mark.parametrize(("outcome", "is_hit"), [("Q", False), ("J", False), ("R", True)])
-async def test_the_rate_is_learned_from_what_the_script_says(desk: Desk, outcome: str, is_hit: bool) -> None:
-    assert (await learned(desk, Answering(desk.requests, outcome)) > 0) == is_hit
+async def test_the_rate_is_learned_from_what_the_script_says(table: Table, outcome: str, is_hit: bool) -> None:
+    assert (await learned(table, Answering(outcome)) > 0) == is_hit
 
 
 @pytest.mark.parametrize(
@@ -549,29 +546,29 @@ async def test_the_rate_is_learned_from_what_the_script_says(desk: Desk, outcome
     [
         ("cancelled", "Q", {"failed": 20}),
         ("refused", "F", {"failed": 20}),
-        ("touched", "Q", {}),
-        ("touched", "R", {"cache_hits": 20}),
+        ("warming", "Q", {}),
+        ("warming", "R", {"cache_hits": 20}),
         ("private", "Q", {}),
     ],
 )
 async def test_what_was_not_answered_and_what_no_look_could_find_teaches_nothing(
-    desk: Desk, way: str, outcome: str, counted: dict[str, int]
+    table: Table, way: str, outcome: str, counted: dict[str, int]
 ) -> None:
-    channel = Answering(desk.requests, outcome)
-    assert await learned(desk, channel, way=way) == 0
-    assert desk.counted() == counted
+    connections = Answering(outcome)
+    assert await learned(table, connections, way=way) == 0
+    assert table.counted() == counted
     # Nobody looks for what cannot be found.
-    assert [len(look) for look in channel.looks] == ([] if way in ("touched", "private") else [20])
+    assert [len(look) for look in connections.looks] == ([] if way in ("warming", "private") else [20])
 
 
-async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
-    channel: Any = Answering(desk.requests, "Q")
+async def test_a_failure_on_the_way_teaches_nothing(table: Table) -> None:
+    connections: Any = Answering("Q")
 
     async def fails(*_: Any) -> bytes:
         raise QueueFull("no")
 
-    channel.call, channel.note = fails, lambda error: None
-    assert await learned(desk, channel) == 0
+    connections.call, connections.note = fails, lambda error: None
+    assert await learned(table, connections) == 0
 
 
 # Rows that are gone
@@ -579,9 +576,12 @@ async def test_a_failure_on_the_way_teaches_nothing(desk: Desk) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("outcome", ["Q", "J", "R"])
-async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(desk: Desk, outcome: str, again: bool) -> None:
+async def test_a_row_is_gone_when_its_job_has_ended_and_it_is_not_there(
+    table: Table, outcome: str, again: bool
+) -> None:
     # After a lost connection all are asked for again: those that are computed are not gone.
-    request, _ = desk.requests.board(prompt(1), Ear())
-    channel: Any = Answering(desk.requests, outcome)
-    await Submitter(channel, desk.requests, Tasks()).submit([request], again=again)
-    assert channel.lost == ([request] if again and outcome == "Q" else [])
+    request, _ = table.requests.add(prompt(1), Listener())
+    tasks = Tasks()
+    await submitter_of(table, Answering(outcome), tasks).submit([request], again=again)
+    assert table.requests.times_lost(request) == (1 if again and outcome == "Q" else 0)
+    await tasks.cancel()

@@ -371,7 +371,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
         await asyncio.to_thread(worker.until_says, "serving ")
     async with Producer("theirs", redis=server.url("producer")) as theirs:
         await theirs.logprobs([1])
-        reply = theirs._rows.session._connections.model.reply  # type: ignore[union-attr]
+        reply = theirs._sessions.session._connections.model.reply  # type: ignore[union-attr]
     jobs = KEYS.model("theirs").jobs
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})

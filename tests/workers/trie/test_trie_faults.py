@@ -329,7 +329,7 @@ async def test_a_vocabulary_that_many_miss_at_once_travels_once(pool: Pool, monk
     pool.start_trie_worker(*LEASE)
     producer = pool.producer()
     trie = await producer.trie(words(27, 300))
-    tries = (await producer._tries.open(Deadline(10))).vocabularies
+    tries = (await producer._trie_sessions.open(Deadline(10))).vocabularies
     await asyncio.gather(*(tries.register(trie.structure.vocabulary, Deadline(10)) for _ in range(20)))
     assert sent == 1
     pool.redis.set(pool.keys.vocabulary(trie.structure.digest), bytes(trie.structure.vocabulary.nbytes))

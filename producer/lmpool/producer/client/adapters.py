@@ -48,9 +48,9 @@ class Adapters:
         connections = self._connections
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
-    def own_line(self) -> CommandConnection:
-        """A connection for what keeps one busy; its user closes it."""
-        return self._connections.own_line()
+    def own_connection(self) -> CommandConnection:
+        """A connection for commands that keep one busy; its user closes it."""
+        return self._connections.own_connection()
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
         """What a job calls an adapter: "name@revision".

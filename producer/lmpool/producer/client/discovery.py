@@ -229,16 +229,16 @@ class Liveness:
         self._missing_since: float | None = None
         self._looked_at = -math.inf
 
-    async def meet(self, model: str) -> None:
-        """Look for the first time.
+    async def start(self, model: str) -> None:
+        """Count the workers for the first time.
 
         Raises:
             RedisError, OSError: the server cannot be used.
         """
         self._count = (await self._discovery.alive(model)).serving
 
-    def rest(self) -> None:
-        """They are not looked for now: nobody waits, or nobody can be seen."""
+    def pause(self) -> None:
+        """Workers are not looked for now: nobody waits, or nobody can be seen."""
         self._missing_since = None
 
     async def look(self, now: float) -> NoWorker | None:
@@ -272,19 +272,19 @@ class Liveness:
             )
         return None
 
-    def late(self, what: str) -> DeadlineExceeded:
-        """The end of a request whose deadline has passed; `what` says of what it has waited for."""
+    def deadline_error(self, text: str) -> DeadlineExceeded:
+        """The exception for a request whose deadline has passed; its message begins with `text`."""
         info = self._connections.model.info
         if self._count:
             return DeadlineExceeded(
-                f"{what}: {self._count} live worker(s) serve {info.name!r} and have not answered yet; "
+                f"{text}: {self._count} live worker(s) serve {info.name!r} and have not answered yet; "
                 "allow more time (timeout=), ask for less at once, or add workers"
             )
         if self._is_loading:
             return NoWorker(
-                f"{what}: a worker is loading {info.name!r}, none serves it yet; allow more time (timeout=)"
+                f"{text}: a worker is loading {info.name!r}, none serves it yet; allow more time (timeout=)"
             )
-        return NoWorker(f"{what}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
+        return NoWorker(f"{text}: no live worker serves {info.name!r}; start one with `{info.start_command}`")
 
 
 class Vocabularies:

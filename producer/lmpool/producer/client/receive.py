@@ -1,154 +1,48 @@
-"""Receiving: notifications from the reply stream, the rows or failures that they announce, and entries of rows."""
+"""Receiving: the notifications of the reply stream, which announce rows and failures; and single entries of rows."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lmpool import errors
-from lmpool.aio import Tasks, delays
+from lmpool.aio import delays
 from lmpool.broker.readers import stream_entries
 from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError, WorkerError
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
-from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import decode_alike, decode_entries, entry_ranges
 from lmpool.rows.cache import Row
 
-
-class WantedEntries(NamedTuple):
-    """Entries of one prompt's row.
-
-    Attributes:
-        digest: the prompt.
-        ids: which entries.
-    """
-
-    digest: bytes
-    ids: Sequence[int]
-
-
-Found = Row | CorruptRow | None
+FoundEntries = Row | CorruptRow | None
 """float32 of shape (k,); None when the row is not in the cache (an error is a value here)."""
-
-
-_AT_ONCE = 32
-"""Rows that are read together: while the server looks at some, others are answered here."""
-
-_MOST_ENTRIES = 2048
-"""Entries that are read together."""
-
-
-class EntryReader:
-    """Reads entries for one session; what is asked for in one tick of the event loop is read together.
-
-    Args:
-        connections: the connections.
-        tasks: where background work runs.
-    """
-
-    def __init__(self, connections: Connections, tasks: Tasks) -> None:
-        self._connections = connections
-        self._tasks = tasks
-        self._asked: list[tuple[WantedEntries, asyncio.Future[Found]]] = []
-        self._until = math.inf
-
-    def read(self, wanted: WantedEntries, until: float) -> asyncio.Future[Found]:
-        """The entries of one row.
-
-        Args:
-            wanted: which.
-            until: loop time after which the answer is None. So it is when the server cannot be used: who asks for the
-                row then is told what the matter is.
-        """
-        if not self._asked:
-            self._tasks.loop.call_soon(self._flush)
-        future: asyncio.Future[Found] = self._tasks.loop.create_future()
-        self._asked.append((wanted, future))
-        self._until = min(self._until, until)
-        return future
-
-    def _flush(self) -> None:
-        asked, self._asked = self._asked, []
-        until, self._until = self._until, math.inf
-        for part in _parts(asked):
-            self._tasks.spawn(self._answer(part, until))
-
-    async def _answer(self, asked: list[tuple[WantedEntries, asyncio.Future[Found]]], until: float) -> None:
-        found: list[Found] = [None] * len(asked)
-        timer = self._tasks.loop.call_at(until, _settle, asked, found)
-        try:
-            found = await self._read([wanted for wanted, _ in asked])
-        finally:  # The session may end meanwhile.
-            timer.cancel()
-            _settle(asked, found)
-
-    async def _read(self, wanted: list[WantedEntries]) -> list[Found]:
-        connections = self._connections
-        # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
-        info = connections.model.info
-        encoding = info.row_encoding
-        ranges = [entry_ranges(one.ids, encoding) for one in wanted]
-        try:
-            replies = await connections.model.rows.entries([one.digest for one in wanted], encoding, ranges)
-        except TROUBLE as error:
-            connections.note(error)
-            return [None] * len(wanted)
-        sizes = {len(one.ids) for one in wanted}
-        if len(sizes) == 1 and (found := decode_alike(replies, info.vocab_size, sizes.pop())) is not None:
-            return list(found)
-        pairs = zip(replies, wanted, strict=True)
-        return [None if data is None else _decode(data, one, info.vocab_size) for data, one in pairs]
-
-
-def _parts(
-    asked: list[tuple[WantedEntries, asyncio.Future[Found]]],
-) -> Iterator[list[tuple[WantedEntries, asyncio.Future[Found]]]]:
-    """Requests in portions for one call of the script, which serves nobody else meanwhile."""
-    begin = entries = 0
-    for at, (wanted, _) in enumerate(asked):
-        own = len(wanted.ids)
-        if at > begin and (at - begin == _AT_ONCE or entries + own > _MOST_ENTRIES):
-            yield asked[begin:at]
-            begin = at
-            entries = 0
-        entries += own
-    if begin < len(asked):
-        yield asked[begin:]
-
-
-def _settle(asked: list[tuple[WantedEntries, asyncio.Future[Found]]], found: list[Found]) -> None:
-    for (_, future), entries in zip(asked, found, strict=True):
-        if not future.done():  # Who asked may have been cancelled.
-            future.set_result(entries)
-
-
-def _decode(data: bytes, wanted: WantedEntries, vocab_size: int) -> Row | CorruptRow:
-    try:
-        return decode_entries(data, vocab_size, len(wanted.ids))
-    except ProtocolError as error:
-        return CorruptRow(f"the cached row of prompt {wanted.digest.hex()} is damaged: {error}")
-
 
 _log = logging.getLogger("lmpool.producer")
 
 _LONGEST_ID = len("9999999999999-18446744073709551615")
 """Of an id with a time before the year 2286."""
+
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
+
+_MOST_ROWS_AT_ONCE = 32
+"""Rows whose entries are read together: while the server looks at some, others are answered here."""
+
+_MOST_ENTRIES_AT_ONCE = 2048
+"""Entries that are read together."""
 
 
 class Receiver:
-    """Receives for one session.
+    """Reads the notifications for one session.
 
     Args:
         connections: the connections.
-        requests: all flights of the session.
-        submitter: where a row that was announced and is gone is asked for again.
+        requests: all requests of the session.
+        fetch: fetches rows that were announced, or asks for them again.
         on_other_model: called when the model turns out to have changed.
     """
 
@@ -156,15 +50,15 @@ class Receiver:
         self,
         connections: Connections,
         requests: PendingRequests,
-        submitter: Submitter,
+        fetch: Callable[[Sequence[bytes]], Awaitable[None]],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
-        self._submitter = submitter
+        self._fetch = fetch
         self._on_other_model = on_other_model
-        self._arrived: list[bytes] = []
-        self._has_arrived = asyncio.Event()
+        self._announced: list[bytes] = []
+        self._has_announced = asyncio.Event()
 
     async def read(self) -> None:
         """The one reader of this client's reply stream; never returns."""
@@ -187,8 +81,8 @@ class Receiver:
                 self._look_for_all()
                 continue
             waits, distrusted = delays(), False
-            for entry, fields in entries:
-                last = entry
+            for entry_id, fields in entries:
+                last = entry_id
                 self._on_message(fields)
             if len(last) > _LONGEST_ID:
                 last = await self._start_over()
@@ -199,14 +93,14 @@ class Receiver:
     def _look_for_all(self) -> None:
         """What was announced meanwhile may be lost with the connection: look for every row.
 
-        Looking does not tell of touches, which are submitted again after a while.
+        Looking tells nothing of requests that only warm the cache, which are submitted again after a while.
         """
-        self._announce([one.prompt.digest for one in self._requests if one.is_away and not one.is_touch])
+        self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
 
     async def _start_over(self) -> bytes:
         """Drop a reply stream that somebody has spoilt; returns from where to read the next one.
 
-        There may be something too large to be read, something else than a stream, or an entry with an id that no clock
+        There may be an entry too large to be read, something else than a stream, or an entry with an id that no clock
         has come to, behind which the server can add nothing, or nothing that would be seen.
         """
         _log.warning("what is at %r cannot be followed: it is dropped", self._connections.model.reply)
@@ -219,30 +113,24 @@ class Receiver:
     async def collect(self) -> None:
         """Fetch the rows that have been announced; what comes meanwhile makes the next fetch; never returns."""
         while True:
-            await self._has_arrived.wait()
-            digests, self._arrived = self._arrived, []
-            self._has_arrived.clear()
+            await self._has_announced.wait()
+            digests, self._announced = self._announced, []
+            self._has_announced.clear()
             try:
-                announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
-                await self._connections.settle(digests)
-                # Not those that have begun meanwhile: they look for themselves.
-                lost = [request for request in announced if request.is_away and self._requests.is_open(request)]
-                if lost:
-                    # Announced, but evicted or damaged since: a row is a pure function, so ask again.
-                    await self._submitter.submit(lost, again=True)
+                await self._fetch(digests)
             except TROUBLE as error:
                 self._connections.note(error)
 
     def _announce(self, digests: list[bytes]) -> None:
-        self._arrived += digests
-        if self._arrived:
-            self._has_arrived.set()
+        self._announced += digests
+        if self._announced:
+            self._has_announced.set()
 
     def _on_message(self, fields: dict[bytes, bytes]) -> None:
         digests = fields.get(b"d", b"")
         failure = fields.get(b"e")
-        parts = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
-        requests = [request for part in parts if (request := self._requests.get(part)) is not None]
+        each = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
+        requests = [request for digest in each if (request := self._requests.get(digest)) is not None]
         if failure is not None:
             for request in requests:
                 self._on_failure(request, failure)
@@ -263,12 +151,116 @@ class Receiver:
             request.stage = Stage.UNSENT
             self._on_other_model()
             return
-        self._requests.land(request, _exception(failure.kind, failure.text))
+        self._requests.resolve(request, _exception(failure.kind, failure.text))
 
 
 def _exception(kind: str, text: str) -> LMPoolError:
     """The exception that a worker named, as long as it is one of ours."""
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, LMPoolError):
-        return found(text)
+    error = getattr(errors, kind, None)
+    if isinstance(error, type) and issubclass(error, LMPoolError):
+        return error(text)
     return WorkerError(text)
+
+
+class WantedEntries(NamedTuple):
+    """Entries of one prompt's row.
+
+    Attributes:
+        digest: the prompt.
+        ids: which entries.
+    """
+
+    digest: bytes
+    ids: Sequence[int]
+
+
+_Read = tuple[WantedEntries, "asyncio.Future[FoundEntries]"]
+
+
+class EntryReader:
+    """Reads entries for one session; what is asked for in one tick of the event loop is read together.
+
+    Args:
+        connections: the connections.
+        tasks: where background work runs.
+    """
+
+    def __init__(self, connections: Connections, tasks: Tasks) -> None:
+        self._connections = connections
+        self._tasks = tasks
+        self._reads: list[_Read] = []
+        self._until = math.inf
+
+    def read(self, wanted: WantedEntries, until: float) -> asyncio.Future[FoundEntries]:
+        """The entries of one row.
+
+        Args:
+            wanted: which.
+            until: loop time after which the answer is None. So it is when the server cannot be used: who asks for the
+                row then is told what the matter is.
+        """
+        if not self._reads:
+            self._tasks.loop.call_soon(self._flush)
+        future: asyncio.Future[FoundEntries] = self._tasks.loop.create_future()
+        self._reads.append((wanted, future))
+        self._until = min(self._until, until)
+        return future
+
+    def _flush(self) -> None:
+        reads, self._reads = self._reads, []
+        until, self._until = self._until, math.inf
+        for portion in _portions(reads):
+            self._tasks.spawn(self._answer(portion, until))
+
+    async def _answer(self, reads: list[_Read], until: float) -> None:
+        results: list[FoundEntries] = [None] * len(reads)
+        timer = self._tasks.loop.call_at(until, _resolve, reads, results)
+        try:
+            results = await self._read([wanted for wanted, _ in reads])
+        finally:  # The session may end meanwhile.
+            timer.cancel()
+            _resolve(reads, results)
+
+    async def _read(self, wanted: list[WantedEntries]) -> list[FoundEntries]:
+        connections = self._connections
+        # Only now: the model may have changed since they were asked for, and its rows' encoding with it.
+        info = connections.model.info
+        encoding = info.row_encoding
+        ranges = [entry_ranges(entries.ids, encoding) for entries in wanted]
+        try:
+            replies = await connections.model.rows.entries([entries.digest for entries in wanted], encoding, ranges)
+        except TROUBLE as error:
+            connections.note(error)
+            return [None] * len(wanted)
+        sizes = {len(entries.ids) for entries in wanted}
+        if len(sizes) == 1 and (decoded := decode_alike(replies, info.vocab_size, sizes.pop())) is not None:
+            return list(decoded)
+        pairs = zip(replies, wanted, strict=True)
+        return [None if reply is None else _decode(reply, entries, info.vocab_size) for reply, entries in pairs]
+
+
+def _portions(reads: list[_Read]) -> Iterator[list[_Read]]:
+    """Reads in portions for one call of the script, which serves nobody else meanwhile."""
+    begin = entries = 0
+    for at, (wanted, _) in enumerate(reads):
+        more = len(wanted.ids)
+        if at > begin and (at - begin == _MOST_ROWS_AT_ONCE or entries + more > _MOST_ENTRIES_AT_ONCE):
+            yield reads[begin:at]
+            begin = at
+            entries = 0
+        entries += more
+    if begin < len(reads):
+        yield reads[begin:]
+
+
+def _resolve(reads: list[_Read], results: list[FoundEntries]) -> None:
+    for (_, future), result in zip(reads, results, strict=True):
+        if not future.done():  # Who asked may have been cancelled.
+            future.set_result(result)
+
+
+def _decode(data: bytes, wanted: WantedEntries, vocab_size: int) -> Row | CorruptRow:
+    try:
+        return decode_entries(data, vocab_size, len(wanted.ids))
+    except ProtocolError as error:
+        return CorruptRow(f"the cached row of prompt {wanted.digest.hex()} is damaged: {error}")

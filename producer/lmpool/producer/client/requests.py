@@ -1,4 +1,8 @@
-"""Requests under way: one for each prompt, whoever waits for it, what is counted of it, and the rows that are kept."""
+"""What a producer keeps in its memory: its latest rows, the requests under way, who waits for them, and counters.
+
+A prompt is asked for once, however many calls wait for it: the first call starts a `PendingRequest`, and the others
+join it. Nothing here talks to the server; `submit` and `receive` do.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,21 @@ from lmpool.protocol.prompt import Prompt
 from lmpool.rows.cache import Found, Row
 from lmpool.trie.weights import SentWeights
 
+OUTCOMES = ("cache_hits", "joined", "computed", "failed")
+"""How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
+
+Answer = Row | Exception
+Waiter = Callable[[Answer], None]
+"""Called once, with the row or with an exception of its own; never after it was removed from its request."""
+
+_MOST_OVERWRITES = 2
+_MOST_IN_FLIGHT = 8192
+_MOST_IN_FLIGHT_BYTES = 64 * 1024 * 1024
+_BUCKETS_PER_S = 100
+
 
 class RowLRU:
-    """Digest -> read-only row.
+    """The rows that a producer has used last: digest -> read-only row.
 
     Args:
         limit: bytes that the rows may take together; 0 keeps nothing.
@@ -100,7 +116,7 @@ class ProducerStats:
     failed: int = 0
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count."""
+        """Count requests in the attribute `name`."""
         setattr(self, name, getattr(self, name) + count)
 
     def copy(self) -> ProducerStats:
@@ -108,16 +124,12 @@ class ProducerStats:
         return replace(self)
 
 
-OUTCOMES = ("cache_hits", "joined", "computed", "failed")
-"""How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
-
-
 class Counters:
-    """Numbers of one producer. Its event loop counts them up, anybody reads them.
+    """Counters and histograms of one producer. Its event loop counts them up, any thread reads them.
 
     Args:
-        stats: its counters.
-        cache: its own rows.
+        stats: the outcomes of its requests.
+        cache: the rows in its own memory.
 
     Attributes:
         model: the model's name, once the producer has connected.
@@ -142,32 +154,23 @@ class Counters:
         ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
         return max(0, self.stats.requests - self.stats.local_hits - ended)
 
-    def landed(self, origin: str, began: float, joined: Sequence[float] | None, now: float) -> None:
-        """Count requests that were answered together.
+    def answered(self, origin: str, began: float, joined_at: Sequence[float] | None, now: float) -> None:
+        """Count requests that were answered together; all times are of `monotonic`.
 
         Args:
             origin: where the row came from for the first of them.
-            began: since when the first has waited; a time of `monotonic`.
-            joined: since when the others have; None for no others.
+            began: since when the first has waited.
+            joined_at: since when the others have; None for no others.
             now: when they were answered.
         """
         self.seconds[origin].observe(now - began)
-        for since in joined or ():
+        for since in joined_at or ():
             self.seconds["joined"].observe(now - since)
 
     def failed(self, why: str, began: float) -> None:
         """Count a request that ended without an answer; `began` is a time of `monotonic`."""
         self.failures[why] += 1
         self.seconds["failed"].observe(monotonic() - began)
-
-
-_MOST_OVERWRITES = 2
-_MOST_AWAY = 8192
-_MOST_AWAY_BYTES = 64 * 1024 * 1024
-
-Answer = Row | Exception
-Waiter = Callable[[Answer], None]
-"""Called once, with the row or with an exception of its own; never after it was taken off its request."""
 
 
 class Stage(Enum):
@@ -190,15 +193,16 @@ class PendingRequest:
         prompt: ids and digest.
         waiters: who waits for it here.
         began: since when the first of them does, by `monotonic`.
-        joined: since when the others do; None for none. (One list less for each request: the garbage collector counts.)
+        joined_at: since when each of the others does; None for none. (One list less for each request: the garbage
+            collector counts.)
         stage: whether the server knows that we wait.
         since: loop time of the last sign from the server about this prompt.
         until: loop time at which the most patient waiter gives up.
-        is_away: whether it counts as one that the server has.
+        in_flight: whether it counts as one that the server has.
         damaged: the cache holds something else than a row; it must be overwritten.
         overwrites: how often a worker was asked to do that.
         origin: counter of `ProducerStats` that the first waiter's request adds to; None until something has answered.
-        is_touch: nobody here wants the row itself, just that it be in the cache.
+        warm: no waiter wants the row itself, only that it be in the pool's cache.
         is_private: nobody else can ask for this, so nobody needs the answer once it has been read.
         weights: what a trie job works on, until it has been sent.
         weights_name: where they are stored, or b"".
@@ -207,10 +211,9 @@ class PendingRequest:
     __slots__ = (
         "began",
         "damaged",
-        "is_away",
+        "in_flight",
         "is_private",
-        "is_touch",
-        "joined",
+        "joined_at",
         "origin",
         "overwrites",
         "prompt",
@@ -218,35 +221,36 @@ class PendingRequest:
         "stage",
         "until",
         "waiters",
+        "warm",
         "weights",
         "weights_name",
     )
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.is_touch = False
+        self.warm = False
         self.is_private = False
         self.weights: SentWeights | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []
         self.began = monotonic()
-        self.joined: list[float] | None = None
+        self.joined_at: list[float] | None = None
         self.stage = _UNSENT
         self.since = 0.0
         self.until = 0.0
-        self.is_away = False
+        self.in_flight = False
         self.damaged = False
         self.overwrites = 0
         self.origin: str | None = None
 
 
 class PendingRequests:
-    """All flights of one session, by digest.
+    """All requests under way of one session, by digest.
 
     Args:
-        cache: the producer's own rows; what lands is added.
-        stats: the producer's counters.
-        counters: count how requests end.
+        cache: the rows in the producer's own memory; rows that come are added.
+        stats: the outcomes of the producer's requests.
+        counters: count how requests end, and how long they took.
 
     Attributes:
         counters: as above.
@@ -257,8 +261,8 @@ class PendingRequests:
         self._requests: dict[bytes, PendingRequest] = {}
         self._cache = cache
         self._stats = stats
-        # Flights that the server has, and the bytes of their prompts.
-        self._away = self._away_bytes = 0
+        # Requests that the server has, and the bytes of their prompts.
+        self._in_flight = self._in_flight_bytes = 0
         # How often a row was to be there and was not: of those requests alone, for there are hardly ever any.
         self._lost: dict[bytes, int] = {}
         self.on_end: Callable[[], None] | None = None
@@ -278,8 +282,8 @@ class PendingRequests:
         """Whether a request is still under way."""
         return self._requests.get(request.prompt.digest) is request
 
-    def board(
-        self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, touch: bool = False
+    def add(
+        self, prompt: Prompt, waiter: Waiter, *, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
         """Let a waiter wait for a prompt; returns its request, and whether that is a new one.
 
@@ -287,54 +291,39 @@ class PendingRequests:
             prompt: what is asked.
             waiter: who asks.
             until: loop time at which the waiter gives up.
-            touch: the waiter does not want the row, just that it be in the cache.
+            warm: the waiter does not want the row, only that it be in the pool's cache.
         """
         request = self._requests.get(prompt.digest)
         is_new = request is None
         if request is None:
             request = self._requests[prompt.digest] = PendingRequest(prompt)
-            request.is_touch = touch
+            request.warm = warm
         else:
-            if request.joined is None:
-                request.joined = []
-            request.joined.append(monotonic())
-            request.is_touch = request.is_touch and touch
+            if request.joined_at is None:
+                request.joined_at = []
+            request.joined_at.append(monotonic())
+            request.warm = request.warm and warm
         if until > request.until:
             request.until = until
         request.waiters.append(waiter)
         return request, is_new
 
-    def send(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
-        """Take requests to be sent, those that are waited for, as far as the server is to have so many at once.
+    def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
+        """Take the requests that may be sent now: those with waiters, as many as the server may have of one client.
 
         Args:
             unsent: in their order; what is taken is removed. A request counts as one that the server has until it ends.
         """
-        taken = []
-        while unsent and self._away < _MOST_AWAY and self._away_bytes < _MOST_AWAY_BYTES:
+        admitted = []
+        while unsent and self._in_flight < _MOST_IN_FLIGHT and self._in_flight_bytes < _MOST_IN_FLIGHT_BYTES:
             request = unsent.popleft()
             if request.waiters:
-                taken.append(request)
-                if not request.is_away:
-                    request.is_away = True
-                    self._away += 1
-                    self._away_bytes += len(request.prompt.ids)
-        return taken
-
-    def _end(self, request: PendingRequest) -> None:
-        self._take_off(request)
-        if self.on_end is not None:
-            self.on_end()
-
-    def _take_off(self, request: PendingRequest) -> None:
-        prompt = request.prompt
-        del self._requests[prompt.digest]
-        if self._lost:
-            self._lost.pop(prompt.digest, None)
-        if request.is_away:
-            request.is_away = False
-            self._away -= 1
-            self._away_bytes -= len(prompt.ids)
+                admitted.append(request)
+                if not request.in_flight:
+                    request.in_flight = True
+                    self._in_flight += 1
+                    self._in_flight_bytes += len(request.prompt.ids)
+        return admitted
 
     def count_lost(self, requests: Iterable[PendingRequest]) -> None:
         """Count that jobs had ended, and their rows were gone before they could be fetched."""
@@ -346,13 +335,13 @@ class PendingRequests:
         """How often that has happened to a request under way."""
         return self._lost.get(request.prompt.digest, 0)
 
-    def leave(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Take a waiter off its request; True when that ended the request, for nobody else waits here."""
+    def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
+        """Take a waiter off its request; True when that ended the request, for it has no other waiter."""
         at = request.waiters.index(waiter)
         del request.waiters[at]
-        began = request.joined.pop(at - 1) if at and request.joined else request.began
-        if not at and request.joined:
-            request.began = request.joined.pop(0)
+        began = request.joined_at.pop(at - 1) if at and request.joined_at else request.began
+        if not at and request.joined_at:
+            request.began = request.joined_at.pop(0)
         self.counters.failed(why, began)
         self._stats.failed += 1
         if request.waiters or not self.is_open(request):
@@ -360,43 +349,58 @@ class PendingRequests:
         self._end(request)
         return True
 
-    def deliver(self, digests: Sequence[bytes], found: Sequence[Found]) -> None:
-        """Take what the cache holds for some prompts."""
+    def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found]) -> None:
+        """End the requests whose rows the pool's cache holds; what is damaged there is to be overwritten first."""
         now, ended = monotonic(), 0
-        for digest, row in zip(digests, found, strict=True):
+        for digest, row in zip(digests, rows, strict=True):
             request = self._requests.get(digest)
             if row is None or request is None:
                 continue
             if isinstance(row, CorruptRow):
                 request.damaged = True
                 if request.overwrites >= _MOST_OVERWRITES:
-                    self.land(request, row)
+                    self.resolve(request, row)
                 continue
             if not request.prompt.query:
                 self._cache.put(digest, row)
-            self._take_off(request)
+            self._remove(request)
             self._answer(request, row, now)
             ended += 1
         if ended and self.on_end is not None:
             self.on_end()
 
-    def land(self, request: PendingRequest, answer: Answer) -> None:
+    def resolve(self, request: PendingRequest, answer: Answer) -> None:
         """End a request and tell its waiters; a newer request of the same prompt goes on."""
         if self.is_open(request):
             self._end(request)
-        if request.waiters:
-            self._tell(request, answer)
-
-    def _tell(self, request: PendingRequest, answer: Answer) -> None:
-        if not isinstance(answer, Exception):
-            self._answer(request, answer, monotonic())
+        if not request.waiters:
             return
-        waiters, request.waiters = request.waiters, []
-        self._stats.failed += len(waiters)
-        for since in (request.began, *(request.joined or ())):
-            self.counters.failed(type(answer).__name__, since)
-        for waiter in waiters:
-            waiter(own(answer))
+        if isinstance(answer, Exception):
+            self._fail(request, answer)
+        else:
+            self._answer(request, answer, monotonic())
+
+    def restart(self, fingerprint: str) -> None:
+        """Begin all requests anew with the model of this fingerprint; rows of another model are forgotten."""
+        self._cache.belong_to(fingerprint)
+        for request in self._requests.values():
+            request.stage = Stage.UNSENT
+            request.origin = None
+
+    def _end(self, request: PendingRequest) -> None:
+        self._remove(request)
+        if self.on_end is not None:
+            self.on_end()
+
+    def _remove(self, request: PendingRequest) -> None:
+        prompt = request.prompt
+        del self._requests[prompt.digest]
+        if self._lost:
+            self._lost.pop(prompt.digest, None)
+        if request.in_flight:
+            request.in_flight = False
+            self._in_flight -= 1
+            self._in_flight_bytes -= len(prompt.ids)
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
         waiters, request.waiters = request.waiters, []
@@ -404,19 +408,17 @@ class PendingRequests:
         origin = request.origin = request.origin or "cache_hits"
         self._stats.add(origin)
         self._stats.joined += len(waiters) - 1
-        self.counters.landed(origin, request.began, request.joined, now)
+        self.counters.answered(origin, request.began, request.joined_at, now)
         for waiter in waiters:
             waiter(row)
 
-    def follow(self, fingerprint: str) -> None:
-        """Ask for the rows of this model: rows of another are forgotten, and requests begin anew."""
-        self._cache.belong_to(fingerprint)
-        for request in self._requests.values():
-            request.stage = Stage.UNSENT
-            request.origin = None
-
-
-_SLOTS_PER_S = 100
+    def _fail(self, request: PendingRequest, error: Exception) -> None:
+        waiters, request.waiters = request.waiters, []
+        self._stats.failed += len(waiters)
+        for since in (request.began, *(request.joined_at or ())):
+            self.counters.failed(type(error).__name__, since)
+        for waiter in waiters:
+            waiter(own(error))
 
 
 class SingleWaiter:
@@ -424,23 +426,23 @@ class SingleWaiter:
 
     Args:
         loop: the running event loop.
-        seconds: how long it waits, for who is told that they have passed.
+        seconds: how long it waits, for the message of the exception that ends it.
 
     Attributes:
         future: has the row.
-        request: what it waits for.
+        request: what it waits for; set by who adds it there.
         seconds: as above.
-        slot: which of the `Deadlines` it is in.
+        bucket: the number of its bucket in `Deadlines`.
     """
 
-    __slots__ = ("future", "request", "seconds", "slot")
+    __slots__ = ("bucket", "future", "request", "seconds")
 
     request: PendingRequest
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self.future: asyncio.Future[Row] = loop.create_future()
         self.seconds = seconds
-        self.slot = 0
+        self.bucket = 0
 
     def __call__(self, answer: Answer) -> None:
         if not self.future.done():
@@ -451,7 +453,7 @@ class SingleWaiter:
 
 
 class Deadlines:
-    """Ends waits whose time has passed, at most 10 ms later.
+    """Ends waits whose deadline has passed, at most 10 ms later.
 
     A timer for each would cost more than anything else of a request that is answered in time; one for all those
     that end within the same hundredth of a second costs next to nothing.
@@ -464,28 +466,28 @@ class Deadlines:
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[SingleWaiter], None]) -> None:
         self._loop = loop
         self._expire = expire
-        self._slots: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
+        self._buckets: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
 
     def add(self, waiter: SingleWaiter, until: float) -> None:
         """End a wait at the loop time `until`, unless it is removed before."""
-        number = waiter.slot = int(until * _SLOTS_PER_S) + 1
-        slot = self._slots.get(number)
-        if slot is None:
-            slot = self._slots[number] = set(), self._loop.call_at(number / _SLOTS_PER_S, self._end, number)
-        slot[0].add(waiter)
+        number = waiter.bucket = int(until * _BUCKETS_PER_S) + 1
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = set(), self._loop.call_at(number / _BUCKETS_PER_S, self._end, number)
+        bucket[0].add(waiter)
 
     def remove(self, waiter: SingleWaiter) -> None:
         """Forget a wait that has ended, in whichever way."""
-        slot = self._slots.get(waiter.slot)
-        if slot is not None:
-            waiters, timer = slot
+        bucket = self._buckets.get(waiter.bucket)
+        if bucket is not None:
+            waiters, timer = bucket
             waiters.discard(waiter)
             if not waiters:
                 timer.cancel()
-                del self._slots[waiter.slot]
+                del self._buckets[waiter.bucket]
 
     def _end(self, number: int) -> None:
-        waiters, _ = self._slots.pop(number)
+        waiters, _ = self._buckets.pop(number)
         for waiter in waiters:
             self._expire(waiter)
 
@@ -493,8 +495,15 @@ class Deadlines:
 class BatchWaiter:
     """Collects the rows of a batch in one array, so that no row is kept twice.
 
+    Args:
+        loop: the running event loop.
+        count: n, the number of rows.
+        vocab_size: V.
+
     Attributes:
+        future: done when all rows have come, or with the first failure.
         rows: float32 of shape (n, V); complete when `future` is done.
+        left: how many are missing.
     """
 
     __slots__ = ("future", "left", "rows")
@@ -509,19 +518,20 @@ class BatchWaiter:
     def at(self, index: int) -> Waiter:
         """The waiter for one row of the batch."""
 
-        def deliver(answer: Answer) -> None:
+        def put(answer: Answer) -> None:
             if self.future.done():
                 return
             if isinstance(answer, Exception):
                 self.future.set_exception(answer)
                 return
             if answer.shape != self.rows.shape[1:]:
-                v = self.rows.shape[1]
-                self.future.set_exception(ModelMismatch(f"the model's V was {v} and is {answer.size} now: ask again"))
+                vocab_size = self.rows.shape[1]
+                text = f"the model's V was {vocab_size} and is {answer.size} now: ask again"
+                self.future.set_exception(ModelMismatch(text))
                 return
             self.rows[index] = answer
             self.left -= 1
             if self.left == 0:
                 self.future.set_result(None)
 
-        return deliver
+        return put

@@ -1,4 +1,4 @@
-"""A producer's life in one event loop: connect, ask, watch, close."""
+"""The session of a producer in one event loop: it connects, asks for rows, watches what was asked for, and closes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import Tasks
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.errors import (
@@ -21,9 +20,9 @@ from lmpool.errors import (
     UnknownModel,
 )
 from lmpool.producer.client.adapters import Adapters
-from lmpool.producer.client.connections import CLOSED, TROUBLE, Connections
+from lmpool.producer.client.connections import CLOSED, TROUBLE, Connections, Tasks
 from lmpool.producer.client.discovery import Discovery, Liveness, Vocabularies, WorkerInfo
-from lmpool.producer.client.receive import EntryReader, Found, Receiver, WantedEntries
+from lmpool.producer.client.receive import EntryReader, FoundEntries, Receiver, WantedEntries
 from lmpool.producer.client.requests import (
     BatchWaiter,
     Counters,
@@ -36,7 +35,7 @@ from lmpool.producer.client.requests import (
     Stage,
     Waiter,
 )
-from lmpool.producer.client.submit import Submitter
+from lmpool.producer.client.submit import CacheClient, Submitter
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -63,17 +62,22 @@ class Session:
     Args:
         server: the pool's Redis.
         keys: the deployment's key names.
-        cache: the producer's own rows.
-        stats: the producer's counters.
-        counters: count how requests end.
+        cache: the rows in the producer's own memory.
+        stats: the outcomes of the producer's requests.
+        counters: count how requests end, and how long they took.
         when_full: what requests do while the queue is at its limit.
         when_absent: what requests do while no worker serves the model.
 
     Attributes:
         loop: the event loop.
+        info: the model's info, as it was read last; set by `open`.
+        closed: whether it has ended.
         vocabularies: what the tokens of models and tries stand for.
         adapters: which weights the model's adapters have.
     """
+
+    # A plain attribute, for every request reads it.
+    info: ModelInfo
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Session:
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
     ) -> None:
+        self.closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._waits_when_absent = when_absent == "wait"
         self._has_told_of_absence = False
@@ -95,13 +100,18 @@ class Session:
         self._stats = stats
         self._requests = PendingRequests(cache, stats, counters)
         self._deadlines = Deadlines(self.loop, self._on_deadline)
-        self._connections = Connections(server, keys, self._requests)
+        self._connections = Connections(server, keys)
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)
         self._entries = EntryReader(self._connections, self._tasks)
         self.adapters = Adapters(self._connections)
-        self._submitter = Submitter(self._connections, self._requests, self._tasks, waits_when_full=when_full == "wait")
-        self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
+        self._pool_cache = CacheClient(self._connections, self._requests, self._tasks)
+        self._submitter = Submitter(
+            self._connections, self._requests, self._pool_cache, self._tasks, waits_when_full=when_full == "wait"
+        )
+        self._receiver = Receiver(
+            self._connections, self._requests, self._submitter.fetch_announced, self._follow_model
+        )
         self._is_following = False
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
@@ -116,13 +126,12 @@ class Session:
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: there is not exactly the model that was asked for.
         """
-        connections = self._connections
         try:
             info = await self._find_info(model)
-            await self._liveness.meet(info.name)
+            await self._liveness.start(info.name)
         except TROUBLE as error:
-            raise connections.explain(error) from error
-        connections.adopt(info)
+            raise self.explain(error) from error
+        self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # A task that is cancelled before its first step does not run at all, and this one closes the connections.
         await asyncio.sleep(0)
@@ -136,23 +145,21 @@ class Session:
                 await self._connections.check_writes(model or "")
             raise
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has ended."""
-        return self._connections.closed
+    def _adopt(self, info: ModelInfo) -> None:
+        """Use a model, or the same one with other weights."""
+        self._connections.adopt(info)
+        self._requests.restart(self.fingerprint)
+        self._requests.counters.model = info.name
+        self.info = info
+
+    def _renew(self, info: ModelInfo) -> None:
+        """Take over the info of the same weights."""
+        self._connections.renew(info)
+        self.info = info
 
     def check_open(self) -> None:
         """Raise ProducerClosed if it has ended."""
         self._connections.check_open()
-
-    @property
-    def info(self) -> ModelInfo:
-        """The model's info."""
-        try:
-            # Not by way of `model`, nor with a look first: this is read for every request.
-            return self._connections.adopted.info  # type: ignore[union-attr]
-        except AttributeError:
-            return self._connections.model.info  # Says that it is not known yet.
 
     @property
     def fingerprint(self) -> str:
@@ -188,15 +195,15 @@ class Session:
         info = self.info
         return encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens, adapter=adapter)
 
-    def kept(self, prompt: Prompt) -> Row | None:
-        """A prompt's row, if the producer has it itself: a request that ends here."""
+    def cached(self, prompt: Prompt) -> Row | None:
+        """A prompt's row, if it is in the producer's own memory: a request that ends here."""
         row = self._cache.get(prompt.digest)
         if row is not None:
             self._stats.requests += 1
             self._stats.local_hits += 1
         return row
 
-    def read_entries(self, wanted: WantedEntries, deadline: Deadline) -> asyncio.Future[Found]:
+    def read_entries(self, wanted: WantedEntries, deadline: Deadline) -> asyncio.Future[FoundEntries]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
         return self._entries.read(wanted, deadline.end)
 
@@ -206,17 +213,17 @@ class Session:
         self._stats.cache_hits += 1
         self._requests.counters.seconds["cache_hits"].observe(self.loop.time() - deadline.end + deadline.seconds)
 
-    def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, touch: bool = False) -> PendingRequest:
+    def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
         """Let `waiter` wait for a prompt's row; joins the request that is under way, or starts one.
 
         Args:
             prompt: what is asked.
             waiter: who asks.
             until: loop time at which the waiter gives up.
-            touch: the row itself is not wanted, just that it be in the cache; the answer is empty.
+            warm: the row itself is not wanted, only that it be in the pool's cache; the answer is empty.
         """
         self._stats.requests += 1
-        request, is_new = self._requests.board(prompt, waiter, until=until, touch=touch)
+        request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
         if is_new:
             self._submitter.add(request)
         return request
@@ -226,7 +233,7 @@ class Session:
         prompt: Prompt,
         deadline: Deadline,
         *,
-        touch: bool = False,
+        warm: bool = False,
         private: bool = False,
         damaged: bool = False,
         weights: SentWeights | None = None,
@@ -236,13 +243,13 @@ class Session:
         Args:
             prompt: what is asked.
             deadline: for how long.
-            touch: as for `ask`.
+            warm: as for `ask`.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
             damaged: what the cache holds as the answer is damaged: have it replaced.
             weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
         """
         self.check_open()
-        waiter = self.begin(prompt, deadline.end, deadline.seconds, touch=touch)
+        waiter = self.begin(prompt, deadline.end, deadline.seconds, warm=warm)
         request = waiter.request
         if weights is not None:
             request.weights_name, request.weights = weights.name, weights
@@ -259,7 +266,7 @@ class Session:
         waits: list[tuple[PendingRequest, Waiter]] = []
         for index, prompt in enumerate(prompts):
             waiter = batch.at(index)
-            row = self.kept(prompt)
+            row = self.cached(prompt)
             if row is None:
                 waits.append((self.ask(prompt, waiter, deadline.end), waiter))
             else:
@@ -271,7 +278,7 @@ class Session:
             timer.cancel()
             for request, waiter in waits:
                 if request.waiters:
-                    self.leave(request, waiter)
+                    self.remove_waiter(request, waiter)
         return batch.rows
 
     def _expire_first(self, waits: Sequence[tuple[PendingRequest, Waiter]], seconds: float) -> None:
@@ -281,17 +288,17 @@ class Session:
                 self.expire(request, waiter, seconds)
                 return
 
-    def begin(self, prompt: Prompt, until: float, seconds: float, *, touch: bool = False) -> SingleWaiter:
+    def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
         """Ask, for who awaits the future and calls `end`, however that ends.
 
         Args:
             prompt: what is asked.
             until: loop time of the deadline.
             seconds: how long that is, for its message.
-            touch: as for `ask`.
+            warm: as for `ask`.
         """
         waiter = SingleWaiter(self.loop, seconds)
-        waiter.request = self.ask(prompt, waiter, until, touch=touch)
+        waiter.request = self.ask(prompt, waiter, until, warm=warm)
         self._deadlines.add(waiter, until)
         return waiter
 
@@ -300,14 +307,14 @@ class Session:
         self._deadlines.remove(waiter)
         request = waiter.request
         if request.waiters:
-            self.leave(request, waiter)
+            self.remove_waiter(request, waiter)
         if request.is_private:
-            self._submitter.discard([request])
+            self._pool_cache.discard([request])
 
-    def leave(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
-        """Take a waiter off its request, if it is still on it."""
-        if waiter in request.waiters and self._requests.leave(request, waiter, why):
-            self._submitter.take_back(request)
+    def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
+        """Take a waiter off its request, if it is still on it; a request without waiters is cancelled."""
+        if waiter in request.waiters and self._requests.remove_waiter(request, waiter, why):
+            self._submitter.cancel(request)
 
     def _on_deadline(self, waiter: SingleWaiter) -> None:
         self.expire(waiter.request, waiter, waiter.seconds)
@@ -316,24 +323,25 @@ class Session:
         """End a wait whose deadline has passed, with the exception that says why."""
         if waiter in request.waiters:
             error = self._reason(request, f"no row within {timeout:g} s")
-            self.leave(request, waiter, type(error).__name__)
+            self.remove_waiter(request, waiter, type(error).__name__)
             waiter(error)
 
-    def _reason(self, request: PendingRequest, what: str) -> LMPoolError:
+    def _reason(self, request: PendingRequest, text: str) -> LMPoolError:
+        """The exception that says why a request has no row yet; its message begins with `text`."""
         connections = self._connections
         if connections.trouble is not None:
-            return type(connections.trouble)(f"{what}: {connections.trouble}")
+            return type(connections.trouble)(f"{text}: {connections.trouble}")
         if request.stage is Stage.REFUSED:
-            return QueueFull(f"{what}: {connections.full()}")
+            return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
-        if lost := connections.lost(request):
-            return DeadlineExceeded(f"{what}: {lost}")
-        return self._liveness.late(what)
+        if times := self._requests.times_lost(request):
+            return DeadlineExceeded(f"{text}: {connections.describe_lost_row(times, len(self._requests))}")
+        return self._liveness.deadline_error(text)
 
     async def close(self) -> None:
         """End all requests and connections, and leave nothing on the server."""
         if self._supervisor is None:
-            self._connections.closed = True
+            self._end()
             await self._connections.close()
         elif not self.closed:
             self.close_soon()
@@ -355,10 +363,14 @@ class Session:
             _log.exception("the connection to the pool ends because of an error in it")
             raise
         finally:
-            self._connections.closed = True
+            self._end()
             # A loop that was closed without cancelling its tasks can do nothing any more.
             if not self.loop.is_closed():
                 await self._shut_down()
+
+    def _end(self) -> None:
+        """From now on nothing may be asked."""
+        self.closed = self._connections.closed = True
 
     async def _shut_down(self) -> None:
         await self._tasks.cancel()
@@ -369,7 +381,7 @@ class Session:
         except (*TROUBLE, TimeoutError):
             pass  # The server is away; what stays there expires.
         for request in self._requests:
-            self._requests.land(request, ProducerClosed(CLOSED))
+            self._requests.resolve(request, ProducerClosed(CLOSED))
         await self._connections.close()
 
     async def _watch(self) -> None:
@@ -384,35 +396,37 @@ class Session:
                     await self.adapters.renew()
                     if self._requests:
                         absence = await self._liveness.look(self.loop.time())
-                        self._on_look(absence)
+                        self._on_absence(absence)
                     else:
-                        self._liveness.rest()
+                        self._liveness.pause()
                 if self._requests:
                     await self._recheck()
                 # What cannot be sent is tried again, and tells itself: the info may be there, and the rows elsewhere.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
-                self._liveness.rest()  # Who could not be seen is not missed.
+                self._liveness.pause()  # Who could not be seen is not missed.
                 self._connections.note(error)
                 await self._connections.reconnect(error)
-            self._bear(absence or self._connections.trouble)
+            self._end_endless(absence or self._connections.trouble)
 
     async def _recheck(self) -> None:
         """Look for rows that were never announced; resubmit what has been silent for a lease."""
         now, lease = self.loop.time(), self.info.lease_s
-        late = [f for f in self._requests if f.stage is Stage.WAITING and now - f.since > _WATCH_S]
+        waiting = (request for request in self._requests if request.stage is Stage.WAITING)
+        late = [request for request in waiting if now - request.since > _WATCH_S]
         # Not always the first ones: while these wait for long, the rows of others may be there.
         at = self._next_recheck if self._next_recheck < len(late) else 0
         late = late[at : at + _MOST_RECHECKED]
         self._next_recheck = at + len(late)
-        await self._connections.fetch([request.prompt.digest for request in late])
-        # Whether the row of a touch is there only the script can tell.
-        silent = [f for f in late if self._requests.is_open(f) and (f.is_touch or now - f.since > lease)]
+        await self._pool_cache.fetch([request.prompt.digest for request in late])
+        pending = filter(self._requests.is_open, late)
+        # Whether a row that is only to be in the cache is there the script alone can tell.
+        silent = [request for request in pending if request.warm or now - request.since > lease]
         if silent:
             await self._submitter.submit(silent, again=True)
 
-    def _on_look(self, absence: LMPoolError | None) -> None:
+    def _on_absence(self, absence: LMPoolError | None) -> None:
         """Nobody has served the model for long, or somebody does: requests end, or wait as they were told."""
         if absence is None:
             self._has_told_of_absence = False
@@ -422,7 +436,7 @@ class Session:
             self._has_told_of_absence = True
             _log.warning("%s; requests wait until their deadlines", absence)
 
-    def _bear(self, why: LMPoolError | None) -> None:
+    def _end_endless(self, why: LMPoolError | None) -> None:
         """End the requests without a deadline when they could not have been answered for long, for this reason."""
         now = self.loop.time()
         if why is None or not self._requests:
@@ -435,8 +449,8 @@ class Session:
 
     def _give_up(self, requests: list[PendingRequest], error: LMPoolError) -> None:
         for request in requests:
-            self._requests.land(request, error)
-            self._submitter.take_back(request)
+            self._requests.resolve(request, error)
+            self._submitter.cancel(request)
 
     def _follow_model(self) -> None:
         """The model has changed under us: read its info and send everything again."""
@@ -458,8 +472,8 @@ class Session:
         if info is None:
             return  # Between two workers; requests wait for the next one.
         if info.fingerprint == self.info.fingerprint:
-            self._connections.renew(info)
+            self._renew(info)
             return
         _log.info("the model %r has changed: asking again for %d prompts", info.name, len(self._requests))
-        self._connections.adopt(info)
+        self._adopt(info)
         self._submitter.retry_soon()

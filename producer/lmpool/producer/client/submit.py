@@ -1,4 +1,4 @@
-"""Sending: look in the cache, ask workers for the rest, and take back what nobody waits for."""
+"""Asking the server: look for rows in the pool's cache, queue jobs for the rest, and cancel what nobody waits for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from lmpool.aio import Tasks, delays
+import numpy as np
+from redis.exceptions import ResponseError
+
+from lmpool.aio import delays
 from lmpool.broker import scripts
 from lmpool.errors import QueueFull
-from lmpool.producer.client.connections import TROUBLE, Connections
+from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.protocol.job import Job, pack_jobs
 from lmpool.protocol.keys import GROUP
+from lmpool.rows.cache import Found
 
 _FEW = 8
 _SENT = (Stage.SENDING, Stage.WAITING)
@@ -24,30 +28,135 @@ _MOST_PATIENCE_S = 3600.0
 _UPLOAD_BYTES = 4 * 1024 * 1024
 _MOST_IDS_BYTES = 512 * 1024
 _IN_THE_WAY = b"+"
+_NO_ROW = np.empty(0, np.float32)
 
 
-class Submitter:
-    """Sends the flights of one session.
+class CacheClient:
+    """Uses the pool's cache for the requests of one session.
 
     Args:
         connections: the connections.
-        requests: all flights of the session.
+        requests: all requests of the session; they are given the rows that are fetched.
+        tasks: where background work runs.
+    """
+
+    def __init__(self, connections: Connections, requests: PendingRequests, tasks: Tasks) -> None:
+        self._connections = connections
+        self._requests = requests
+        self._tasks = tasks
+        self._disposable: list[bytes] = []
+
+    async def fetch(self, digests: Sequence[bytes]) -> None:
+        """Look for rows in the cache and give those that are there to the requests.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        lengths, wanted = {}, []
+        for digest in digests:
+            request = self._requests.get(digest)
+            if request is not None and not request.warm:
+                wanted.append(digest)
+                if request.prompt.length:
+                    lengths[digest] = request.prompt.length
+        if not wanted:
+            return
+        rows = self._connections.model.rows
+
+        def resolve(digests: Sequence[bytes], found: Sequence[Found]) -> None:
+            # Rows from the namespace of other weights answer nothing after the change.
+            if self._connections.model.rows is rows:
+                self._requests.resolve_found(digests, found)
+
+        self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
+        self._connections.trouble = None
+
+    async def fetch_stored(self, digests: Sequence[bytes]) -> None:
+        """As `fetch`, for rows that the server says are there: requests that only warm the cache end at once.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        for digest in digests:
+            request = self._requests.get(digest)
+            if request is not None and request.warm:
+                self._requests.resolve(request, _NO_ROW)
+        await self.fetch(digests)
+
+    async def store_weights(self, requests: Sequence[PendingRequest]) -> bool:
+        """Store the weights of those requests that have some and are still under way; returns whether there were any.
+
+        Raises:
+            ServerError: the server cannot be used, or refuses.
+        """
+        weights = [request.weights for request in requests if request.weights is not None and request.waiters]
+        if not weights:
+            return False
+        refused = await self._connections.model.rows.put_weights(weights)
+        if refused:
+            raise self._connections.explain(ResponseError(next(iter(refused.values()))))
+        for request in requests:
+            request.weights = None
+        return True
+
+    def discard(self, requests: Sequence[PendingRequest]) -> None:
+        """Remove what nobody needs once these requests have ended: private answers, and the weights of trie jobs."""
+        keys: list[bytes] = []
+        for request in requests:
+            if request.is_private:
+                keys += self._connections.model.rows.keys_of([request.prompt.digest])
+                request.is_private = False
+            if request.weights_name:
+                keys += self._connections.model.rows.keys_of_weights([request.weights_name])
+                request.weights_name = b""
+        if keys and not self._disposable:
+            # For all that end in this tick.
+            self._tasks.loop.call_soon(self._flush)
+        self._disposable += keys
+
+    def _flush(self) -> None:
+        if self._disposable:
+            self._tasks.spawn(self.drop_discarded())
+
+    async def drop_discarded(self) -> None:
+        """Remove now what was discarded in this tick of the event loop."""
+        keys, self._disposable = self._disposable, []
+        if keys:
+            try:
+                await self._connections.model.rows.drop(keys)
+            except TROUBLE as error:
+                self._connections.note(error)  # They expire.
+
+
+class Submitter:
+    """Sends the requests of one session, and cancels them.
+
+    Args:
+        connections: the connections.
+        requests: all requests of the session.
+        cache: uses the pool's cache for them.
         tasks: where background work runs.
         waits_when_full: whether requests that the queue has no room for wait for it, or end.
     """
 
     def __init__(
-        self, connections: Connections, requests: PendingRequests, tasks: Tasks, *, waits_when_full: bool = True
+        self,
+        connections: Connections,
+        requests: PendingRequests,
+        cache: CacheClient,
+        tasks: Tasks,
+        *,
+        waits_when_full: bool = True,
     ) -> None:
         self._connections = connections
         self._requests = requests
+        self._cache = cache
         self._tasks = tasks
         self._waits_when_full = waits_when_full
         self._unsent: deque[PendingRequest] = deque()
         self._flushing = False
-        self._left: set[bytes] = set()
-        self._spent: list[bytes] = []
-        self._leaving = False
+        self._cancelled: set[bytes] = set()
+        self._cancelling = False
         self._retrying = False
         self._hit_rate = _LIKELY
 
@@ -63,17 +172,17 @@ class Submitter:
             # Runs after everything that is ready in this tick has added its requests.
             self._flush_soon()
 
-    def take_back(self, request: PendingRequest) -> None:
+    def cancel(self, request: PendingRequest) -> None:
         """Take this client off a prompt that nobody here waits for any more."""
-        self.discard([request])
+        self._cache.discard([request])
         if len(self._unsent) > 2 * len(self._requests) + _FEW:
             # Of those that wait here most have been given up.
-            self._unsent = deque(one for one in self._unsent if one.waiters)
+            self._unsent = deque(request for request in self._unsent if request.waiters)
         if request.stage in _SENT:
-            self._left.add(request.prompt.digest)
-            if not self._leaving:
-                self._leaving = True
-                self._tasks.loop.call_soon(self._flush_left)
+            self._cancelled.add(request.prompt.digest)
+            if not self._cancelling:
+                self._cancelling = True
+                self._tasks.loop.call_soon(self._flush_cancelled)
 
     def retry_soon(self) -> None:
         """Send what could not be sent, until the server takes it."""
@@ -85,72 +194,51 @@ class Submitter:
         """Register for prompts and queue those that nobody computes yet.
 
         Args:
-            requests: who asks.
+            requests: which requests.
             again: they have waited long; make sure that their jobs still exist.
 
         Raises:
             ServerError or an error of redis-py: the server cannot be used.
         """
-        connections = self._connections
-        # Whether the row of a touch is there the script can tell, if it sees rows.
+        connections, cache = self._connections, self._cache
+        # Whether a row is there that need not be sent the script can tell, if it sees rows.
         if not connections.model.rows.is_seen:
-            touched = [one.prompt.digest for one in requests if one.is_touch and not one.damaged]
-            await connections.settle(await connections.model.rows.there(touched))
-        stored = await self._submit_parts(requests, again)
+            warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
+            await cache.fetch_stored(await connections.model.rows.there(warmed))
+        stored = await self._submit_portions(requests, again)
         connections.trouble = None
         if stored:
-            await connections.settle(stored)
+            await cache.fetch_stored(stored)
             damaged = [request for request in requests if request.damaged and self._requests.is_open(request)]
             if damaged:
                 await self.submit(damaged)
-            gone = [one for digest in stored if (one := self._requests.get(digest)) and not one.damaged]
+            pending = (self._requests.get(digest) for digest in stored)
+            gone = [request for request in pending if request is not None and not request.damaged]
             if gone and not again:
                 # Evicted since: a row is a pure function, so ask for it once more.
                 await self.submit(gone, again=True)
 
-    async def _submit_parts(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
-        """Returns the digests whose rows have appeared in the cache meanwhile."""
-        stored: list[bytes] = []
-        is_full = False
-        for part in _parts(requests):
-            left = [request for request in part if request.waiters]
-            if is_full and self._waits_when_full:
-                # They would be sent to be refused, and so whenever they are tried again.
-                for request in left:
-                    request.stage = Stage.REFUSED
-            elif left:
-                if await self._connections.upload(left):
-                    left = [request for request in left if request.waiters]
-                found, is_full = await self._submit_part(left, again)
-                stored += found
-        return stored
+    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
+        """Fetch rows that workers have announced; those that are gone or damaged since are asked for again.
 
-    def discard(self, requests: Sequence[PendingRequest]) -> None:
-        """Remove what nobody needs once these requests have ended: private answers, and the weights of trie jobs."""
-        if keys := self._connections.spent(requests):
-            if not self._spent:
-                # For all that end in this tick.
-                self._tasks.loop.call_soon(self._flush_spent)
-            self._spent += keys
-
-    def _flush_spent(self) -> None:
-        if self._spent:
-            self._tasks.spawn(self._unlink())
-
-    async def _unlink(self) -> None:
-        keys, self._spent = self._spent, []
-        try:
-            await self._connections.unlink(keys)
-        except TROUBLE as error:
-            self._connections.note(error)  # They expire.
+        Raises:
+            ServerError or an error of redis-py: the server cannot be used.
+        """
+        announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
+        await self._cache.fetch_stored(digests)
+        # Not those that have begun meanwhile: they look for themselves.
+        lost = [request for request in announced if request.in_flight and self._requests.is_open(request)]
+        if lost:
+            # Evicted or damaged since: a row is a pure function, so ask again.
+            await self.submit(lost, again=True)
 
     async def cancel_all(self) -> None:
         """Take this client off everything that it waits for, and its weights off the server: the session ends."""
-        self.discard(list(self._requests))
-        await self._unlink()
+        self._cache.discard(list(self._requests))
+        await self._cache.drop_discarded()
         waiting = [request.prompt.digest for request in self._requests if request.stage in _SENT]
-        # On the line of the submissions, so behind any that is under way.
-        await self._cancel([*waiting, *self._left])
+        # On the connection of the submissions, so behind any that is under way.
+        await self._cancel([*waiting, *self._cancelled])
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -163,7 +251,7 @@ class Submitter:
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
         """
         self._flushing = False
-        batch = self._requests.send(self._unsent)
+        batch = self._requests.admit(self._unsent)
         self._requests.on_end = self._flush_soon if self._unsent else None
         if batch:
             self._tasks.spawn(self._send(batch))
@@ -174,10 +262,10 @@ class Submitter:
         for request in requests:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
-        sought = [request for request in requests if not (request.damaged or request.is_touch or request.is_private)]
+        sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         try:
             if sought and self._is_worth_a_look(len(sought)):
-                await self._connections.fetch([request.prompt.digest for request in sought])
+                await self._cache.fetch([request.prompt.digest for request in sought])
             await self.submit([request for request in requests if request.waiters])
             self._learn(sought)
         except TROUBLE as error:
@@ -195,29 +283,35 @@ class Submitter:
 
     def _learn(self, requests: Sequence[PendingRequest]) -> None:
         # Who was cancelled or refused has met neither the cache nor a job.
-        known = [one.origin for one in requests if one.origin is not None and one.stage is not Stage.REFUSED]
-        if known:
-            self._hit_rate += (known.count("cache_hits") / len(known) - self._hit_rate) / _HIT_RATE_WINDOW
+        answered = (request for request in requests if request.stage is not Stage.REFUSED)
+        origins = [request.origin for request in answered if request.origin is not None]
+        if origins:
+            self._hit_rate += (origins.count("cache_hits") / len(origins) - self._hit_rate) / _HIT_RATE_WINDOW
 
-    async def _submit_part(self, requests: Sequence[PendingRequest], again: bool) -> tuple[list[bytes], bool]:
+    async def _submit_portions(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
+        """Returns the digests whose rows have appeared in the cache meanwhile."""
+        stored: list[bytes] = []
+        is_full = False
+        for portion in _portions(requests):
+            waited_for = [request for request in portion if request.waiters]
+            if is_full and self._waits_when_full:
+                # They would be sent to be refused, and so whenever they are tried again.
+                for request in waited_for:
+                    request.stage = Stage.REFUSED
+            elif waited_for:
+                if await self._cache.store_weights(waited_for):
+                    waited_for = [request for request in waited_for if request.waiters]
+                stored_now, is_full = await self._submit_portion(waited_for, again)
+                stored += stored_now
+        return stored
+
+    async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> tuple[list[bytes], bool]:
         """Returns the digests whose rows have appeared in the cache meanwhile, and whether the queue is full."""
         if not requests:
             return [], False
-        connections, model = self._connections, self._connections.model
+        connections = self._connections
         is_damaged = any(request.damaged for request in requests)
-        look = "" if is_damaged else "rows" if model.rows.is_seen else "marks"
-        keys, prefix = [model.keys.jobs, model.reply], model.keys.waiting
-        keys += [prefix + request.prompt.digest for request in requests]
-        if look == "rows":
-            keys += model.rows.keys_of(request.prompt.digest for request in requests)
-        patience_ms = self._patience_ms(requests)
-        args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, look, int(again)]
-        prompts = [(request.prompt, request.damaged) for request in requests]
-        fingerprint = model.fingerprint
-        args += pack_jobs(Job(one.ids, one.adapter, fingerprint, damaged, one.query) for one, damaged in prompts)
-        outcome = await scripts.SUBMIT.on(connections.line.call, keys, args)
-        if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
-            raise connections.line.distrust(outcome)
+        outcome = await self._call_script(requests, is_damaged, again)
         is_in_the_way, outcome = outcome.endswith(_IN_THE_WAY), outcome.removesuffix(_IN_THE_WAY)
         is_full = b"F" in outcome
         if is_full and self._waits_when_full:
@@ -233,7 +327,7 @@ class Submitter:
                 request.overwrites += request.damaged
             if code == "Q":
                 request.origin = "computed"
-                if again:  # Its job has ended, and what came of it is not there.
+                if again and not request.damaged:  # Its job has ended, and what came of it is not there.
                     lost.append(request)
             elif code == "J" and request.origin != "computed":
                 request.origin = "joined"
@@ -244,20 +338,40 @@ class Submitter:
             elif code == "F":
                 request.stage = Stage.REFUSED
                 if not self._waits_when_full:
-                    self._requests.land(request, QueueFull(connections.full()))
+                    self._requests.resolve(request, QueueFull(connections.describe_full_queue()))
             if not request.waiters and code in "QJ" and self._requests.get(digest) is None:
                 abandoned.append(digest)
         await self._cancel(abandoned)
-        if connections.note_lost(lost):
+        if lost := [request for request in lost if self._requests.is_open(request)]:
+            self._requests.count_lost(lost)
             self._tasks.spawn(connections.look_at_memory())
         if is_in_the_way:
-            self._tasks.spawn(self._clear_the_way())
+            self._tasks.spawn(self._refill())
         return stored, is_full
 
-    async def _clear_the_way(self) -> None:
+    async def _call_script(self, requests: Sequence[PendingRequest], is_damaged: bool, again: bool) -> bytes:
+        """Returns a letter for each request, and `_IN_THE_WAY` when jobs of another client are before these."""
+        connections, model = self._connections, self._connections.model
+        look = "" if is_damaged else "rows" if model.rows.is_seen else "marks"
+        keys, prefix = [model.keys.jobs, model.reply], model.keys.waiting
+        keys += [prefix + request.prompt.digest for request in requests]
+        if look == "rows":
+            keys += model.rows.keys_of(request.prompt.digest for request in requests)
+        args: list[bytes | str | int] = [model.info.queue_limit, self._patience_ms(requests), look, int(again)]
+        prompts = [(request.prompt, request.damaged) for request in requests]
+        fingerprint = model.fingerprint
+        args += pack_jobs(
+            Job(prompt.ids, prompt.adapter, fingerprint, damaged, prompt.query) for prompt, damaged in prompts
+        )
+        outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
+        if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
+            raise connections.commands.distrust(outcome)
+        return outcome
+
+    async def _refill(self) -> None:
         """Have what another client has in the stream go behind these prompts, a part of it in each call."""
         try:
-            while await scripts.REFILL.on(self._connections.line.call, [self._connections.model.keys.jobs], []):
+            while await scripts.REFILL.on(self._connections.commands.call, [self._connections.model.keys.jobs], []):
                 pass
         except TROUBLE as error:
             self._connections.note(error)  # Workers go on with it.
@@ -284,40 +398,44 @@ class Submitter:
             self._retrying = False
 
     def _pending(self) -> list[PendingRequest]:
-        return [one for one in self._requests if one.is_away and one.stage in (Stage.UNSENT, Stage.REFUSED)]
+        return [
+            request
+            for request in self._requests
+            if request.in_flight and request.stage in (Stage.UNSENT, Stage.REFUSED)
+        ]
 
-    def _flush_left(self) -> None:
-        self._tasks.spawn(self._cancel_left())
+    def _flush_cancelled(self) -> None:
+        self._tasks.spawn(self._send_cancelled())
 
-    async def _cancel_left(self) -> None:
-        self._leaving = False
-        digests = set(self._left)
+    async def _send_cancelled(self) -> None:
+        self._cancelling = False
+        digests = set(self._cancelled)
         try:
             await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
             # Only now: when the session ends before, what is left here is cancelled then.
-            self._left -= digests
+            self._cancelled -= digests
         except TROUBLE as error:
             self._connections.note(error)  # What stays registered expires.
 
     async def _cancel(self, digests: Sequence[bytes]) -> None:
         model = self._connections.model
         for at in range(0, len(digests), scripts.MOST_AT_ONCE):
-            part = digests[at : at + scripts.MOST_AT_ONCE]
-            keys = [model.keys.jobs, model.reply, *(model.keys.waiting + digest for digest in part)]
-            await scripts.CANCEL.on(self._connections.line.call, keys, [GROUP])
+            portion = digests[at : at + scripts.MOST_AT_ONCE]
+            keys = [model.keys.jobs, model.reply, *(model.keys.waiting + digest for digest in portion)]
+            await scripts.CANCEL.on(self._connections.commands.call, keys, [GROUP])
 
 
-def _parts(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
-    """Flights in portions for one call of a script: no more of them, and of their ids, than it handles in a few ms; few
-    where weights go along, so that workers can begin."""
-    begin = weights = ids = 0
+def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
+    """Requests in portions for one call of a script: no more of them, and of their ids, than it handles in a few ms;
+    few where weights go along, so that workers can begin."""
+    begin = weights_bytes = ids_bytes = 0
     for at, request in enumerate(requests):
-        own_weights = 0 if request.weights is None else request.weights.values.nbytes
-        own_ids = len(request.prompt.ids)
-        is_much = weights + own_weights > _UPLOAD_BYTES or ids + own_ids > _MOST_IDS_BYTES
+        more_weights = 0 if request.weights is None else request.weights.values.nbytes
+        more_ids = len(request.prompt.ids)
+        is_much = weights_bytes + more_weights > _UPLOAD_BYTES or ids_bytes + more_ids > _MOST_IDS_BYTES
         if at > begin and (is_much or at - begin == scripts.MOST_AT_ONCE):
             yield requests[begin:at]
-            begin, weights, ids = at, 0, 0
-        weights, ids = weights + own_weights, ids + own_ids
+            begin, weights_bytes, ids_bytes = at, 0, 0
+        weights_bytes, ids_bytes = weights_bytes + more_weights, ids_bytes + more_ids
     if begin < len(requests):
         yield requests[begin:]

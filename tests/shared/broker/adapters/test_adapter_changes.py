@@ -106,7 +106,7 @@ async def replaced_while_known(
     async with two_clients(pool) as (changing, asking):
         before = await changing.add_adapter("poet", old)
         await check(asking, "poet", before, [1])
-        session = asking._rows.session
+        session = asking._sessions.session
         assert session is not None
         session.adapters.doubt()
         await check(asking, "poet", before, [1])  # It has read the registry now.

@@ -98,7 +98,7 @@ async def test_a_client_does_not_believe_a_server_that_has_forgotten_a_change(
         _, new = await replaced_and_forgotten(far, servers, tmp_path, client)
         worker.signal(signal.SIGSTOP)
         await servers.fail_over()
-        session = client._rows.session
+        session = client._sessions.session
         assert session is not None
         for _ in range(2):
             session.adapters.doubt()
