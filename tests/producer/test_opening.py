@@ -239,16 +239,16 @@ async def test_closing_at_any_step_of_opening_leaves_no_session(pool: Pool) -> N
 
 
 class Openings:
-    """Sessions that need no server, and the slot that holds them.
+    """Sessions that need no server, and the sessions that holds them.
 
     Attributes:
         open: what opening does.
-        slot: holds them.
+        sessions: holds them.
     """
 
     def __init__(self) -> None:
         self.open: Callable[[], Awaitable[Any]] = asyncio.Event().wait
-        self.slot = SessionPerLoop(lambda: cast(Any, Offline()), lambda _: cast(Any, FakeSession(self)), None)
+        self.sessions = SessionPerLoop(lambda: cast(Any, Offline()), lambda _: cast(Any, FakeSession(self)), None)
 
 
 class Offline:
@@ -259,7 +259,7 @@ class Offline:
 
 
 class FakeSession:
-    """As much of a session as its slot sees."""
+    """As much of a session as its sessions sees."""
 
     def __init__(self, openings: Openings) -> None:
         self.loop = asyncio.get_running_loop()
@@ -279,13 +279,13 @@ async def nothing() -> None:
 
 def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
     openings = Openings()
-    slot = openings.slot
+    sessions = openings.sessions
 
     async def fail() -> None:
         raise ServerUnreachable("no server")
 
     async def connect(seconds: float = 50) -> Any:
-        return await slot.open(Deadline(seconds))
+        return await sessions.open(Deadline(seconds))
 
     for _ in range(5):
         openings.open = fail
@@ -294,25 +294,25 @@ def test_event_loops_that_failed_to_connect_are_forgotten() -> None:
         openings.open = asyncio.Event().wait
         with pytest.raises(ServerUnreachable):
             asyncio.run(connect(0.01))
-        assert not slot._opening
+        assert not sessions._opening
     openings.open = nothing
     asyncio.run(connect())
-    assert not slot._opening
-    assert len(slot._sessions) == 1
+    assert not sessions._opening
+    assert len(sessions._sessions) == 1
 
 
 def test_an_event_loop_that_was_closed_as_it_connected_is_forgotten_with_the_next_one() -> None:
     openings = Openings()
-    slot = openings.slot
+    sessions = openings.sessions
     loop = asyncio.new_event_loop()
-    left = openings.slot.open(loop.run_until_complete(a_deadline()))
+    left = openings.sessions.open(loop.run_until_complete(a_deadline()))
     task = loop.create_task(left)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    assert list(slot._opening) == [loop]
+    assert list(sessions._opening) == [loop]
     openings.open = nothing
-    asyncio.run(connect(slot))
-    assert not slot._opening
+    asyncio.run(connect(sessions))
+    assert not sessions._opening
     left.close()
     assert not task.done()
 
@@ -321,15 +321,15 @@ async def a_deadline() -> Deadline:
     return Deadline(50)
 
 
-async def connect(slot: SessionPerLoop) -> None:
-    await slot.open(await a_deadline())
+async def connect(sessions: SessionPerLoop) -> None:
+    await sessions.open(await a_deadline())
 
 
 async def test_closing_ends_what_connects_again_although_another_loop_has_connected_meanwhile() -> None:
     openings = Openings()
-    slot = openings.slot
+    sessions = openings.sessions
     openings.open = nothing
-    first = await slot.open(Deadline(50))
+    first = await sessions.open(Deadline(50))
     first.closed = True
     connects = asyncio.Event()
 
@@ -338,12 +338,12 @@ async def test_closing_ends_what_connects_again_although_another_loop_has_connec
         await asyncio.Event().wait()
 
     openings.open = never
-    again = asyncio.create_task(slot.open(Deadline(50)))
+    again = asyncio.create_task(sessions.open(Deadline(50)))
     await connects.wait()
     openings.open = nothing
 
-    await asyncio.to_thread(asyncio.run, connect(slot))
-    await slot.close()
+    await asyncio.to_thread(asyncio.run, connect(sessions))
+    await sessions.close()
     assert [type(one) for one in await ended(again)] == [ProducerClosed]
 
 

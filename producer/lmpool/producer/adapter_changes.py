@@ -1,8 +1,8 @@
-"""Loading, replacing and removing adapters: offered to all workers, put in service when all have loaded it.
+"""Changes of a model's adapters: one is offered to all workers, and put in service when all have loaded it.
 
 A change is over when every live worker has followed it, and when `KNOWN_FOR_S` have passed in which clients may still
-have used what they knew before: since the last change of this name, whoever made it, for one that was given up or
-waits still has been known too. It is made over a state of the registry that every live worker has seen.
+have used what they knew before. These count from the last change of this name, whoever made it: clients may know a
+change that was given up or still waits, too. It is made over a state of the registry that every live worker has seen.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _OUTLIVES_S = 10.0
 _MOST_REPLICAS = 1000
 
 
-class _Told(NamedTuple):
-    """What a worker has told of the adapters of one name with its heartbeat.
+class _WorkerReport(NamedTuple):
+    """What a worker's heartbeat reports of the adapters of one name.
 
     Attributes:
         worker_id: the worker.
         seen: the last generation of the registry that it has seen.
         served: those in service that it has, as "name@revision".
         nonce: names the last offer that it has tried, or "".
-        revision: what it has loaded then.
-        refusal: why it could not.
+        revision: of the adapter that it has loaded for that offer.
+        refusal: why it could not load it.
     """
 
     worker_id: str
@@ -80,11 +80,11 @@ class AdapterChange:
     Args:
         session: the session with the model's workers.
         name: of the adapter.
-        deadline: for how long.
+        deadline: until when.
         replicas: how many replicas of the server must have it before it is over.
 
     Raises:
-        SettingsError: `name` is none, or `replicas` no number.
+        SettingsError: `name` or `replicas` is malformed.
     """
 
     def __init__(self, session: Session, name: str, deadline: Deadline, replicas: int = 0) -> None:
@@ -154,35 +154,35 @@ class AdapterChange:
     async def _until_loaded(self, offer: Offer, before: str | None) -> tuple[Offer, Registered]:
         """Wait until all workers have loaded what is offered; returns the offer with its revision, and the registry.
 
-        Others may offer the same adapter at the same time, such as all processes of one program: theirs will do.
+        Others may offer the same adapter at the same time, such as all processes of one program: their offers will do.
         """
         while True:
             known = await self._insist(self._registry.read)
-            found, served = known.offers.get(self._name), known.adapters.get(self._name)
-            if found is None:
+            offered, served = known.offers.get(self._name), known.adapters.get(self._name)
+            if offered is None:
                 if served is not None and served.source == offer.source and served.revision != before:
                     return replace(offer, revision=served.revision), known
                 if not await self._is_lost(known, before):
                     raise self._interrupted()
-                # Our own, though another's may have been there last: that one may have been taken back.
+                # This one, though another's may have been there last: that one may have been taken back.
                 await self._offer(offer)
                 await self._pause(_LOOK_S)
                 continue
-            if found.source != offer.source:
+            if offered.source != offer.source:
                 raise self._interrupted()
-            loading = await self._insist(partial(self._registry.loading, found.nonce))
-            told = await self._told()
-            await self._check_survivors(loading, found)
-            tried = [worker for worker in told if worker.nonce == found.nonce]
-            self._check_loaded(found, tried)
+            loading = await self._insist(partial(self._registry.loading, offered.nonce))
+            reports = await self._reports()
+            await self._check_survivors(loading, offered)
+            tried = [worker for worker in reports if worker.nonce == offered.nonce]
+            self._check_loaded(offered, tried)
             # One that drains meanwhile may yet end over it.
-            if slow := {worker.worker_id for worker in told if worker not in tried} | loading:
+            if slow := {worker.worker_id for worker in reports if worker not in tried} | loading:
                 self._waits_for = f"still loading or silent: {', '.join(sorted(slow))}"
-            elif found.revision and told and self._have_seen(known, told):
-                return found, known
+            elif offered.revision and reports and self._have_seen(known, reports):
+                return offered, known
             await self._pause(_LOOK_S)
 
-    def _check_loaded(self, offer: Offer, tried: Sequence[_Told]) -> None:
+    def _check_loaded(self, offer: Offer, tried: Sequence[_WorkerReport]) -> None:
         for worker in tried:
             if worker.refusal:
                 raise AdapterRefused(f"the worker {worker.worker_id} cannot load it: {worker.refusal}")
@@ -209,12 +209,12 @@ class AdapterChange:
                 "that worker's log, mend the adapter, and add it again"
             )
 
-    def _have_seen(self, known: Registered, told: Sequence[_Told]) -> bool:
+    def _have_seen(self, known: Registered, reports: Sequence[_WorkerReport]) -> bool:
         """Whether no live worker has seen another state, which it will write down or give up.
 
         A change over a state that a worker knows to be old would undo what is missing there.
         """
-        if behind := ", ".join(worker.worker_id for worker in told if worker.seen != str(known.generation)):
+        if behind := ", ".join(worker.worker_id for worker in reports if worker.seen != str(known.generation)):
             self._waits_for = f"have seen another state of the adapters: {behind}"
         return not behind
 
@@ -240,7 +240,7 @@ class AdapterChange:
                 served = ", ".join(known.adapters) or "none"
                 model = self._session.info.name
                 raise UnknownAdapter(f"the model {model!r} has no adapter {shown(self._name)}; it has: {served}")
-            if self._have_seen(known, await self._told()):
+            if self._have_seen(known, await self._reports()):
                 remove = partial(self._registry.remove, self._name, known, _known_for())
                 tried = True
                 if (generation := await self._insist(remove)) is not None:
@@ -258,10 +258,10 @@ class AdapterChange:
         loop = self._deadline.loop
         end = loop.time() + (_known_for() if is_other else 0.0)
         adapter = made.adapters.get(self._name)
-        wanted = [qualify(self._name, adapter.revision)] if adapter else []
+        expected = [qualify(self._name, adapter.revision)] if adapter else []
         while True:
             await self._check_made(made)
-            if behind := [worker.worker_id for worker in await self._told() if list(worker.served) != wanted]:
+            if behind := [worker.worker_id for worker in await self._reports() if list(worker.served) != expected]:
                 self._waits_for = f"have not followed yet: {', '.join(behind)}"
                 await self._pause(_LOOK_S)
                 continue
@@ -309,32 +309,32 @@ class AdapterChange:
     def _registry(self) -> AdapterRegistry:
         return self._session.adapters.registry
 
-    async def _told(self) -> list[_Told]:
-        """What the live workers have told."""
-        told, now = {}, self._deadline.loop.time()
-        found = await self._insist(self._session.workers)
-        self._live = {one.worker_id for one in found}
-        for worker in found:
+    async def _reports(self) -> list[_WorkerReport]:
+        """The reports of the live workers."""
+        reports, now = {}, self._deadline.loop.time()
+        workers = await self._insist(self._session.workers)
+        self._live = {worker.worker_id for worker in workers}
+        for worker in workers:
             self._heard.pop(worker.worker_id, None)
             if worker.fields.get("state") != "draining":
-                told[worker.worker_id] = self._read(worker)
-        # Signs of life come three times a lease: a server that has forgotten one has it again by then.
+                reports[worker.worker_id] = self._read(worker)
+        # Heartbeats come three times a lease: a server that has forgotten one has it again by then.
         patience = self._session.info.lease_s / 2
         self._heard = {name: heard for name, heard in self._heard.items() if now - heard < patience}
-        silent = [_Told(name) for name in self._heard]
-        self._heard |= dict.fromkeys(told, now)
-        if not told and not silent:
+        silent = [_WorkerReport(name) for name in self._heard]
+        self._heard |= dict.fromkeys(reports, now)
+        if not reports and not silent:
             self._waits_for = ""
-        return [*told.values(), *silent]
+        return [*reports.values(), *silent]
 
-    def _read(self, worker: WorkerInfo) -> _Told:
+    def _read(self, worker: WorkerInfo) -> _WorkerReport:
         try:
             seen, served = worker.fields.get("adapters_seen", ""), json.loads(worker.fields.get("adapters", "[]"))
             nonce, revision, refusal = json.loads(worker.fields.get("adapter_offers", "{}")).get(self._name, ("",) * 3)
-            own = [adapter for adapter in served if name_of(adapter) == self._name]
+            named = [adapter for adapter in served if name_of(adapter) == self._name]
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ServerError(f"what the worker {worker.worker_id} tells of its adapters does not decode") from error
-        return _Told(worker.worker_id, seen, own, nonce, revision, refusal)
+        return _WorkerReport(worker.worker_id, seen, named, nonce, revision, refusal)
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers."""

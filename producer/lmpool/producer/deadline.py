@@ -11,13 +11,13 @@ from lmpool.errors import DeadlineExceeded, SettingsError
 from lmpool.settings import shown
 
 ENDLESS_S = 9e8
-"""What stands for no deadline at all: a request ends in its row, or when nobody could have answered it for long.
+"""Stands for no deadline at all: a request ends in its row, or when nobody could have answered it for long.
 
-Infinity would make deadlines that cannot be reckoned with.
+With infinity, deadlines could not be computed with.
 """
 
 ALONE_S = 60.0
-"""For how long what has no deadline bears that nobody could answer it: no worker, or no server."""
+"""For how long a request without a deadline waits while nobody could answer it: no worker, or no server."""
 
 
 def check_timeout(timeout: float) -> float:
@@ -32,7 +32,7 @@ def check_timeout(timeout: float) -> float:
 
 
 class Deadline:
-    """A deadline.
+    """The moment at which a request ends, whichever of its steps is under way.
 
     Args:
         seconds: from now on.
@@ -76,7 +76,7 @@ class Deadline:
         return left
 
     def bounded(self) -> Deadline:
-        """This deadline; where there is none, that of something which no worker has to compute."""
+        """This deadline; where it is endless, one of `ALONE_S`, for what no worker has to compute."""
         return Deadline(ALONE_S) if self.seconds == ENDLESS_S else self
 
     def _late(self) -> DeadlineExceeded:

@@ -55,11 +55,11 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
             f"{option}: needs the tokenizer of transformers: pip install 'lmpool[hf]', or {otherwise}"
         ) from error
     try:
-        found: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None)
+        loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {first}; or {otherwise}") from error
-    tokenizer: Tokenizer = found
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {reason}; or {otherwise}") from error
+    tokenizer: Tokenizer = loaded
     return tokenizer
 
 

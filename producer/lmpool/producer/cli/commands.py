@@ -1,4 +1,4 @@
-"""The commands of the client side that need no file of their own; `register` adds all commands of this side."""
+"""The commands `logprobs`, `status`, `flush`, `bench` and `adapters`; `register` adds all of the client side."""
 
 from __future__ import annotations
 
@@ -38,12 +38,192 @@ from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.protocol.keys import Keys
 
+adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
+
+Replicas = Annotated[
+    int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
+]
+AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
+FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
+
+_GLOB = re.compile(rb"[\\*?\[\]]")
+_UNLINKED_AT_ONCE = 500
+# Of `bench`: prompts that are asked one by one, and for how long.
 _ALONE = 50
 _ALONE_S = 5.0
 
 
+def register(app: typer.Typer) -> None:
+    """Add the commands of this side."""
+    for command in (logprobs, status, top, flush, bench):
+        app.command()(command)
+    app.add_typer(trie_app)
+    app.add_typer(adapters_app)
+    app.add_typer(dead_app)
+    app.add_typer(queue_app)
+
+
+def logprobs(
+    text: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids.")
+    ],
+    ids: AreIds = False,
+    top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
+    adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show the likeliest next tokens of a prompt."""
+    if not ids:
+        hint_at_file(text)
+
+    async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
+        ) as producer:
+            tokenizer = None if ids else load_tokenizer(producer.model)
+            tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
+            return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
+
+    tokens, row, tokenizer = run(ask())
+    order = np.argsort(row, kind="stable")[::-1][:top]
+    likeliest_tokens: list[dict[str, Any]] = [
+        {
+            "id": int(token),
+            "token": None if tokenizer is None else tokenizer.decode([int(token)]),
+            # JSON has no infinity: a token that cannot come has null.
+            "logprob": float(row[token]) if np.isfinite(row[token]) else None,
+        }
+        for token in order
+    ]
+    if as_json:
+        say_json({"ids": tokens, "top": likeliest_tokens})
+        return
+    table = Table("id", "token", "log-probability", "probability")
+    for item in likeliest_tokens:
+        token = "" if item["token"] is None else repr(item["token"])
+        logprob = row[item["id"]]
+        table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
+    Terminal().print(table)
+
+
+def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
+    """Show models, workers, queue depths and rates."""
+    server, keys = Server(redis), key_names(prefix)
+
+    async def look() -> tuple[Survey, str | None, ServerMemory | None]:
+        return await survey(server, keys), await read_doubt(server), await _memory(server)
+
+    models, doubt, memory = run(look())
+    for warning in (doubt, memory and memory.doubt()):
+        if warning:
+            say(warning, err=True)
+    if as_json:
+        say_json([{**model, "server_memory": memory and memory._asdict()} for model in models])
+        return
+    if models:
+        console = Terminal()
+        console.print(status_models(models, console.width))
+        console.print(status_workers(models, console.width))
+    else:
+        say(f"no model is served under the prefix {prefix!r} at {server}")
+    if memory:
+        say(f"server: {memory}")
+
+
+async def _memory(server: Server) -> ServerMemory | None:
+    """The server's memory, as far as this user is told."""
+    redis = server.client()
+    try:
+        return await read_memory(redis)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
+    """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
+    say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
+
+
+async def _flush(server: Server, keys: Keys, model: str | None) -> int:
+    redis = server.client()
+    try:
+        prefix = keys.rows() if model is None else keys.row((await Discovery(redis, keys).info(model)).fingerprint)
+        dropped = 0
+        batch: list[bytes] = []
+        async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):
+            batch.append(key)
+            if len(batch) == _UNLINKED_AT_ONCE:
+                dropped += await redis.unlink(*batch)
+                batch.clear()
+        return dropped + (await redis.unlink(*batch) if batch else 0)
+    except (RedisError, OSError) as error:
+        raise server.explain(error) from error
+    finally:
+        await redis.aclose()
+
+
+def bench(
+    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts to ask.")] = 1000,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 256,
+    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: new ones each time).")] = None,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Timeout = 60.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
+
+    server = Server(redis)
+
+    async def ask() -> tuple[Measurement, int | None]:
+        before = await _memory(server)
+        if before and (doubt := before.doubt()):
+            say(doubt, err=True)
+        async with Producer(
+            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
+        ) as producer:
+            if length > producer.model.max_prompt_tokens:
+                limit = producer.model.max_prompt_tokens
+                raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
+            say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
+            measurement = await measure(producer, prompts, length, concurrency, seed)
+        after = await _memory(server)
+        # A server that was started anew counts from 0.
+        evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
+        if evicted:
+            text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
+            say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)
+        return measurement, evicted
+
+    rates, evicted = run(ask())
+    if as_json:
+        say_json({**rates._asdict(), "evicted_keys": evicted})
+        return
+    table = Table("", "rows/s", "p50 ms", "p99 ms")
+    table.add_row("new", f"{rates.new_per_s:.1f}", f"{rates.new_p50_ms:.2f}", f"{rates.new_p99_ms:.2f}")
+    table.add_row("cached", f"{rates.cached_per_s:.1f}", f"{rates.cached_p50_ms:.2f}", f"{rates.cached_p99_ms:.2f}")
+    table.add_row("one new alone", "", f"{rates.alone_p50_ms:.2f}", f"{rates.alone_p99_ms:.2f}")
+    Terminal().print(table)
+
+
 class Measurement(NamedTuple):
-    """Rows a second, and the median and 99th percentile of single requests in milliseconds."""
+    """Rows a second, and the median and 99th percentile of single requests in milliseconds.
+
+    Attributes:
+        new_per_s, new_p50_ms, new_p99_ms: of new prompts, all at once.
+        cached_per_s, cached_p50_ms, cached_p99_ms: of the same prompts again, from the pool's cache.
+        alone_p50_ms, alone_p99_ms: of new prompts, one by one.
+    """
 
     new_per_s: float
     new_p50_ms: float
@@ -59,9 +239,9 @@ async def measure(producer: Producer, prompts: int, length: int, concurrency: in
     """Ask for random prompts: all at once as new ones, then again from the cache, then some new ones one by one."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(0, producer.model.vocab_size, (prompts + _ALONE, length)).tolist()
-    together, alone = drawn[:prompts], drawn[prompts:]
-    new = await _ask_all(producer, together, concurrency)
-    cached = await _ask_all(producer, together, concurrency)
+    at_once, alone = drawn[:prompts], drawn[prompts:]
+    new = await _ask_all(producer, at_once, concurrency)
+    cached = await _ask_all(producer, at_once, concurrency)
     single: list[float] = []
     while alone and sum(single) < 1000 * _ALONE_S:  # A slow model has few.
         _, p50, _ = await _ask_all(producer, [alone.pop()], 1)
@@ -71,28 +251,21 @@ async def measure(producer: Producer, prompts: int, length: int, concurrency: in
 
 
 async def _ask_all(producer: Producer, prompts: list[list[int]], concurrency: int) -> tuple[float, float, float]:
-    slots = asyncio.Semaphore(concurrency)
-    taken: list[float] = []
+    """Returns prompts a second, and the median and 99th percentile of single requests in milliseconds."""
+    limit = asyncio.Semaphore(concurrency)
+    seconds: list[float] = []
 
     async def ask(prompt: list[int]) -> None:
-        async with slots:
+        async with limit:
             started = time.perf_counter()
             await producer.logprobs(prompt)
-            taken.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
 
     started = time.perf_counter()
     await asyncio.gather(*map(ask, prompts))
     wall = time.perf_counter() - started
-    p50, p99 = np.quantile(taken, [0.5, 0.99]) * 1000
+    p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1000
     return len(prompts) / wall, float(p50), float(p99)
-
-
-adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
-
-Replicas = Annotated[
-    int, typer.Option(min=0, help="Wait until so many replicas of the server have the change, for a failover.")
-]
-AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
 
 
 @adapters_app.command("list")
@@ -112,15 +285,16 @@ def list_adapters(
         ) as producer:
             return await producer.adapters()
 
-    found = run(ask())
+    revisions = run(ask())
     if as_json:
-        say_json(found)
+        say_json(revisions)
         return
-    if not found:
+    if not revisions:
         say("the model has no adapters")
         return
     console = Terminal()
-    columns = [Column("adapter", sorted(found), 0), Column("revision", [found[name] for name in sorted(found)], 0)]
+    names = sorted(revisions)
+    columns = [Column("adapter", names, 0), Column("revision", [revisions[name] for name in names], 0)]
     console.print(fitting(None, columns, console.width))
 
 
@@ -166,171 +340,3 @@ def remove(
 
     run(change())
     say(f"{name} is not in service any more")
-
-
-_GLOB = re.compile(rb"[\\*?\[\]]")
-
-FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this side."""
-    for command in (logprobs, status, top, flush, bench):
-        app.command()(command)
-    app.add_typer(trie_app)
-    app.add_typer(adapters_app)
-    app.add_typer(dead_app)
-    app.add_typer(queue_app)
-
-
-def logprobs(
-    text: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids.")
-    ],
-    ids: AreIds = False,
-    top: Annotated[int, typer.Option(min=1, help="How many tokens to show.")] = 10,
-    adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Timeout = 60.0,
-    waits: Waits = True,
-    as_json: AsJson = False,
-) -> None:
-    """Show the likeliest next tokens of a prompt."""
-    if not ids:
-        hint_at_file(text)
-
-    async def ask() -> tuple[list[int], np.ndarray[Any, np.dtype[np.float32]], Any]:
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
-        ) as producer:
-            tokenizer = None if ids else load_tokenizer(producer.model)
-            tokens = parse_ids(text) if tokenizer is None else tokenizer.encode(text)
-            return tokens, await producer.logprobs(tokens, adapter=adapter), tokenizer
-
-    tokens, row, tokenizer = run(ask())
-    best = np.argsort(row, kind="stable")[::-1][:top]
-    found: list[dict[str, Any]] = [
-        {
-            "id": int(token),
-            "token": None if tokenizer is None else tokenizer.decode([int(token)]),
-            # JSON has no infinity: a token that cannot come has null.
-            "logprob": float(row[token]) if np.isfinite(row[token]) else None,
-        }
-        for token in best
-    ]
-    if as_json:
-        say_json({"ids": tokens, "top": found})
-        return
-    table = Table("id", "token", "log-probability", "probability")
-    for item in found:
-        token = "" if item["token"] is None else repr(item["token"])
-        logprob = row[item["id"]]
-        table.add_row(str(item["id"]), token, f"{logprob:.4f}", f"{np.exp(logprob):.2%}")
-    Terminal().print(table)
-
-
-def status(redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
-    """Show models, workers, queue depths and rates."""
-    server, keys = Server(redis), key_names(prefix)
-
-    async def look() -> tuple[Survey, str | None, ServerMemory | None]:
-        return await survey(server, keys), await read_doubt(server), await _memory(server)
-
-    found, doubt, memory = run(look())
-    for one in (doubt, memory and memory.doubt()):
-        if one:
-            say(one, err=True)
-    if as_json:
-        say_json([{**model, "server_memory": memory and memory._asdict()} for model in found])
-        return
-    if found:
-        console = Terminal()
-        console.print(status_models(found, console.width))
-        console.print(status_workers(found, console.width))
-    else:
-        say(f"no model is served under the prefix {prefix!r} at {server}")
-    if memory:
-        say(f"server: {memory}")
-
-
-async def _memory(server: Server) -> ServerMemory | None:
-    """The server's memory, as far as this user is told."""
-    redis = server.client()
-    try:
-        return await read_memory(redis)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-
-
-def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
-    """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
-    say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
-
-
-async def _flush(server: Server, keys: Keys, model: str | None) -> int:
-    redis = server.client()
-    try:
-        prefix = keys.rows() if model is None else keys.row((await Discovery(redis, keys).info(model)).fingerprint)
-        dropped = 0
-        batch: list[bytes] = []
-        async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):
-            batch.append(key)
-            if len(batch) == 500:
-                dropped += await redis.unlink(*batch)
-                batch.clear()
-        return dropped + (await redis.unlink(*batch) if batch else 0)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-
-
-def bench(
-    prompts: Annotated[int, typer.Option(min=1, help="How many random prompts to ask.")] = 1000,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 256,
-    seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: new ones each time).")] = None,
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Timeout = 60.0,
-    waits: Waits = True,
-    as_json: AsJson = False,
-) -> None:
-    """Measure a served model: new rows, the same rows from the cache, and one request alone."""
-
-    server = Server(redis)
-
-    async def ask() -> tuple[Measurement, int | None]:
-        before = await _memory(server)
-        if before and (doubt := before.doubt()):
-            say(doubt, err=True)
-        async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
-        ) as producer:
-            if length > producer.model.max_prompt_tokens:
-                limit = producer.model.max_prompt_tokens
-                raise SettingsError(f"length: {length} is more than the {limit} tokens that this model takes")
-            say(f"asking for {prompts} prompts at once, for the same again, and for some one by one", err=True)
-            measured = await measure(producer, prompts, length, concurrency, seed)
-        after = await _memory(server)
-        # A server that was started anew counts from 0.
-        evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
-        if evicted:
-            text = f"the server has evicted {evicted} keys meanwhile ({after}): rows among them were computed again"
-            say(f"{text}; raise maxmemory, or ask for fewer rows at once (--prompts, --concurrency)", err=True)
-        return measured, evicted
-
-    found, evicted = run(ask())
-    if as_json:
-        say_json({**found._asdict(), "evicted_keys": evicted})
-        return
-    table = Table("", "rows/s", "p50 ms", "p99 ms")
-    table.add_row("new", f"{found.new_per_s:.1f}", f"{found.new_p50_ms:.2f}", f"{found.new_p99_ms:.2f}")
-    table.add_row("cached", f"{found.cached_per_s:.1f}", f"{found.cached_p50_ms:.2f}", f"{found.cached_p99_ms:.2f}")
-    table.add_row("one new alone", "", f"{found.alone_p50_ms:.2f}", f"{found.alone_p99_ms:.2f}")
-    Terminal().print(table)

@@ -1,6 +1,6 @@
-"""`lmpool dead`: jobs that workers gave up, with the reason; read, queued again, or dropped.
+"""`lmpool dead`: jobs that workers gave up, with the reason; they are read, queued again, or dropped.
 
-What is in them was written by anybody who may write to the queue, so nothing here trusts it.
+Anybody who may write to the queue may have written a job, so nothing here trusts what is in it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,26 @@ from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_d
 from lmpool.protocol.query import FreshQuery, Query, SampleQuery, ScoreQuery, TopQuery, unpack_query
 from lmpool.settings import check_name
 
+T = TypeVar("T")
+
+dead_app = typer.Typer(name="dead", help="Prompts that were given up, with the reason.", no_args_is_help=True)
+
+_WAYS = "as `lmpool dead list` shows them; so much of one as tells which is meant."
+Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
+Ids = Annotated[list[str] | None, typer.Argument(help=f"Ids or digests, {_WAYS}")]
+All = Annotated[bool, typer.Option("--all", help="All that there are.")]
+
 MOST_TEXT = 500
-"""Characters that are shown of a text of somebody else's."""
+"""Characters that are shown of a text that somebody else has written."""
 
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _BEGINNING = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
 _MOST_NAMED = 8
+_MOST_IDS = 64
+_MOST_BYTES = 256
+_MOST_REASONS = 5
+_LEAST_REASON = 20
 # A letter may hold a job of 16 MB.
 _AT_ONCE = 8
 _DROPPED_AT_ONCE = 500
@@ -49,12 +62,12 @@ class DeadLetter(NamedTuple):
     """One job that was given up.
 
     Attributes:
-        entry: its id among the dead: milliseconds since 1970 when it was given up, "-", a number.
+        entry: its id in the stream: milliseconds since 1970 when it was given up, "-", a number.
         data: the job as it was queued.
         failure: how it ended.
         job: what `data` says; None when it does not decode.
         query: what was wanted instead of the row; None for the row.
-        digest: what was waited for; b"" when the job does not decode.
+        digest: of what was waited for; b"" when the job does not decode.
         fault: why it cannot be computed whoever computes it; "" when it can be tried again.
     """
 
@@ -112,24 +125,24 @@ class DeadLetters:
         self._keys = keys
 
     async def count(self) -> int:
-        """How many there are."""
+        """Number of the letters."""
         return int(await self._redis.xlen(self._keys.dead))
 
     async def newest(self, most: int) -> list[DeadLetter]:
-        """The newest, the last first."""
-        found: list[DeadLetter] = []
+        """The newest letters, at most so many; the last one first."""
+        letters: list[DeadLetter] = []
         last = "+"
-        while len(found) < most:
-            count = min(_AT_ONCE, most - len(found))
+        while len(letters) < most:
+            count = min(_AT_ONCE, most - len(letters))
             page = _letters(await self._redis.xrevrange(self._keys.dead, last, "-", count))
             if not page:
                 break
-            found += page
-            last = f"({found[-1].entry}"
-        return found
+            letters += page
+            last = f"({letters[-1].entry}"
+        return letters
 
     async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
-        """All that there are now, a few in memory at a time."""
+        """All letters that there are now, a few in memory at a time."""
         first = "-"
         for newest in await self.newest(1):
             while page := _letters(await self._redis.xrange(self._keys.dead, first, newest.entry, _AT_ONCE)):
@@ -138,48 +151,48 @@ class DeadLetters:
                 first = f"({page[-1].entry}"
 
     async def find(self, names: Sequence[str]) -> list[DeadLetter]:
-        """Those that are called so, each once.
+        """The letters of these names, each once.
 
         Args:
             names: ids or digests (in hexadecimal), or beginnings of them that only one letter has.
 
         Raises:
-            SettingsError: a name is that of none, or of several.
+            SettingsError: no letter has a name, or several have.
         """
-        found: dict[str, DeadLetter] = {}
-        begun: dict[str, list[str]] = {}
+        letters: dict[str, DeadLetter] = {}
+        matches: dict[str, list[str]] = {}
         for name in names:
             if letter := await self._at(name):
-                found[letter.entry] = letter
+                letters[letter.entry] = letter
             else:
-                begun[name] = []
-        if any(map(_BEGINNING.fullmatch, begun)):
+                matches[name] = []
+        if any(map(_BEGINNING.fullmatch, matches)):
             async for letter in self.oldest_first():
-                for name, meant in begun.items():
+                for name, entries in matches.items():
                     if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
-                        meant.append(letter.entry)
-        for name, meant in begun.items():
-            letter = await self._at(_the_one(name, meant))
+                        entries.append(letter.entry)
+        for name, entries in matches.items():
+            letter = await self._at(_the_only(name, entries))
             if letter is None:
-                raise SettingsError(f"id: {meant[0]} is gone: somebody else has taken it meanwhile")
-            found[letter.entry] = letter
-        return list(found.values())
+                raise SettingsError(f"id: {entries[0]} is gone: somebody else has taken it meanwhile")
+            letters[letter.entry] = letter
+        return list(letters.values())
 
     async def _at(self, entry: str) -> DeadLetter | None:
         """The letter of an id."""
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
-        found = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
-        return found[0] if found else None
+        letters = _letters(await self._redis.xrange(self._keys.dead, entry, entry, 1)) if is_id else []
+        return letters[0] if letters else None
 
     async def drop(self, entries: Sequence[str]) -> int:
-        """Remove some; returns how many there were."""
+        """Remove the letters of these ids; returns how many there were."""
         dropped = 0
         for at in range(0, len(entries), _DROPPED_AT_ONCE):
             dropped += await self._redis.xdel(self._keys.dead, *entries[at : at + _DROPPED_AT_ONCE])
         return dropped
 
     async def drop_all(self) -> int:
-        """Remove all that there are now; returns how many."""
+        """Remove all letters that there are now; returns how many."""
         return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
 
     async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
@@ -214,14 +227,14 @@ class DeadLetters:
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
 
 
-def _the_one(name: str, meant: Sequence[str]) -> str:
-    """The only id of those that a name may mean."""
-    if len(meant) == 1:
-        return meant[0]
-    if not meant:
+def _the_only(name: str, entries: Sequence[str]) -> str:
+    """The id that a name means, which must be the only one."""
+    if len(entries) == 1:
+        return entries[0]
+    if not entries:
         raise SettingsError(f"id: {shortened(name, 60)!r} is none of the dead letters: see `lmpool dead list`")
-    more = f" and {len(meant) - _MOST_NAMED} more" if len(meant) > _MOST_NAMED else ""
-    raise SettingsError(f"id: {name!r} may be any of {', '.join(meant[:_MOST_NAMED])}{more}: name one of them")
+    more = f" and {len(entries) - _MOST_NAMED} more" if len(entries) > _MOST_NAMED else ""
+    raise SettingsError(f"id: {name!r} may be any of {', '.join(entries[:_MOST_NAMED])}{more}: name one of them")
 
 
 def _letters(reply: Any) -> list[DeadLetter]:
@@ -234,8 +247,8 @@ def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> 
         return f"it cannot be read, so nobody can compute it: {letter.fault}"
     job = letter.job
     if job.fingerprint != info.fingerprint:
-        theirs = shortened(job.fingerprint, 60)
-        return f"it is for another model of this name: its fingerprint is {theirs}, not {info.fingerprint}"
+        fingerprint = shortened(job.fingerprint, 60)
+        return f"it is for another model of this name: its fingerprint is {fingerprint}, not {info.fingerprint}"
     if info.is_trie:
         return ""
     try:
@@ -246,21 +259,6 @@ def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> 
         name, revision = shortened(name_of(job.adapter), 60), shortened(revision_of(job.adapter), 60)
         return f"the adapter {name!r} of revision {revision!r} is not in service any more"
     return ""
-
-
-T = TypeVar("T")
-
-_MOST_IDS = 64
-_MOST_BYTES = 256
-_MOST_REASONS = 5
-_LEAST_REASON = 20
-
-dead_app = typer.Typer(name="dead", help="Prompts that were given up, with the reason.", no_args_is_help=True)
-
-_WAYS = "as `lmpool dead list` shows them; so much of one as tells which is meant."
-Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
-Ids = Annotated[list[str] | None, typer.Argument(help=f"Ids or digests, {_WAYS}")]
-All = Annotated[bool, typer.Option("--all", help="All that there are.")]
 
 
 @dead_app.command("list")
@@ -274,25 +272,25 @@ def list_letters(
     """Show the prompts that were given up."""
 
     async def look(letters: DeadLetters, discovery: Discovery, name: str) -> tuple[list[DeadLetter], int, str]:
-        found = await letters.newest(limit)
-        return found, await letters.count(), "" if found else await _doubt(discovery, name)
+        newest = await letters.newest(limit)
+        return newest, await letters.count(), "" if newest else await _doubt(discovery, name)
 
-    found, count, doubt = run(_with_letters(model, redis, prefix, look))
+    newest, count, doubt = run(_with_letters(model, redis, prefix, look))
     if as_json:
-        say_json([_summary(letter) for letter in found])
-        _tell(doubt)
+        say_json([_summary(letter) for letter in newest])
+        _warn(doubt)
         return
-    if not found:
+    if not newest:
         say(_joined("nothing was given up", doubt))
         return
     console = Terminal()
-    console.print(letters_table(found, console.width))
-    if count > len(found):
-        say(f"and {count - len(found)} older ones: see --limit")
+    console.print(letters_table(newest, console.width))
+    if count > len(newest):
+        say(f"and {count - len(newest)} older ones: see --limit")
 
 
 def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
-    """Dead letters as a table with their ids whole: what they are called by.
+    """Dead letters as a table in which their ids, by which commands name them, are whole.
 
     Args:
         letters: what to show.
@@ -301,7 +299,8 @@ def letters_table(letters: Sequence[DeadLetter], width: int) -> Table:
     summaries = [_summary(letter) for letter in letters]
 
     def column(title: str, name: str, rank: int, least: int = WHOLE) -> Column:
-        return Column(title, [str(one[name]) if one[name] is not None else "" for one in summaries], rank, least)
+        values = [summary[name] for summary in summaries]
+        return Column(title, ["" if value is None else str(value) for value in values], rank, least)
 
     return fitting(
         None,
@@ -398,7 +397,7 @@ def drop(
     dropped, doubt = run(_with_letters(model, redis, prefix, change))
     if as_json:
         say_json({"dropped": dropped})
-        _tell(doubt)
+        _warn(doubt)
     else:
         say(_joined(f"dropped {dropped} prompts", doubt))
 
@@ -416,7 +415,7 @@ def _joined(text: str, doubt: str) -> str:
     return f"{text}; {doubt}" if doubt else text
 
 
-def _tell(doubt: str) -> None:
+def _warn(doubt: str) -> None:
     """Beside JSON, where a script's user sees it."""
     if doubt:
         say(doubt, err=True)
@@ -440,7 +439,7 @@ async def _chosen(letters: DeadLetters, entries: list[str] | None) -> AsyncGener
 async def _with_letters(
     model: str | None, redis: str | None, prefix: str, work: Callable[[DeadLetters, Discovery, str], Awaitable[T]]
 ) -> T:
-    """Do something with the dead letters of a model, which need not be served if it is named."""
+    """Run `work` with the dead letters of a model, which need not be served if it is named."""
     check_name("prefix", prefix)
     server, keys = Server(redis), Keys(prefix)
     client = server.client()
@@ -460,7 +459,7 @@ async def _with_letters(
 
 
 def _summary(letter: DeadLetter) -> dict[str, Any]:
-    """What a letter is about, fit to be printed."""
+    """What a letter is about, as JSON and tables show it."""
     job = letter.job
     return {
         "id": letter.entry,
@@ -471,13 +470,13 @@ def _summary(letter: DeadLetter) -> dict[str, Any]:
         "digest": letter.digest.hex(),
         "tokens": None if job is None else len(job.ids) // 4,
         "adapter": "" if job is None else shortened(job.adapter, 170),
-        "asked": "" if job is None or letter.fault else _asked(letter.query),
+        "asked": "" if job is None or letter.fault else _describe(letter.query),
         "fingerprint": "" if job is None else shortened(job.fingerprint, 60),
     }
 
 
 def _contents(letter: DeadLetter, most_ids: int | None) -> dict[str, Any]:
-    """The ids of a letter; of what cannot be read, how it begins."""
+    """The token ids of a letter; the first bytes of a job that cannot be read."""
     if letter.job is None or len(letter.job.ids) % 4:
         begin, dots = letter.data[:_MOST_BYTES].hex(), "…" if len(letter.data) > _MOST_BYTES else ""
         return {"bytes": len(letter.data), "job": begin + dots}
@@ -491,7 +490,7 @@ def _moment(seconds: float) -> str:
         return "at no possible time"
 
 
-def _asked(query: Query | None) -> str:
+def _describe(query: Query | None) -> str:
     """What was wanted, in words."""
     match query:
         case None:

@@ -1,4 +1,4 @@
-"""What the commands of this side have in common: options, and running a coroutine."""
+"""What the commands of the client side have in common: options, and running a coroutine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `lmpool queue show` and `clear`: what waits in a model's queue."""
+"""`lmpool queue`: how many prompts wait in a model's queue and for which clients, and a way to remove them."""
 
 from __future__ import annotations
 
@@ -66,28 +66,28 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
 
     async def look(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[dict[str, Any], str]:
         state = await discovery.queue(model)
-        found = {
+        counts = {
             "queued": state.depth,
             "held": await _held(client, keys),
             "backlog": int(await client.zcard(keys.backlog)),
             "age_s": state.age_s,
             "clients": await _clients(client, keys),
         }
-        return found, "" if state.depth else await _doubt(discovery, model)
+        return counts, "" if state.depth else await _doubt(discovery, model)
 
-    found, doubt = run(_with_queue(model, redis, prefix, look))
+    counts, doubt = run(_with_queue(model, redis, prefix, look))
     if as_json:
-        say_json(found)
+        say_json(counts)
         return
-    held, backlog = found["held"], found["backlog"]
-    oldest = f", the oldest of {seconds(found['age_s']) or '0 s'}" if found["queued"] else ""
+    held, backlog = counts["held"], counts["backlog"]
+    oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
     say(
-        f"{found['queued']} prompts{oldest}: workers hold {held}, "
-        f"{found['queued'] - held - backlog} are next, {backlog} wait behind them{_joined(doubt)}"
+        f"{counts['queued']} prompts{oldest}: workers hold {held}, "
+        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{_joined(doubt)}"
     )
-    if found["clients"]:
-        console, clients = Terminal(), found["clients"]
-        columns = [Column("client", list(clients), 0), Column("behind", [str(one) for one in clients.values()], 1)]
+    if counts["clients"]:
+        console, clients = Terminal(), counts["clients"]
+        columns = [Column("client", list(clients), 0), Column("behind", [str(count) for count in clients.values()], 1)]
         console.print(fitting(None, columns, console.width))
 
 
@@ -124,7 +124,7 @@ def clear(
 
 
 async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: float) -> Cleared:
-    """Take what waits out of a queue, and tell the clients; what is queued meanwhile may be left.
+    """Take the prompts that wait out of a queue, and tell the clients; what is queued meanwhile may be left.
 
     Args:
         redis: a client for control messages.
@@ -145,12 +145,12 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         gone = held = 0
         # The backlog first: what moves up meanwhile is found in the stream.
         for listed in (_backlog(redis, keys), _stream(redis, keys)):
-            async for part in _parts(listed):
-                while part:
-                    names = [keys.jobs, keys.waiting, *(keys.waiting + one.digest for one in part)]
-                    counts = await scripts.CLEAR(redis, names, [*head, *(one.entry for one in part)])
+            async for portion in _portions(listed):
+                while portion:
+                    names = [keys.jobs, keys.waiting, *(keys.waiting + prompt.digest for prompt in portion)]
+                    counts = await scripts.CLEAR(redis, names, [*head, *(prompt.entry for prompt in portion)])
                     gone, held = gone + counts[0], held + counts[1]
-                    part = [part[number - 1] for number in counts[2]]
+                    portion = [portion[number - 1] for number in counts[2]]
         removed += gone
         if not gone:
             break
@@ -159,20 +159,20 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
     return Cleared(removed, held, max(0, queued))
 
 
-async def _parts(queued: AsyncIterator[Queued]) -> AsyncIterator[list[Queued]]:
+async def _portions(queued: AsyncIterator[Queued]) -> AsyncIterator[list[Queued]]:
     """Portions for one call of a script."""
-    part: list[Queued] = []
-    async for one in queued:
-        part.append(one)
-        if len(part) == _REMOVED_AT_ONCE:
-            yield part
-            part = []
-    if part:
-        yield part
+    portion: list[Queued] = []
+    async for prompt in queued:
+        portion.append(prompt)
+        if len(portion) == _REMOVED_AT_ONCE:
+            yield portion
+            portion = []
+    if portion:
+        yield portion
 
 
 async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-    """What is in the backlog now."""
+    """The prompts in the backlog now."""
     digests: set[bytes] = set()
     async for digest, _ in redis.zscan_iter(keys.backlog, count=_LISTED_AT_ONCE):
         digests.add(digest)
@@ -181,7 +181,7 @@ async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
 
 
 async def _stream(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-    """What is in the stream now, a few jobs in memory at a time."""
+    """The prompts in the stream now, a few jobs in memory at a time."""
     first = "-"
     newest: Any = await redis.xrevrange(keys.jobs, count=1)
     while newest:
@@ -194,7 +194,7 @@ async def _stream(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
 
 
 def _digest(data: bytes) -> bytes:
-    """What is waited for of a job, whatever that is."""
+    """The digest of what a job's clients wait for; b"" when the job does not decode."""
     try:
         job = unpack_job(data)
         prompt = digest_of(job.ids, job.adapter)
@@ -204,7 +204,7 @@ def _digest(data: bytes) -> bytes:
 
 
 async def _held(redis: Redis, keys: ModelKeys) -> int:
-    """How many prompts workers hold."""
+    """Number of the prompts that workers hold."""
     try:
         groups: Iterable[Any] = await redis.xinfo_groups(keys.jobs)
     except RedisError as error:
@@ -243,7 +243,7 @@ async def _with_queue(
     work: Callable[[Redis, Discovery, ModelKeys], Awaitable[T]],
     right: str = "",
 ) -> T:
-    """Do something with a queue; `right`: what to say to users who may not."""
+    """Run `work` with a queue; `right` is added to the error of a user who may not."""
     names = key_names(prefix)
     check_name("model", model)
     server = Server(redis)

@@ -1,4 +1,7 @@
-"""What a pool serves and how it does: `lmpool status` and `lmpool top`, in tables that fit a terminal."""
+"""A survey of what a pool serves, for `lmpool status` and `lmpool top`: its models, queues and workers, in tables.
+
+A table shows as many columns as its terminal has room for; the other commands use that, too.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,74 @@ from lmpool.protocol.keys import Keys
 Survey = list[dict[str, Any]]
 """One entry a model, as `lmpool status --json` prints it."""
 
+Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")]
+Once = Annotated[bool, typer.Option("--once", help="Look once and end.")]
+
+WHOLE = 1_000_000
+"""`Column.least` of names that stay in one line as long as there is room for them."""
+
+_FRAME, _PADDING = 1, 3
+_PATIENCE_S = 5.0
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
-# What may look like a number and is none.
-_NAMES = ("model", "backend", "fingerprint", "state")
+# Texts that may look like numbers.
+_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")
+
+
+def top(
+    interval: Interval = 1.0,
+    once: Once = False,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    as_json: AsJson = False,
+) -> None:
+    """Watch models and workers: queues, rates, and seconds from queueing to the row (p50, p99). Ctrl-C ends it.
+
+    Rates and times are those of the interval between the workers' last two heartbeats.
+    """
+    if as_json and not once:
+        raise SettingsError("json: a live view is for people; print one look as JSON with --once --json")
+    server, keys = Server(redis), key_names(prefix)
+    if not once:
+        run(_watch(server, keys, interval))
+        return
+    models = run(survey(server, keys))
+    if as_json:
+        say_json(models)
+        return
+    console = Terminal()
+    console.print(_view(models, console.width, ""))
+
+
+async def _watch(server: Server, keys: Keys, interval: float) -> None:
+    """Look until cancelled. A server that is away is waited for, and said to be."""
+    console, models, seen_at = Terminal(), None, time.monotonic()
+    # A server that hangs must not leave an old view standing for long.
+    redis = server.client(reply_timeout_s=max(_PATIENCE_S, interval))
+    try:
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+            while True:
+                trouble = ""
+                try:
+                    models, seen_at = await look(redis, keys), time.monotonic()
+                except (RedisError, OSError, LMPoolError) as error:
+                    trouble = str(server.explain(error))
+                    if models is not None:
+                        trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
+                view = _view(models or [], console.width, trouble)
+                if console.is_terminal:
+                    live.update(view, refresh=True)
+                else:
+                    console.print(view)
+                await asyncio.sleep(interval)
+    finally:
+        await redis.aclose()
+
+
+def _view(models: Survey, width: int, trouble: str) -> Group:
+    head = [Text(printable(trouble), style="bold red")] if trouble else []
+    if not models:
+        return Group(*head) if trouble else Group(Text("no model is served"))
+    return Group(*head, top_models(models, width), top_workers(models, width))
 
 
 async def survey(server: Server, keys: Keys) -> Survey:
@@ -59,31 +127,31 @@ async def look(redis: Redis, keys: Keys) -> Survey:
     infos, loading = await discovery.infos(), await discovery.loading()
     # A model whose first worker still loads has no info.
     names = [*infos, *sorted({worker.fields["model"] for worker in loading} - set(infos))]
-    found = []
+    models = []
     for name in names:
         queue = await discovery.queue(name)
         serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
         silences = await discovery.silences(workers)
-        found.append(
+        models.append(
             {
                 "name": name,
                 "info": {**asdict(infos[name]), "fingerprint": infos[name].fingerprint} if name in infos else None,
                 "queued": queue.depth,
                 "age_s": queue.age_s,
                 "dead": queue.dead,
-                **_together(workers),
+                **_totals(workers),
                 "workers": [
                     {"id": worker.worker_id, **_typed(worker.fields), "silent_s": silences.get(worker.worker_id)}
                     for worker in workers
                 ],
             }
         )
-    return found
+    return models
 
 
-def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
-    """The figures of all workers of a model, in the intervals of their last heartbeats."""
+def _totals(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
+    """The rate and the latencies of all workers of a model, in the intervals of their last heartbeats."""
     counts = [0] * (len(SECONDS) + 1)
     rate = 0.0
     for worker in workers:
@@ -93,37 +161,31 @@ def _together(workers: Iterable[WorkerInfo]) -> dict[str, float | None]:
 
 
 def _typed(fields: Mapping[str, str]) -> dict[str, str | int | float | None]:
-    """What a worker tells, with its numbers as such."""
-    found: dict[str, str | int | float | None] = dict(fields)
+    """The fields of a heartbeat, with numbers as such."""
+    typed: dict[str, str | int | float | None] = dict(fields)
     for name, text in fields.items():
-        if name not in _NAMES and _NUMBER.fullmatch(text):
-            found[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+        if name not in _TEXT_FIELDS and _NUMBER.fullmatch(text):
+            typed[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
         elif not text:
-            found[name] = None  # A time of an interval in which nothing was computed, say.
-    return found
+            typed[name] = None  # A time of an interval in which nothing was computed, say.
+    return typed
 
 
 def number(fields: Any, name: str) -> float | None:
-    """A number among what a worker tells; None when it tells none."""
+    """A number among the fields of a heartbeat; None when it is none."""
     try:
         return float(fields.get(name, ""))
     except (TypeError, ValueError):
         return None
 
 
-_FRAME, _PADDING = 1, 3
-
-WHOLE = 1_000_000
-"""What a column keeps in a line that is not folded as long as there is room for it."""
-
-
 class Column(NamedTuple):
-    """A column.
+    """A column of a table.
 
     Attributes:
         title: its header.
         cells: its texts.
-        rank: how much it matters; the highest are left out first. 0 for names, which are folded instead.
+        rank: columns of the highest rank are left out first; 0 for names, which are folded instead.
         least: characters that names keep in a line, if they have so many.
     """
 
@@ -168,64 +230,64 @@ def _needed(columns: Sequence[Column]) -> int:
     return _FRAME + sum(least) + _PADDING * len(columns)
 
 
-def status_models(found: Survey, width: int) -> Table:
+def status_models(models: Survey, width: int) -> Table:
     """The models, for `lmpool status`."""
-    infos: list[Mapping[str, Any]] = [model["info"] or {} for model in found]
+    infos: list[Mapping[str, Any]] = [model["info"] or {} for model in models]
     return fitting(
         "Models",
         [
-            Column("model", [model["name"] for model in found], 0),
+            Column("model", [model["name"] for model in models], 0),
             Column("backend", [str(info.get("backend", "")) for info in infos], 6),
             Column("V", [str(info.get("vocab_size", "")) for info in infos], 7),
             Column("dtype", [str(info.get("dtype", "")) for info in infos], 9),
             Column("rows as", [str(info.get("encoding", "")) for info in infos], 8),
-            *_load(found),
+            *_queues(models),
         ],
         width,
     )
 
 
-def status_workers(found: Survey, width: int) -> Table:
+def status_workers(models: Survey, width: int) -> Table:
     """The workers, for `lmpool status`."""
-    return fitting("Workers", [*_workers(found), _heard(found)], width)
+    return fitting("Workers", [*_workers(models), _heard(models)], width)
 
 
-def top_models(found: Survey, width: int) -> Table:
+def top_models(models: Survey, width: int) -> Table:
     """The models, for `lmpool top`."""
-    names = Column("model", [model["name"] for model in found], 0)
+    names = Column("model", [model["name"] for model in models], 0)
     latencies = [
-        Column("p50", [seconds(model["p50_s"]) for model in found], 6),
-        Column("p99", [seconds(model["p99_s"]) for model in found], 5),
+        Column("p50", [seconds(model["p50_s"]) for model in models], 6),
+        Column("p99", [seconds(model["p99_s"]) for model in models], 5),
     ]
-    return fitting("Models", [names, *_load(found), *latencies], width)
+    return fitting("Models", [names, *_queues(models), *latencies], width)
 
 
-def top_workers(found: Survey, width: int) -> Table:
+def top_workers(models: Survey, width: int) -> Table:
     """The workers, for `lmpool top`."""
-    workers = _each_worker(found)
+    workers = _each_worker(models)
     more = [
         Column("batch", [_text(worker.get("batch")) for worker in workers], 6),
         Column("p50", [seconds(number(worker, "p50_s")) for worker in workers], 5),
         Column("p99", [seconds(number(worker, "p99_s")) for worker in workers], 4),
-        _heard(found),
+        _heard(models),
     ]
-    return fitting("Workers", [*_workers(found), *more], width)
+    return fitting("Workers", [*_workers(models), *more], width)
 
 
-def _load(found: Survey) -> list[Column]:
-    """What is to be done and what is done, a row a model."""
+def _queues(models: Survey) -> list[Column]:
+    """The state of the queue and the rate of rows, a row a model."""
     return [
-        Column("workers", [str(len(model["workers"])) for model in found], 2),
-        Column("queued", [str(model["queued"]) for model in found], 1),
-        Column("oldest", [seconds(model["age_s"]) if model["queued"] else "" for model in found], 3),
-        Column("dead", [str(model["dead"]) for model in found], 4),
-        Column("rows/s", [_rate(model["rows_per_s"]) for model in found], 2),
+        Column("workers", [str(len(model["workers"])) for model in models], 2),
+        Column("queued", [str(model["queued"]) for model in models], 1),
+        Column("oldest", [seconds(model["age_s"]) if model["queued"] else "" for model in models], 3),
+        Column("dead", [str(model["dead"]) for model in models], 4),
+        Column("rows/s", [_rate(model["rows_per_s"]) for model in models], 2),
     ]
 
 
-def _workers(found: Survey) -> list[Column]:
-    """What every table of workers has."""
-    workers = _each_worker(found)
+def _workers(models: Survey) -> list[Column]:
+    """The columns of every table of workers."""
+    workers = _each_worker(models)
     return [
         Column("worker", [_text(worker["id"]) for worker in workers], 0),
         Column("model", [_text(worker.get("model")) for worker in workers], 0),
@@ -238,13 +300,13 @@ def _workers(found: Survey) -> list[Column]:
     ]
 
 
-def _heard(found: Survey) -> Column:
-    """How long ago each worker has given its last sign of life."""
-    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(found)], 7)
+def _heard(models: Survey) -> Column:
+    """The time since the last heartbeat of each worker."""
+    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(models)], 7)
 
 
-def _each_worker(found: Survey) -> list[dict[str, Any]]:
-    return [worker for model in found for worker in model["workers"]]
+def _each_worker(models: Survey) -> list[dict[str, Any]]:
+    return [worker for model in models for worker in model["workers"]]
 
 
 def _text(value: object) -> str:
@@ -269,66 +331,3 @@ def seconds(value: float | None) -> str:
         return f"{value / 60:.0f} min"
     scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "µs")
     return f"{scaled:.{int(scaled < 10 and unit != 'µs')}f} {unit}"
-
-
-_PATIENCE_S = 5.0
-
-Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")]
-Once = Annotated[bool, typer.Option("--once", help="Look once and end.")]
-
-
-def top(
-    interval: Interval = 1.0,
-    once: Once = False,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    as_json: AsJson = False,
-) -> None:
-    """Watch models and workers: queues, rates, and seconds from queueing to the row (p50, p99). Ctrl-C ends it.
-
-    Rates and times are those of the interval between the workers' last two heartbeats.
-    """
-    if as_json and not once:
-        raise SettingsError("json: a live view is for people; print one look as JSON with --once --json")
-    server, keys = Server(redis), key_names(prefix)
-    if not once:
-        run(_watch(server, keys, interval))
-        return
-    found = run(survey(server, keys))
-    if as_json:
-        say_json(found)
-        return
-    console = Terminal()
-    console.print(_view(found, console.width, ""))
-
-
-async def _watch(server: Server, keys: Keys, interval: float) -> None:
-    """Look until cancelled. A server that is away is waited for, and said to be."""
-    console, found, seen_at = Terminal(), None, time.monotonic()
-    # A server that hangs must not leave an old view standing for long.
-    redis = server.client(reply_timeout_s=max(_PATIENCE_S, interval))
-    try:
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while True:
-                trouble = ""
-                try:
-                    found, seen_at = await look(redis, keys), time.monotonic()
-                except (RedisError, OSError, LMPoolError) as error:
-                    trouble = str(server.explain(error))
-                    if found is not None:
-                        trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
-                view = _view(found or [], console.width, trouble)
-                if console.is_terminal:
-                    live.update(view, refresh=True)
-                else:
-                    console.print(view)
-                await asyncio.sleep(interval)
-    finally:
-        await redis.aclose()
-
-
-def _view(found: Survey, width: int, trouble: str) -> Group:
-    head = [Text(printable(trouble), style="bold red")] if trouble else []
-    if not found:
-        return Group(*head) if trouble else Group(Text("no model is served"))
-    return Group(*head, top_models(found, width), top_workers(found, width))

@@ -1,4 +1,7 @@
-"""`lmpool trie show`: the branches below a prefix and what they weigh after a prompt, asked for level by level."""
+"""`lmpool trie show`: the branches below a prefix and their probabilities after a prompt, asked for level by level.
+
+`Grower` asks for the masses of nodes and makes a tree of `Branch`es, `show` is the command, and `print_tree` draws it.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,11 @@ from lmpool.producer.trie import PooledTrie
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
+trie_app = typer.Typer(name="trie", help="The prefix tree over the tokens of a served model.", no_args_is_help=True)
+
+Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
+"""The masses of k nodes, as floats of shape (k,)."""
+
 _SHORT = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _READ = {written[1]: char for char, written in _SHORT.items()}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))", re.DOTALL)
@@ -43,8 +51,14 @@ _ESCAPED_BYTES = range(0xDC80, 0xDD00)
 # With at most 256 children each this bounds what one level asks for, and the lines that people get.
 _MOST_OPENED = 256
 
-Masses = Callable[[NDArray[np.int32]], Awaitable[NDArray[Any]]]
-"""The masses of k nodes, as floats of shape (k,)."""
+_MOST_DEPTH = 64
+_MOST_CHILDREN = 256
+_MOST_IDS = 10
+_MOST_TOKENS = 3
+_GUIDE_CELLS = 4
+_MOST_LABEL_CELLS = 40
+# Below this part of its branch, the weight of the tokens at its end is rounding: it is a difference of float32 sums.
+_ALONE_FROM = 1e-5
 
 
 class Limits(NamedTuple):
@@ -110,8 +124,8 @@ class Branch:
         return bool(self.children or self.hidden)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: byte strings as text with escapes and, what needs no reading, as hex digits."""
-        found = {
+        """For JSON: byte strings as text with escapes, and as hex digits, which need no reading of escapes."""
+        branch = {
             "prefix": to_text(self.prefix),
             "prefix_hex": self.prefix.hex(),
             "edge": to_text(self.edge),
@@ -123,9 +137,9 @@ class Branch:
             "tokens_in_all": self.below,
         }
         if self.is_open:
-            found["children"] = [child.as_dict() for child in self.children]
-            found["hidden"] = {"branches": self.hidden, "mass": self.hidden_mass}
-        return found
+            branch["children"] = [child.as_dict() for child in self.children]
+            branch["hidden"] = {"branches": self.hidden, "mass": self.hidden_mass}
+        return branch
 
 
 class TokensBelow:
@@ -175,7 +189,7 @@ class Grower:
     async def grow(self, prefix: bytes, limits: Limits) -> Branch:
         """The branch of a prefix with the branches below it.
 
-        One question a level, for the children of what is drawn and nothing else.
+        It asks once for each level, for the children of the branches that are drawn and nothing else.
 
         Args:
             prefix: any prefix of a token; b"" for the whole trie.
@@ -195,8 +209,8 @@ class Grower:
             for branch, nodes in zip(opened, heads, strict=True):
                 self._open(branch, nodes, masses[at : at + nodes.size], limits.top, limits.least * root.mass)
                 at += nodes.size
-            found = [child for branch in opened for child in branch.children if child.longer]
-            opened = sorted(found, key=lambda branch: -branch.mass)[:_MOST_OPENED]
+            longer = [child for branch in opened for child in branch.children if child.longer]
+            opened = sorted(longer, key=lambda branch: -branch.mass)[:_MOST_OPENED]
             if not opened:
                 break
         return root
@@ -289,24 +303,12 @@ def _read(escape: re.Match[str]) -> bytes:
     return _READ[char].encode()
 
 
-_MOST_DEPTH = 64
-_MOST_CHILDREN = 256
-_MOST_IDS = 10
-_MOST_TOKENS = 3
-_GUIDE_CELLS = 4
-_MOST_LABEL_CELLS = 40
-# Below this part of its branch, what the tokens at its end weigh is rounding: it is a difference of float32 sums.
-_ALONE_FROM = 1e-5
-
-trie_app = typer.Typer(name="trie", help="The prefix tree over the tokens of a served model.", no_args_is_help=True)
-
-
-class Found(NamedTuple):
-    """What there is to show.
+class View(NamedTuple):
+    """A tree, and what it is of.
 
     Attributes:
         model: name of the model.
-        prompt: its token ids; None without one.
+        prompt: the prompt's token ids; None without one.
         tokens: V.
         root: the branch of the prefix.
     """
@@ -354,34 +356,34 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the branches below a prefix, with the probability of each after a prompt."""
-    wanted, limits = from_text(text), Limits(depth, top, least)
+    shown_prefix, limits = from_text(text), Limits(depth, top, least)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
 
     if prompt is not None and not ids:
         hint_at_file(prompt)
 
-    async def ask() -> Found:
+    async def ask() -> View:
         async with Producer(
             model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits)
         ) as producer:
             tokens = None if prompt is None else _tokens(producer, prompt, ids)
             trie = await _trie(producer)
             below = TokensBelow(trie.structure)
-            masses = below.shares if tokens is None else _Asked(trie, tokens, local).masses
-            root = await Grower(trie.structure, below, masses).grow(wanted, limits)
-            return Found(producer.model.name, tokens, trie.structure.n_tokens, root)
+            masses = below.shares if tokens is None else _PoolMasses(trie, tokens, local).masses
+            root = await Grower(trie.structure, below, masses).grow(shown_prefix, limits)
+            return View(producer.model.name, tokens, trie.structure.n_tokens, root)
 
-    found = run(ask())
+    view = run(ask())
     if as_json:
-        tree = found.root.as_dict()
-        say_json({"model": found.model, "prompt": found.prompt, "n_tokens": found.tokens, "tree": tree})
+        tree = view.root.as_dict()
+        say_json({"model": view.model, "prompt": view.prompt, "n_tokens": view.tokens, "tree": tree})
     else:
-        print_tree(found.root, _title(found, prompt, ids), "of tokens" if prompt is None else "probability")
+        print_tree(view.root, _title(view, prompt, ids), "of tokens" if prompt is None else "probability")
 
 
-class _Asked:
-    """Masses after a prompt, from the pool."""
+class _PoolMasses:
+    """Masses after a prompt: probabilities, from the pool."""
 
     def __init__(self, trie: PooledTrie, prompt: list[int], local: bool) -> None:
         self._trie = trie
@@ -415,14 +417,14 @@ async def _trie(producer: Producer) -> PooledTrie:
         ) from error
 
 
-def _title(found: Found, prompt: str | None, are_ids: bool) -> str:
-    root = found.root
-    what = _quoted(root.prefix) if root.prefix else "all tokens"
-    if found.prompt is None:
-        return f"{what} · {found.model} · {root.below} of {found.tokens} tokens"
-    after = _shortened(found.prompt) if are_ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
-    mass = f"{_percent(root.mass)} of the probability, {root.below} of {found.tokens} tokens"
-    return f"{what} after {after} · {found.model} · {mass}"
+def _title(view: View, prompt: str | None, are_ids: bool) -> str:
+    root = view.root
+    text = _quoted(root.prefix) if root.prefix else "all tokens"
+    if view.prompt is None:
+        return f"{text} · {view.model} · {root.below} of {view.tokens} tokens"
+    after = _shortened(view.prompt) if are_ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
+    mass = f"{_percent(root.mass)} of the probability, {root.below} of {view.tokens} tokens"
+    return f"{text} after {after} · {view.model} · {mass}"
 
 
 def _shortened(ids: list[int]) -> str:
@@ -430,14 +432,14 @@ def _shortened(ids: list[int]) -> str:
 
 
 class _Line(NamedTuple):
-    """What one line says, besides the guides of the tree.
+    """The texts of one line, besides the guides of the tree.
 
     Attributes:
         depth: level of the branch.
         label: its bytes.
         mass: its mass.
         share: its part of the branch above.
-        tokens: what there is to say of its tokens.
+        tokens: the ids or the number of its tokens.
     """
 
     depth: int
@@ -453,7 +455,7 @@ def print_tree(root: Branch, title: str, measure: str) -> None:
     Args:
         root: the branch of the prefix.
         title: what is shown.
-        measure: what masses are, in a word.
+        measure: the header of the masses.
     """
     head = _Line(0, "branch", measure, "of parent", "tokens")
     lines = [head, *_lines(root, 0)]

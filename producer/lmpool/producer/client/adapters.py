@@ -1,4 +1,4 @@
-"""What a client knows of a model's adapters: which weights each name stands for at present."""
+"""The adapters of a client's model: the revision, a digest of its weights, that each name stands for at present."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FORGETFUL = (
 
 
 class Adapters:
-    """Knows which weights the adapters of one session's model have at present.
+    """Knows the revisions of the adapters of one session's model.
 
-    What was read may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter waits for as
-    long, so that afterwards nobody asks for what was replaced, nor takes it from a cache. What forgets a change
-    that was read before is not believed: workers that know of it write it down again.
+    A state of the registry may be used for `KNOWN_FOR_S`, counted from before it was read: who replaces an adapter
+    waits for as long, so that afterwards nobody asks for the old one, nor takes its rows from a cache. A state that
+    lacks a change which was read before is not believed: workers that know of the change write it down again.
 
     Args:
         connections: the connections.
@@ -36,7 +36,7 @@ class Adapters:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._seen = Registered("", {}, {})
+        self._known = Registered("", {}, {})
         self._as_of = _NEVER
         self._doubted: tuple[Generation, float] | None = None
         self._used = _NEVER
@@ -44,7 +44,7 @@ class Adapters:
 
     @property
     def registry(self) -> AdapterRegistry:
-        """The adapters of the model as it is now."""
+        """The registry of the model as it is now."""
         connections = self._connections
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
@@ -62,12 +62,12 @@ class Adapters:
         """
         loop = self._loop
         self._used = loop.time()
-        if self._is_fresh and isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
-            return qualify(name, found.revision)
+        if self._is_fresh and isinstance(name, str) and (adapter := self._known.adapters.get(name)) is not None:
+            return qualify(name, adapter.revision)
         await self._read_since(loop.time(), deadline)
-        if isinstance(name, str) and (found := self._seen.adapters.get(name)) is not None:
-            return qualify(name, found.revision)
-        served = ", ".join(self._seen.adapters) or "none"
+        if isinstance(name, str) and (adapter := self._known.adapters.get(name)) is not None:
+            return qualify(name, adapter.revision)
+        served = ", ".join(self._known.adapters) or "none"
         raise UnknownAdapter(
             f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
         )
@@ -79,14 +79,14 @@ class Adapters:
             DeadlineExceeded, ServerError: the server does not tell in time.
         """
         await self._read_since(self._loop.time(), deadline)
-        return {name: adapter.revision for name, adapter in self._seen.adapters.items()}
+        return {name: adapter.revision for name, adapter in self._known.adapters.items()}
 
     def changed(self, made: Registered) -> None:
-        """A change of our own has made this of the registry."""
-        self._seen, self._as_of = made, _NEVER
+        """Take over the registry as a change of this client has made it."""
+        self._known, self._as_of = made, _NEVER
 
     def doubt(self) -> None:
-        """What is known has turned out to be old."""
+        """Read again before the next use: what is known has turned out to be old."""
         self._as_of = _NEVER
 
     async def renew(self) -> None:
@@ -101,12 +101,14 @@ class Adapters:
 
     @property
     def _is_fresh(self) -> bool:
-        return self._loop.time() - self._as_of < KNOWN_FOR_S and self._seen.owner == self._connections.model.fingerprint
+        return (
+            self._loop.time() - self._as_of < KNOWN_FOR_S and self._known.owner == self._connections.model.fingerprint
+        )
 
     async def _read_since(self, begin: float, deadline: Deadline) -> None:
-        """Read what the server says now or has said since `begin`; tries until the deadline."""
+        """Read a state that the server has told since `begin`; tries until the deadline."""
         deadline = deadline.bounded()
-        seen: BaseException | None = None
+        error: BaseException | None = None
         doubt = ""
         try:
             async with deadline.limit(), self._reading:
@@ -118,18 +120,18 @@ class Adapters:
                         doubt = await self._read()
                         if not doubt:
                             return
-                        seen = None
+                        error = None
                     except TROUBLE as trouble:
-                        seen = trouble
+                        error = trouble
                         self._connections.note(trouble)
                     await asyncio.sleep(wait)
         except DeadlineExceeded:
             raise
         except TimeoutError as late:
-            if seen is None and doubt == _FORGETFUL:
+            if error is None and doubt == _FORGETFUL:
                 raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
             # Who waited for another to read has seen no error.
-            if (why := seen or self._connections.trouble) is not None:
+            if (why := error or self._connections.trouble) is not None:
                 raise own(self._connections.explain(why)) from late
             info = self._connections.model.info
             raise NoWorker(
@@ -141,25 +143,25 @@ class Adapters:
         """Read once; returns why what the server has is not to be used, "" when it is."""
         begin = self._loop.time()
         fingerprint = self._connections.model.fingerprint
-        found = await self.registry.read()
-        if found.owner != fingerprint:
+        registered = await self.registry.read()
+        if registered.owner != fingerprint:
             return _LOST
-        if not self._is_credible(found, begin):
+        if not self._is_credible(registered, begin):
             return _FORGETFUL
-        self._seen, self._as_of, self._doubted = found, begin, None
+        self._known, self._as_of, self._doubted = registered, begin, None
         return ""
 
-    def _is_credible(self, found: Registered, now: float) -> bool:
+    def _is_credible(self, registered: Registered, now: float) -> bool:
         """Whether nothing is missing that this client has read of, or nobody else knows of it any more.
 
         Where workers have started anew or somebody has made a change since, and no worker has written down for a lease
-        what is missing, that is how it is. What is merely older is never believed.
+        what is missing, the change is gone. A state that is merely older is never believed.
         """
-        seen = self._seen
-        if seen.owner != found.owner or seen.generation.is_of_a_start or not found.forgets(seen):
+        known = self._known
+        if known.owner != registered.owner or known.generation.is_of_a_start or not registered.forgets(known):
             return True
-        if self._doubted is None or self._doubted[0] != found.generation:
-            self._doubted = found.generation, now
-        if found.generation < seen.generation and not found.generation.is_of_a_start:
+        if self._doubted is None or self._doubted[0] != registered.generation:
+            self._doubted = registered.generation, now
+        if registered.generation < known.generation and not registered.generation.is_of_a_start:
             return False
         return now - self._doubted[1] > self._connections.model.info.lease_s

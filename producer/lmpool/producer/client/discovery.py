@@ -1,4 +1,4 @@
-"""What a pool serves, who serves it, and which vocabularies it knows."""
+"""What a pool serves: its models (`Discovery`), whether workers live (`Liveness`), and its vocabularies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lmpool.vocabulary import Vocabulary
 
 _log = logging.getLogger("lmpool.producer")
 
-_MOST_TOLD = 100
+_MOST_WARNED = 100
 _MOST_NAMED = 8
 _RESTART_S = 5.0
 _LEAST_GAP_S = 2.0
@@ -38,7 +38,7 @@ class WorkerInfo(NamedTuple):
 
 
 class Discovery:
-    """Looks around in one pool.
+    """Reads which models a pool serves, and by which workers.
 
     Args:
         redis: a client for control messages.
@@ -48,7 +48,7 @@ class Discovery:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     async def infos(self) -> dict[str, ModelInfo]:
         """The infos of all models that are served, by name; those that cannot be read are left out."""
@@ -107,7 +107,7 @@ class Discovery:
         except NoPermissionError:
             return False
 
-    async def _unknown(self, name: str | None, what: str, otherwise: str) -> UnknownModel:
+    async def _unknown(self, name: str | None, text: str, otherwise: str) -> UnknownModel:
         """That a model is not served, and what to do: wait, when a worker is loading it just now.
 
         However many workers load, this costs the same, for who waits for a model looks again every second.
@@ -115,26 +115,26 @@ class Discovery:
         loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
-            error = UnknownModel(f"{what}a worker is loading {models}, try again in a moment")
+            error = UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
             error.is_loading = True
             return error
-        return UnknownModel(f"{what}{otherwise} (being loaded: {models})" if loading else f"{what}{otherwise}")
+        return UnknownModel(f"{text}{otherwise} (being loaded: {models})" if loading else f"{text}{otherwise}")
 
     async def _some_loading(self) -> set[str]:
         """Some of the models that workers are loading: those that this user may look at."""
-        key, found = self._keys.loading(), set[str]()
+        key, loading = self._keys.loading(), set[str]()
         try:
             names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MOST_NAMED))
             if not names:
-                return found
+                return loading
             models = await read_texts(self._redis, key, [name.decode("utf-8", "replace") for name in names])
             for model in sorted(set(models.values())):
                 # Of those that were killed as they loaded, some may not have been swept yet.
                 if (await self.alive(model)).loading:
-                    found.add(model)
+                    loading.add(model)
         except NoPermissionError:
             pass  # The rights of a user may end at its own models.
-        return found
+        return loading
 
     async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, ProtocolError]]:
         """The infos by name, and why others cannot be read: one bad info must not take down every other model.
@@ -142,38 +142,38 @@ class Discovery:
         Args:
             names: of these models alone; none for all.
         """
-        (found,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES, fields=names)
+        (packed,) = await read_hashes(self._redis, [self._keys.models()], most_bytes=MAX_INFO_BYTES, fields=names)
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, ProtocolError] = {}
-        for key, data in sorted(found.items()):
+        for key, data in sorted(packed.items()):
             name = key.decode(errors="backslashreplace")
             try:
                 infos[name] = _read_info(name, data)
             except ProtocolError as error:
                 unreadable[name] = error
                 # Once: clients look every second.
-                if len(self._told) < _MOST_TOLD and name not in self._told:
-                    self._told.add(name)
+                if len(self._warned) < _MOST_WARNED and name not in self._warned:
+                    self._warned.add(name)
                     _log.warning("the info of the model %r is left out: %s", name, error)
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
-        """How many workers serve a model and load it: a look that costs the same however many there are."""
+        """How many workers serve a model and load it; reading that costs the same however many there are."""
         return await read_alive(self._redis, self._keys.model(model))
 
     async def workers(self, model: str) -> list[WorkerInfo]:
-        """The live workers of a model, with what they tell; this reads one heartbeat after the other."""
+        """The live workers of a model, with their heartbeats, which this reads one after the other."""
         return await self._alive((await read_alive(self._redis, self._keys.model(model), names=True)).names)
 
     async def loading(self) -> list[WorkerInfo]:
         """The workers that load their models, of all models."""
-        loading = await read_texts(self._redis, self._keys.loading())
-        found = await self._alive(loading)
-        return [worker for worker in found if worker.fields.get("state") == "loading"]
+        names = await read_texts(self._redis, self._keys.loading())
+        workers = await self._alive(names)
+        return [worker for worker in workers if worker.fields.get("state") == "loading"]
 
     async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
-        """Those of some workers that have given a sign of life, and say what they serve."""
-        found = []
+        """Those of some workers whose heartbeats have not expired, and say what they serve."""
+        workers = []
         for name in sorted(names):
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
@@ -182,17 +182,17 @@ class Discovery:
                 _log.warning("the worker %r is left out: %s", name, error)
                 continue
             if "model" in fields:
-                found.append(WorkerInfo(name, fields))
-        return found
+                workers.append(WorkerInfo(name, fields))
+        return workers
 
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
-        """Seconds since the last heartbeat of each of some workers, of those that tell their lease."""
-        found = {}
+        """Seconds since the last heartbeat of each worker, of those whose heartbeats have their lease."""
+        silences = {}
         for worker in workers:
             left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
             with contextlib.suppress(KeyError, ValueError):
-                found[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
-        return found
+                silences[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
+        return silences
 
     async def queue(self, model: str) -> QueueState:
         """The state of a model's queue."""
@@ -214,11 +214,11 @@ def _unreadable(name: str, error: ProtocolError) -> ProtocolError:
 
 
 class Liveness:
-    """Who serves the model, as far as the client has seen.
+    """Knows whether live workers serve the model, as far as the client has seen.
 
     Args:
         connections: the client's connections.
-        discovery: tells who lives.
+        discovery: tells which workers live.
     """
 
     def __init__(self, connections: Connections, discovery: Discovery) -> None:
@@ -242,11 +242,11 @@ class Liveness:
         self._missing_since = None
 
     async def look(self, now: float) -> NoWorker | None:
-        """Look who is there; returns the end of all requests when nobody has been for long.
+        """Count the live workers; returns the error that ends all requests when there has been none for long.
 
-        That is a lease, and time enough for one that is started again to say so; while one loads the model, requests
-        wait for it as long as they may. Between two looks that are further apart than a lease, for this client was held
-        up, workers may have lived and been silent again: so nobody is missed since before the second.
+        Long is a lease, and time enough for a worker that is started again to say so; while one loads the model,
+        requests wait for it as long as they may. Between two looks that are further apart than a lease, for this client
+        was held up, workers may have lived and been silent again: so nobody is missed since before the second.
 
         Args:
             now: the event loop's time.
@@ -261,7 +261,7 @@ class Liveness:
         if self._count or self._is_loading:
             self._missing_since = None
             return None
-        # Heartbeats are writes: where the server refuses these, who lives cannot be seen, and is not missed.
+        # Heartbeats are writes: where the server refuses these, live workers cannot be seen, and are not missed.
         await self._connections.check_writes(info.name)
         if self._missing_since is None or gap > max(info.lease_s, _LEAST_GAP_S):
             self._missing_since = now
@@ -288,7 +288,7 @@ class Liveness:
 
 
 class Vocabularies:
-    """Reads and registers for one session.
+    """Reads and registers vocabularies for one session.
 
     Args:
         connections: the connections, and the model.
@@ -302,7 +302,7 @@ class Vocabularies:
         self._sent: dict[str, float] = {}
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """What the model's tokens stand for.
+        """The vocabulary of the model.
 
         Raises:
             UnknownVocabulary: its workers publish none.
@@ -329,8 +329,8 @@ class Vocabularies:
         time = asyncio.get_running_loop().time
         since = time()
         try:
-            # One at a time: all who use a vocabulary for the first time hear at once that the pool does not know it,
-            # and the first of them sends it for all.
+            # One at a time: all requests that use a vocabulary for the first time are told at once that the pool does
+            # not know it, and the first of them sends it for all.
             async with deadline.limit(), self._sending:
                 if self._sent.get(vocabulary.digest, since) <= since:
                     # Whatever the pool has under its name, the worker could not read it.

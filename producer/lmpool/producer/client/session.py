@@ -57,7 +57,7 @@ _GOODBYE_S = 1.0
 
 
 class Session:
-    """Asks for rows and waits for them, in one event loop.
+    """Asks one model's workers for rows and waits for them, in one event loop.
 
     Args:
         server: the pool's Redis.
@@ -213,15 +213,8 @@ class Session:
         self._stats.cache_hits += 1
         self._requests.counters.seconds["cache_hits"].observe(self.loop.time() - deadline.end + deadline.seconds)
 
-    def ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
-        """Let `waiter` wait for a prompt's row; joins the request that is under way, or starts one.
-
-        Args:
-            prompt: what is asked.
-            waiter: who asks.
-            until: loop time at which the waiter gives up.
-            warm: the row itself is not wanted, only that it be in the pool's cache; the answer is empty.
-        """
+    def _ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
+        """Let `waiter` wait for a prompt's row; joins the request that is under way, or starts one."""
         self._stats.requests += 1
         request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
         if is_new:
@@ -238,12 +231,12 @@ class Session:
         damaged: bool = False,
         weights: SentWeights | None = None,
     ) -> Row:
-        """Ask and wait.
+        """Ask for a row, or for what a query wants of it, and wait for the answer.
 
         Args:
             prompt: what is asked.
             deadline: for how long.
-            warm: as for `ask`.
+            warm: the row itself is not wanted, only that it be in the pool's cache; the answer is empty.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
             damaged: what the cache holds as the answer is damaged: have it replaced.
             weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
@@ -268,7 +261,7 @@ class Session:
             waiter = batch.at(index)
             row = self.cached(prompt)
             if row is None:
-                waits.append((self.ask(prompt, waiter, deadline.end), waiter))
+                waits.append((self._ask(prompt, waiter, deadline.end), waiter))
             else:
                 waiter(row)
         timer = self.loop.call_at(deadline.end, self._expire_first, waits, deadline.seconds)
@@ -278,52 +271,52 @@ class Session:
             timer.cancel()
             for request, waiter in waits:
                 if request.waiters:
-                    self.remove_waiter(request, waiter)
+                    self._remove_waiter(request, waiter)
         return batch.rows
 
     def _expire_first(self, waits: Sequence[tuple[PendingRequest, Waiter]], seconds: float) -> None:
         """A batch's deadline: the first prompt that is still under way says why."""
         for request, waiter in waits:
             if waiter in request.waiters:
-                self.expire(request, waiter, seconds)
+                self._expire(request, waiter, seconds)
                 return
 
     def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
-        """Ask, for who awaits the future and calls `end`, however that ends.
+        """Ask for a row; the caller awaits the waiter's future and then calls `end`, however that ends.
 
         Args:
             prompt: what is asked.
             until: loop time of the deadline.
             seconds: how long that is, for its message.
-            warm: as for `ask`.
+            warm: as for `answer`.
         """
         waiter = SingleWaiter(self.loop, seconds)
-        waiter.request = self.ask(prompt, waiter, until, warm=warm)
+        waiter.request = self._ask(prompt, waiter, until, warm=warm)
         self._deadlines.add(waiter, until)
         return waiter
 
     def end(self, waiter: SingleWaiter) -> None:
-        """Nobody waits there any more."""
+        """Forget a wait that has ended; a request that nobody waits for any more is cancelled."""
         self._deadlines.remove(waiter)
         request = waiter.request
         if request.waiters:
-            self.remove_waiter(request, waiter)
+            self._remove_waiter(request, waiter)
         if request.is_private:
             self._pool_cache.discard([request])
 
-    def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
+    def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
         """Take a waiter off its request, if it is still on it; a request without waiters is cancelled."""
         if waiter in request.waiters and self._requests.remove_waiter(request, waiter, why):
             self._submitter.cancel(request)
 
     def _on_deadline(self, waiter: SingleWaiter) -> None:
-        self.expire(waiter.request, waiter, waiter.seconds)
+        self._expire(waiter.request, waiter, waiter.seconds)
 
-    def expire(self, request: PendingRequest, waiter: Waiter, timeout: float) -> None:
+    def _expire(self, request: PendingRequest, waiter: Waiter, timeout: float) -> None:
         """End a wait whose deadline has passed, with the exception that says why."""
         if waiter in request.waiters:
             error = self._reason(request, f"no row within {timeout:g} s")
-            self.remove_waiter(request, waiter, type(error).__name__)
+            self._remove_waiter(request, waiter, type(error).__name__)
             waiter(error)
 
     def _reason(self, request: PendingRequest, text: str) -> LMPoolError:

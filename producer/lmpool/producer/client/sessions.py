@@ -1,4 +1,4 @@
-"""The sessions of event loops: opened with the first request in each."""
+"""A session for each event loop that asks, opened with the first request in it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ from lmpool.producer.client.connections import CLOSED
 from lmpool.producer.client.session import Session, WhenAbsent
 from lmpool.producer.deadline import Deadline
 
+T = TypeVar("T")
+
+_log = logging.getLogger("lmpool.producer")
+
+_LOOK_S = 1.0
+
 
 class CopiedAsItself:
     """Holds connections, so that a copy, deep or not, is the object itself: particles and settings are copied often."""
@@ -35,13 +41,6 @@ class CopiedAsItself:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-T = TypeVar("T")
-
-_log = logging.getLogger("lmpool.producer")
-
-_LOOK_S = 1.0
 
 
 class _Attempt:
@@ -68,16 +67,16 @@ class _Attempt:
         self.is_over = False
 
     def note(self, lacks: LMPoolError, model: str | None) -> None:
-        """What it waits for; told once, so that nobody takes it for a program that hangs."""
+        """Take note of what it waits for; logged once, so that nobody takes it for a program that hangs."""
         if type(self.lacks) is not type(lacks):
             served = "serve a model" if model is None else f"serve {model!r}"
-            what = f"a worker to {served}" if isinstance(lacks, UnknownModel) else "the server"
+            missing = f"a worker to {served}" if isinstance(lacks, UnknownModel) else "the server"
             limit = f'this waits up to {self.seconds:g} s (timeout=); when_absent="raise" fails at once'
-            _log.warning("waiting for %s: %s; %s", what, lacks, limit)
+            _log.warning("waiting for %s: %s; %s", missing, lacks, limit)
         self.lacks = lacks
 
-    def late(self, error: TimeoutError) -> LMPoolError:
-        """The end of a request whose deadline has passed meanwhile."""
+    def deadline_error(self, error: TimeoutError) -> LMPoolError:
+        """The exception for a request whose deadline has passed meanwhile."""
         if isinstance(self.lacks, UnknownModel):
             return NoWorker(f"{error}: {self.lacks}")
         if self.lacks is not None:
@@ -91,8 +90,11 @@ class SessionPerLoop:
     Args:
         server: gives the server to connect to.
         make: makes a session with a server.
-        model: what the session is to ask for; None for the only model that is served.
+        model: name of the model that the session asks; None for the only one that is served.
         when_absent: what opening does while there is no server or no such model.
+
+    Attributes:
+        session: the one that was opened last, of whichever loop; None when there is none.
     """
 
     def __init__(
@@ -106,8 +108,8 @@ class SessionPerLoop:
         self._make = make
         self._model = model
         self._waits = when_absent == "wait"
-        # Against `close_soon` of another thread: what it does not see must see it. Its holder may come here again, when
-        # the collector ends what a closed loop has left.
+        # Against `close_soon` of another thread: a session that it does not see must see it. Its holder may come here
+        # again, when the garbage collector ends what a closed loop has left.
         self._changing = threading.RLock()
         self._opening: dict[asyncio.AbstractEventLoop, _Attempt] = {}
         self._sessions: dict[asyncio.AbstractEventLoop, Session] = {}
@@ -185,7 +187,7 @@ class SessionPerLoop:
         except DeadlineExceeded:
             raise
         except TimeoutError as error:
-            raise attempt.late(error) from own(attempt.lacks or error)
+            raise attempt.deadline_error(error) from own(attempt.lacks or error)
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
@@ -240,7 +242,7 @@ class SessionPerLoop:
         return self._server()
 
     async def _until_there(self, attempt: _Attempt, look: Callable[[], Awaitable[T]]) -> T:
-        """What `look` finds; while it finds no server or no model, look again, if that is what was asked for."""
+        """What `look` returns; while it finds no server or no model, look again, if the session may wait for them."""
         for wait in delays(_LOOK_S):
             try:
                 return await look()
@@ -297,16 +299,16 @@ class SessionPerLoop:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do something however often that is cancelled: what is closed in part stays open until it is collected."""
-    doing = asyncio.ensure_future(work)
-    while not doing.done():
+    """Await something however often that is cancelled: a session that is closed in part stays open until collected."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([doing])
-    await doing
+            await asyncio.wait([task])
+    await task
 
 
 def _may_come(error: LMPoolError, server: Server | None) -> bool:
-    """Whether what is not there now may be later: nobody serves the model yet, the server starts or restarts."""
+    """Whether a model or server that is missing now may come: nobody serves the model yet, the server restarts."""
     if isinstance(error, (UnknownModel, ServerUnreachable)):
         return True
     return server is not None and error.__cause__ is not None and server.is_not_now(error.__cause__)
