@@ -239,7 +239,7 @@ async def test_closing_at_any_step_of_opening_leaves_no_session(pool: Pool) -> N
 
 
 class Openings:
-    """Sessions that need no server, and the sessions that holds them.
+    """Sessions that need no server, and the `SessionPerLoop` that holds them.
 
     Attributes:
         open: what opening does.
@@ -259,7 +259,7 @@ class Offline:
 
 
 class FakeSession:
-    """As much of a session as its sessions sees."""
+    """As much of a session as `SessionPerLoop` uses."""
 
     def __init__(self, openings: Openings) -> None:
         self.loop = asyncio.get_running_loop()
