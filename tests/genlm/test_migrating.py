@@ -14,7 +14,7 @@ import pytest
 
 from lmpool.producer import PooledTrie, Producer, SyncProducer
 from lmpool.producer.genlm import PooledLM
-from lmpool.producer.genlm.llm_opts import OF_THE_POOL
+from lmpool.producer.genlm.llm_opts import POOL_OPTIONS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/migrating-from-genlm.md").read_text("utf-8")
 OURS = {kind.__name__: kind for kind in (PooledLM, PooledTrie, Producer, SyncProducer)}
@@ -164,4 +164,4 @@ def test_every_import_of_the_examples_works() -> None:
 def test_what_is_said_of_options_is_so() -> None:
     options = {name.rstrip("=") for name in re.findall(r"`(\w+=?)` of `PooledLM.from_name`", PAGE)}
     assert options == {"timeout", "cache_bytes", "tokenizer"}
-    assert options <= set(OF_THE_POOL)
+    assert options <= set(POOL_OPTIONS)

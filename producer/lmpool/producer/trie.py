@@ -38,6 +38,7 @@ _MOST_MISSING = 5
 _MOST_CHOICES = 4096
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
+"""The tries in use in this process, by the digest of their vocabulary."""
 
 
 class TrieOptions(TypedDict, total=False):
@@ -253,14 +254,6 @@ class TrieQueries:
                     await repair(error)
 
 
-def _put(values: Values, out: Values | None) -> Values:
-    """The values, in `out` when there is one."""
-    if out is None:
-        return values
-    out[:] = values
-    return out
-
-
 class PooledTrie(CopiedAsItself):
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
@@ -429,3 +422,11 @@ def _check_source(ws: Any, prompt: Any, name: str) -> None:
     if (ws is None) == (prompt is None):
         given = "neither weights nor" if ws is None else "both weights and"
         raise SettingsError(f"{name}: {given} {name} were given; exactly one of them is needed")
+
+
+def _put(values: Values, out: Values | None) -> Values:
+    """The values, in `out` when there is one."""
+    if out is None:
+        return values
+    out[:] = values
+    return out

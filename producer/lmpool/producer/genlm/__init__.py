@@ -37,8 +37,8 @@ __all__ = [
     "load_model_by_name",
 ]
 
-# Imported at their first use: they need torch and genlm-backend, which the tries do not.
-_LATE = {
+# Imported at their first use: they need torch and genlm-backend, and the tries do not.
+_LAZY = {
     "PooledLM": "lmpool.producer.genlm.language_model",
     "UnknownLora": "lmpool.producer.genlm.language_model",
     "load_model_by_name": "lmpool.producer.genlm.language_model",
@@ -46,6 +46,6 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATE[name]), name)
+    return getattr(importlib.import_module(_LAZY[name]), name)

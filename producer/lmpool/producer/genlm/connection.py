@@ -1,4 +1,7 @@
-"""The connection of a language model: producers for coroutines and for synchronous calls, and a pool of its own."""
+"""How a language model reaches a pool: `Connection` to one that runs, or `PrivatePool` with a worker of its own.
+
+Both survive a fork of the process: a child leaves alone what its parent has open.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,15 @@ from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys
 
+PREFIX = "lmpool"
+"""Prefix of a private pool's Redis keys."""
+
+_STOP_S = 5.0
+_POLL_S = 0.05
+_LINES_SHOWN = 20
+# A socket's path has some 100 bytes, and the server's folder adds its own name.
+_LONGEST_TEMPORARY_FOLDER = 60
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -62,7 +74,7 @@ class Address:
 
 
 def seconds_of(timeout: float) -> float:
-    """What a producer is told; infinity is no deadline.
+    """The timeout of a producer for one of a language model, where infinity is no deadline.
 
     Raises:
         SettingsError: not a number above 0.
@@ -78,21 +90,21 @@ class LazyProducer(SyncProducer):
 
 
 class Owned(Protocol):
-    """What lives as long as a connection."""
+    """A resource that lives as long as a connection."""
 
     def close(self) -> None:
-        """End it; ending it twice does nothing."""
+        """Close it; closing it twice does nothing."""
         ...
 
 
 class Connection:
-    """Producers for whoever asks: a coroutine in any event loop, or a synchronous caller in any thread.
+    """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread.
 
     It survives a fork: the child connects for itself, and leaves alone what its parent has open.
 
     Args:
         address: see `Address`.
-        owned: what is closed with it.
+        owned: closed together with it; None for nothing.
     """
 
     def __init__(self, address: Address, owned: Owned | None = None) -> None:
@@ -113,7 +125,7 @@ class Connection:
     def after_fork(self) -> None:
         """Begin anew in a child process."""
         # Closing them would take descriptors out of the epoll instances that the child shares with its parent.
-        _left_to_the_parent.append((self._of_thread, self._sync, self._owned))
+        _left_to_parent.append((self._of_thread, self._sync, self._owned))
         closed = self._closed
         self._owned = None
         self._start_afresh()
@@ -149,24 +161,25 @@ class Connection:
             return self._sync
 
     def forget_rows(self) -> None:
-        """Drop the rows that this thread's producers keep."""
-        producer: Producer | None = getattr(self._of_thread, "producer", None)
-        for one in (producer, self._sync):
-            if one is not None:
-                one.clear_cache()
+        """Drop the rows in the memory of this thread's producers."""
+        for producer in self._used():
+            producer.clear_cache()
 
     def stats(self) -> ProducerStats:
         """What became of the requests of this thread's producers."""
         total = ProducerStats()
-        producer: Producer | None = getattr(self._of_thread, "producer", None)
-        for one in (producer, self._sync):
-            if one is not None:
-                for name, count in asdict(one.stats()).items():
-                    total.add(name, count)
+        for producer in self._used():
+            for name, count in asdict(producer.stats()).items():
+                total.add(name, count)
         return total
 
+    def _used(self) -> list[Producer | SyncProducer]:
+        """The producers that this thread has used: its own, and the one of synchronous callers."""
+        producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
+        return [producer for producer in producers if producer is not None]
+
     def close(self) -> None:
-        """Close what is open, and what is owned; closing twice does nothing.
+        """Close the producers, and what is owned; closing twice does nothing.
 
         Sessions of event loops end in these, as soon as they run.
         """
@@ -206,35 +219,13 @@ class Connection:
             raise ProducerClosed("this PooledLM is closed")
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-_left_to_the_parent: list[Any] = []
-
-
-def _after_fork() -> None:
-    for connection in list(_connections):
-        connection.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-PREFIX = "lmpool"
-
-_STOP_S = 5.0
-_POLL_S = 0.05
-_LINES_SHOWN = 20
-# A socket's path has some 100 bytes, and the server's folder adds its own name.
-_LONGEST_TEMPORARY_FOLDER = 60
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerCommand:
     """The worker that a private pool runs.
 
     Attributes:
-        model: what `lmpool worker` is to serve.
-        backend: by which backend.
+        model: hub name or folder of the model, the argument of `lmpool worker`.
+        backend: name of its backend.
         options: further options of the command.
         load_timeout: seconds until it must serve.
     """
@@ -251,7 +242,7 @@ class PrivatePool:
     Both end with this process, however it ends. A fork of this process may use them and leaves them to its parent.
 
     Args:
-        command: what the worker is to serve.
+        command: the worker.
 
     Raises:
         ModelError: the worker ended before it served, or did not serve in time; its log is quoted.
@@ -265,9 +256,9 @@ class PrivatePool:
         self._server = EmbeddedServer(folder=self._folder / "server")
         self._process: subprocess.Popen[bytes] | None = None
         _pools.add(self)
-        # Before the server's own, which is registered when it starts: handlers run last in, first out.
         try:
             self._server.start()
+            # Runs before the server's own handler, which has just been registered: they run last in, first out.
             atexit.register(self.close)
             self._process = self._launch()
             self._await_model(self._process)
@@ -282,7 +273,7 @@ class PrivatePool:
 
     @property
     def log(self) -> str:
-        """What the worker has printed last."""
+        """The last lines that the worker has printed."""
         with contextlib.suppress(OSError):
             lines = self._log_path.read_text("utf-8", "replace").splitlines()
             return "\n".join(lines[-_LINES_SHOWN:])
@@ -311,7 +302,7 @@ class PrivatePool:
         if process is not None and process.stdin is not None:
             # The worker must hear of the parent's end although this process lives on.
             process.stdin.close()
-            _pools_of_the_parent.append(process)
+            _left_to_parent.append(process)
 
     @property
     def _log_path(self) -> Path:
@@ -364,14 +355,18 @@ def _temporary_folder() -> str | None:
     return "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TEMPORARY_FOLDER else None
 
 
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 _pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()
-_pools_of_the_parent: list[subprocess.Popen[bytes]] = []
+# Kept alive in a child process, which must not close what its parent uses.
+_left_to_parent: list[Any] = []
 
 
-def _leave_pools_to_parent() -> None:
+def _after_fork() -> None:
+    for connection in list(_connections):
+        connection.after_fork()
     for pool in list(_pools):
         pool.after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_pools_to_parent)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,7 @@
-"""The language model that genlm-control, genlm-bytes and llamppl run on, answered by a pool."""
+"""`PooledLM`, the language model that genlm-control, genlm-bytes and llamppl run on, with its rows from a pool.
+
+`load_model_by_name` connects it to a pool that runs, or to a private one that it starts.
+"""
 
 from __future__ import annotations
 
@@ -29,33 +32,21 @@ from lmpool.protocol.prompt import not_token_ids
 from lmpool.settings import shown
 from lmpool.vocabulary import decode_vocab
 
-
-class _Writable:
-    """A read-only array's memory, offered as writable: torch has no read-only tensors, and warns of such arrays."""
-
-    __slots__ = ("__array_interface__", "_owner")
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        interface = array.__array_interface__
-        self.__array_interface__: dict[str, Any] = {**interface, "data": (interface["data"][0], False)}
-        self._owner = array
-
-
-def tensor_over(array: NDArray[np.float32]) -> torch.Tensor:
-    """A tensor of the same shape and dtype in the same memory, which it keeps alive.
-
-    Others may have the same memory, so the tensor must not be changed in place.
-    """
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
-
-
 try:
     from genlm.backend.llm import AsyncLM, AsyncTransformer
     from genlm.backend.tokenization import Token
 except ImportError as error:
     raise ImportError(f"PooledLM needs genlm-backend: pip install 'lmpool[genlm]' ({error})") from error
 
-_THEIR_BATCH_SIZE = 20
+_BACKENDS = {
+    "hf": "hf",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "sgl": "sglang",
+    "synthetic": "synthetic",
+    "mock": "synthetic",
+}
+_GENLM_BATCH_SIZE = 20
 
 
 class UnknownLora(UnknownAdapter, ValueError):
@@ -63,8 +54,8 @@ class UnknownLora(UnknownAdapter, ValueError):
 
 
 @contextmanager
-def _as_genlm_says() -> Iterator[None]:
-    """Raise what users of genlm-backend expect for an adapter that the model does not have."""
+def _errors_of_genlm() -> Iterator[None]:
+    """Raise `UnknownLora` for an unknown adapter: users of genlm-backend expect a ValueError."""
     try:
         yield
     except UnknownAdapter as error:
@@ -91,7 +82,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     Args:
         address: which model, and where.
         tokenizer: the model's; None for the one that the model's info names.
-        owned: what is closed with it.
+        owned: closed together with it; None for nothing.
 
     Attributes:
         tokenizer: the tokenizer, one of transformers.
@@ -125,7 +116,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self.tokenizer = tokenizer
         tokens, self.str_vocab = decode_vocab(tokenizer)
         self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
-        self.batch_size = _THEIR_BATCH_SIZE
+        self.batch_size = _GENLM_BATCH_SIZE
         self._timeout = address.timeout
         self._seconds = seconds_of(address.timeout)
         self._address = address
@@ -167,7 +158,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def timeout(self) -> float:
         """Seconds that a request may take; infinity: as long as a worker serves the model or loads it.
 
-        What is less than 1 s is kept and changes nothing: to genlm-backend it is for how long a batch waits for
+        A timeout of less than 1 s is kept and changes nothing: to genlm-backend it is for how long a batch waits for
         companions, and a pool's workers wait for none.
 
         Raises:
@@ -177,9 +168,9 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        told = seconds_of(seconds)
-        if told >= LEAST_TIMEOUT_S:
-            self._seconds = told
+        checked = seconds_of(seconds)
+        if checked >= LEAST_TIMEOUT_S:
+            self._seconds = checked
             self._address = replace(self._address, timeout=seconds)
         self._timeout = seconds
 
@@ -198,13 +189,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             float32 tensor of shape (V,), not to be changed in place.
         """
-        with _as_genlm_says():
+        with _errors_of_genlm():
             work = self._connection.producer.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds)
             return tensor_over(await work)
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs`, for synchronous callers; a running event loop stands still meanwhile."""
-        with _as_genlm_says():
+        with _errors_of_genlm():
             sync = self._connection.sync
             return tensor_over(sync.logprobs(token_ids, adapter=_adapter(lora_name), timeout=self._seconds))
 
@@ -220,7 +211,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             float32 tensor of shape (n, V), the caller's own.
         """
-        with _as_genlm_says():
+        with _errors_of_genlm():
             rows = await self._connection.producer.batch_logprobs(
                 token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
             )
@@ -230,7 +221,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self, token_ids_list: Iterable[Any], lora_name: str | None = None
     ) -> torch.Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
-        with _as_genlm_says():
+        with _errors_of_genlm():
             rows = self._connection.sync.batch_logprobs(
                 token_ids_list, adapter=_adapter(lora_name), timeout=self._seconds
             )
@@ -238,7 +229,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
         """As `next_token_logprobs_sync`, computed anew by a worker, whatever is cached."""
-        with _as_genlm_says():
+        with _errors_of_genlm():
             row = self._connection.sync.logprobs(
                 token_ids, fresh=True, adapter=_adapter(lora_name), timeout=self._seconds
             )
@@ -275,8 +266,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         ends = frozenset(eos_token_ids)
         # The likeliest token needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:
-            drawn: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
-            return drawn
+            continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
+            return continuation
         generated: list[int] = []
         while len(generated) < max_tokens:
             token = await self._draw(prompt + generated, temperature, lora_name)
@@ -286,7 +277,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return generated
 
     async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
-        with _as_genlm_says():
+        with _errors_of_genlm():
             return await self._connection.producer.sample(
                 token_ids, temperature=temperature, adapter=_adapter(lora_name), timeout=self._seconds
             )
@@ -297,7 +288,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         A hint: one worker is warmed, and none where the row is cached; workers drop the keys and values that were used
         least recently.
         """
-        with _as_genlm_says():
+        with _errors_of_genlm():
             self._connection.sync.warm(prompt_tokens, adapter=_adapter(lora_name), timeout=self._seconds)
 
     def clear_cache(self) -> None:
@@ -328,7 +319,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Raises:
             As `Producer.remove_adapter`.
         """
-        with _as_genlm_says():
+        with _errors_of_genlm():
             self._connection.sync.remove_adapter(lora_name)
 
     def stats(self) -> ProducerStats:
@@ -387,16 +378,6 @@ def _tokenizer_of(info: ModelInfo) -> Any:
     return load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
 
 
-_BACKENDS = {
-    "hf": "hf",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "sgl": "sglang",
-    "synthetic": "synthetic",
-    "mock": "synthetic",
-}
-
-
 def load_model_by_name(
     name: str | None, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
 ) -> PooledLM:
@@ -436,20 +417,39 @@ def load_model_by_name(
 
 
 def _load_privately(name: str, backend: str, given: dict[str, Any]) -> PooledLM:
-    timing = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
-    ours, worker = split(backend, given)
+    loading = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
+    options, worker = split(backend, given)
     served = name
     if backend == "synthetic":
         served = PurePath(name).name
-        if ours.get("tokenizer") is None:
-            ours["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
-        worker.setdefault("vocab_size", len(decode_vocab(ours["tokenizer"]).tokens))
-    tokenizer = ours.pop("tokenizer", None)
-    pool = PrivatePool(WorkerCommand(served, backend, command_options(worker), **timing))
+        if options.get("tokenizer") is None:
+            options["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
+        worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
+    tokenizer = options.pop("tokenizer", None)
+    pool = PrivatePool(WorkerCommand(served, backend, command_options(worker), **loading))
     try:
-        model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **ours), tokenizer=tokenizer, owned=pool)
+        model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **options), tokenizer=tokenizer, owned=pool)
     except BaseException:
         pool.close()
         raise
     model.batch_size = worker.get("max_batch", model.batch_size)
     return model
+
+
+class _Writable:
+    """A read-only array's memory, offered as writable: torch has no read-only tensors, and warns of such arrays."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        interface = array.__array_interface__
+        self.__array_interface__: dict[str, Any] = {**interface, "data": (interface["data"][0], False)}
+        self._owner = array
+
+
+def tensor_over(array: NDArray[np.float32]) -> torch.Tensor:
+    """A tensor of the same shape and dtype in the same memory, which it keeps alive.
+
+    Others may have the same memory, so the tensor must not be changed in place.
+    """
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))

@@ -1,4 +1,5 @@
-"""`llm_opts`: what is for the language model, what for its private worker, and genlm-backend's names for it."""
+"""The options `llm_opts` of `load_model_by_name`: checked, split between the language model and its private worker, and
+translated from genlm-backend's names."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from typing import Any
 from lmpool.errors import SettingsError
 from lmpool.settings import shown
 
-# A private pool has a server and a prefix of its own.
-OF_THE_MODEL = ("timeout", "cache_bytes", "tokenizer")
-OF_THE_POOL = (*OF_THE_MODEL, "redis", "prefix", "when_absent")
+MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
+"""Options of a language model with a private worker, whose pool has a server and a prefix of its own."""
+
+POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent")
+"""Options of a language model that connects to a pool that runs."""
 
 LEAST_TIMEOUT_S = 1.0
-"""What is less is what genlm-backend waits for companions, not what a request may take."""
+"""A smaller timeout is for how long genlm-backend waits for companions in a batch, not what a request may take."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 _DTYPES = ("torch_dtype", "dtype")
@@ -31,45 +34,45 @@ _REFUSED = {
 
 
 def check_known(given: Mapping[str, Any]) -> None:
-    """Refuse what is not an option of `PooledLM.from_name`.
+    """Check that all options are those of `PooledLM.from_name`.
 
     Raises:
-        SettingsError: with the option, or a timeout that is none of a request.
+        SettingsError: one is not, or the timeout is too small for a request.
     """
     for name in given:
-        if name not in OF_THE_POOL:
+        if name not in POOL_OPTIONS:
             raise SettingsError(
-                f"llm_opts: {shown(name)} is not an option of a connection; there are {', '.join(OF_THE_POOL)}"
+                f"llm_opts: {shown(name)} is not an option of a connection; there are {', '.join(POOL_OPTIONS)}"
             )
     _check_timeout(given)
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of the language model, and those of its private worker by our names.
+    """Split options between the language model and its private worker, the latter by lmpool's names.
 
     Raises:
-        SettingsError: an option of genlm-backend's that has no counterpart, with what to use instead.
+        SettingsError: an option of genlm-backend's has no counterpart; the message says what to use instead.
     """
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
-    ours = {name: given[name] for name in OF_THE_MODEL if name in given}
-    _check_timeout(ours)
-    workers = {name: value for name, value in given.items() if name not in ours and name not in _REFUSED}
-    if "batch_size" in workers:
-        workers = _with(workers, "batch_size", {"max_batch": workers["batch_size"]})
-    if "hf_opts" in workers and backend == "hf":
-        workers = _with(workers, "hf_opts", _read_hf_opts(workers["hf_opts"] or {}))
-    if "engine_opts" in workers and backend in ("vllm", "sglang"):
-        workers = _with(workers, "engine_opts", _read_engine_opts(workers["engine_opts"] or {}))
-    return ours, workers
+    model = {name: given[name] for name in MODEL_OPTIONS if name in given}
+    _check_timeout(model)
+    worker = {name: value for name, value in given.items() if name not in model and name not in _REFUSED}
+    if "batch_size" in worker:
+        worker = _replace(worker, "batch_size", {"max_batch": worker["batch_size"]})
+    if "hf_opts" in worker and backend == "hf":
+        worker = _replace(worker, "hf_opts", _read_hf_opts(worker["hf_opts"] or {}))
+    if "engine_opts" in worker and backend in ("vllm", "sglang"):
+        worker = _replace(worker, "engine_opts", _read_engine_opts(worker["engine_opts"] or {}))
+    return model, worker
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:
-    """Settings of a worker as options of the `lmpool worker` command; None and False are what is not given.
+    """Settings of a worker as options of the `lmpool worker` command; those that are None or False are left out.
 
     Raises:
-        SettingsError: something that is no name of a setting.
+        SettingsError: a name cannot be that of a setting.
     """
     options: list[str] = []
     for name, value in given.items():
@@ -82,7 +85,7 @@ def command_options(given: Mapping[str, Any]) -> list[str]:
             options.append(option)
         else:
             values = value if isinstance(value, (list, tuple)) else [value]
-            options += [f"{option}={_dtype(one) if name in _DTYPES else one}" for one in values]
+            options += [f"{option}={_dtype(item) if name in _DTYPES else item}" for item in values]
     return options
 
 
@@ -95,7 +98,8 @@ def _check_timeout(given: Mapping[str, Any]) -> None:
         )
 
 
-def _with(given: Mapping[str, Any], replaced: str, by: Mapping[str, Any]) -> dict[str, Any]:
+def _replace(given: Mapping[str, Any], replaced: str, by: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one replaced by settings, none of which may be given too."""
     for name in by:
         if name in given:
             raise SettingsError(f"llm_opts: {replaced} and {name} are the same setting: give one of them")
@@ -108,34 +112,34 @@ def _check_mapping(name: str, given: object) -> None:
 
 
 def _read_hf_opts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers would be told, as settings of the hf backend."""
+    """The arguments for transformers as settings of the hf backend."""
     _check_mapping("hf_opts", given)
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in given.items():
         if name in _DTYPES:
-            found["dtype"] = _dtype(value)
+            settings["dtype"] = _dtype(value)
         elif name == "device_map" and (value is None or isinstance(value, str)):
-            found["device"] = value
+            settings["device"] = value
         elif name in ("revision", "trust_remote_code"):
-            found[name] = value
+            settings[name] = value
         else:
             raise SettingsError(
                 f"llm_opts: hf_opts has {shown(name)} = {shown(value)}, which the hf backend does not take; it takes "
                 "torch_dtype, dtype, device_map (one device), revision and trust_remote_code"
             )
-    return found
+    return settings
 
 
 def _read_engine_opts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine would be told, as settings of its backend."""
+    """The arguments for an engine as settings of its backend."""
     _check_mapping("engine_opts", given)
-    rest = {name: value for name, value in given.items() if name != "dtype"}
-    found: dict[str, Any] = {"dtype": _dtype(given["dtype"])} if "dtype" in given else {}
+    arguments = {name: value for name, value in given.items() if name != "dtype"}
+    settings: dict[str, Any] = {"dtype": _dtype(given["dtype"])} if "dtype" in given else {}
     try:
-        found["engine_args"] = [shlex.quote(f"{name}={json.dumps(value)}") for name, value in rest.items()]
+        settings["engine_args"] = [shlex.quote(f"{name}={json.dumps(value)}") for name, value in arguments.items()]
     except TypeError as error:
         raise SettingsError(f"llm_opts: engine_opts must be plain values: {error}") from error
-    return found
+    return settings
 
 
 def _dtype(value: Any) -> str:

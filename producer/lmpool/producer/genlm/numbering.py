@@ -23,6 +23,11 @@ from lmpool.errors import InvalidVocabulary
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
+BASE = 255
+"""Codes below it are one byte; it is also the byte that a longer spelling begins with."""
+
+_N_BYTES = 256
+
 
 class Token(bytes):
     """The byte string of a token together with its id.
@@ -94,12 +99,6 @@ class Token(bytes):
 def is_token(x: object) -> TypeGuard[Token]:
     """Whether `x` is a `Token`, or like one: genlm-backend has a class of its own, which is not imported for this."""
     return isinstance(x, Token) or (isinstance(x, bytes) and hasattr(x, "token_id") and hasattr(x, "byte_string"))
-
-
-BASE = 255
-"""Codes below it are one byte; it is also the byte that a longer spelling begins with."""
-
-_N_BYTES = 256
 
 
 class Spelling(NamedTuple):
@@ -215,7 +214,7 @@ class Numbering(NamedTuple):
 
 
 class Renumbered(NamedTuple):
-    """What kernels read of a trie, with a value for each of genlm's nodes in place of the trie's own.
+    """The arrays that kernels read of a trie, with a value for each of genlm's nodes in place of the trie's own.
 
     Attributes:
         home, inner_parent: the trie's.
@@ -285,8 +284,8 @@ def _whole_parents(trie: Trie, whole: NDArray[np.bool_]) -> NDArray[np.int32]:
 def _first_items(spans: Spans) -> NDArray[np.int64]:
     """The first item below every node."""
     bounds = np.column_stack([spans.low, spans.high]).ravel()
-    found: NDArray[np.int64] = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)
-    return found[::2]
+    firsts: NDArray[np.int64] = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)
+    return firsts[::2]
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -318,6 +317,6 @@ def _renamed(
 
 def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Renumbered:
     """The trie as kernels take it, for the nodes of a `Numbering.node_map`."""
-    own = trie.value_of[np.maximum(node_map, 0)]
-    value_of = np.where(node_map >= 0, own, np.int32(trie.n_inner - 1) - node_map)
+    of_nodes = trie.value_of[np.maximum(node_map, 0)]
+    value_of = np.where(node_map >= 0, of_nodes, np.int32(trie.n_inner - 1) - node_map)
     return Renumbered(trie.home, trie.inner_parent, value_of, trie.n_tokens, trie.n_inner, len(node_map))

@@ -1,4 +1,7 @@
-"""Tries that are used and numbered like genlm-backend's, and computed by lmpool's kernels."""
+"""Tries with the calls and the node numbers of genlm-backend's, computed by lmpool's kernels.
+
+`TokenCharacterTrie` and `ParallelTokenCharacterTrie` compute, `AsyncTokenCharacterTrie` batches concurrent requests.
+"""
 
 from __future__ import annotations
 
@@ -24,164 +27,10 @@ from lmpool.trie.weights import nan_found
 if TYPE_CHECKING:
     import graphviz
 
-
-def as_rows(batch: Any, n_items: int) -> NDArray[Any]:
-    """Read a batch of weight vectors.
-
-    Args:
-        batch: a 2-D array or tensor, or any iterable of 1-D arrays, tensors and lists of real numbers.
-        n_items: the length that every vector must have.
-
-    Returns:
-        an array of shape (B, n_items) of integers or floats.
-
-    Raises:
-        InvalidWeights: a vector has another length, or something that is no number in it.
-    """
-    if hasattr(batch, "ndim") and batch.ndim == 2:
-        rows = _host(batch)
-    elif isinstance(batch, Iterable):
-        vectors = [as_vector(vector, n_items) for vector in batch]
-        rows = np.stack(vectors) if vectors else np.empty((0, n_items), np.float32)
-    else:
-        raise InvalidWeights(f"the weights are {shown(batch, 120)}: a batch is a list of vectors or a 2-D array")
-    return _checked(rows, n_items)
-
-
-def as_vector(weights: Any, n_items: int) -> NDArray[Any]:
-    """Read one weight vector: shape (n_items,), integers or floats.
-
-    Raises:
-        InvalidWeights: as `as_rows`.
-    """
-    vector = _host(weights)
-    if vector.ndim != 1:
-        raise InvalidWeights(f"the weights have shape {vector.shape}: one vector has shape ({n_items},)")
-    _checked(vector[None], n_items)
-    return vector
-
-
-def _checked(rows: NDArray[Any], n_items: int) -> NDArray[Any]:
-    if rows.shape[1] != n_items:
-        raise InvalidWeights(f"{rows.shape[1]} weights for a vocabulary of {n_items} items: give one for each")
-    if rows.dtype.kind not in "fiub":
-        raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-    # The minimum is NaN when any of them is, and needs no second array.
-    if rows.size and np.isnan(rows.min()):
-        raise nan_found(rows)
-    return rows
-
-
-def _host(weights: Any) -> NDArray[Any]:
-    """A numpy array; tensors are known by what they can do, for torch may not be installed."""
-    if hasattr(weights, "detach") and hasattr(weights, "cpu"):
-        weights = weights.detach().cpu()
-        if "bfloat16" in str(weights.dtype):
-            weights = weights.float()
-        return np.asarray(weights.numpy())
-    try:
-        return np.asarray(weights)
-    except (TypeError, ValueError) as error:
-        raise InvalidWeights(f"the weights are {shown(weights, 120)}: {error}") from error
-
-
-class WideValues:
-    """The values of all nodes of a trie, in float64, by numpy.
-
-    Args:
-        trie: the trie.
-        source: where the value of each wanted node is in [M values of inner nodes | V weights], integers (G,).
-    """
-
-    def __init__(self, trie: Trie, source: NDArray[np.int32]) -> None:
-        spans = spans_of(trie)
-        nodes = np.empty(trie.n_inner, np.int64)
-        # The nodes that share the value of an inner node have the same items below them.
-        sharing = np.flatnonzero(trie.value_of < trie.n_inner)
-        nodes[trie.value_of[sharing]] = sharing
-        self._items = spans.items
-        # reduceat takes every bound as a beginning, too: what lies between two nodes is dropped afterwards.
-        self._bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
-        self._source = source.astype(np.intp)
-
-    def values(self, op: Literal["sum", "max"], rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The values of the wanted nodes, float64 (B, G), from weights of shape (B, V)."""
-        ufunc = np.add if op == "sum" else np.maximum
-        found = np.empty((len(rows), self._source.size))
-        for row, result in zip(rows, found, strict=True):
-            # One number more than there are items, as the last bound may be their count.
-            ordered = np.append(row[self._items], 0.0)
-            inner = ufunc.reduceat(ordered, self._bounds)[::2]
-            # A clipping take needs no second buffer; all indices are in range.
-            np.concatenate([inner, row]).take(self._source, out=result, mode="clip")
-        return found
-
-
-_WHITE = "#ffffff"
-
-
-def draw(
-    children: list[dict[Any, int]], prefixes: dict[int, list[Any]], leaves: dict[int, Any], ws: Any = None
-) -> graphviz.Digraph:
-    """Draw a trie from left to right; the leaves have double circles.
-
-    Args:
-        children: for every node its children by letter.
-        prefixes: the letters on the way to every node.
-        leaves: the nodes that are leaves.
-        ws: the weight of every node, or None; the greatest is the greenest.
-
-    Raises:
-        InvalidWeights: not one weight for each node.
-        SettingsError: graphviz is not installed.
-    """
-    try:
-        import graphviz
-    except ImportError as error:
-        raise SettingsError("graphviz is not installed: pip install 'lmpool[genlm]'") from error
-    weights = None if ws is None else np.asarray(ws)
-    if weights is not None and weights.shape != (len(children),):
-        raise InvalidWeights(f"weights of shape {weights.shape} for {len(children)} nodes: give one for each")
-    dot = graphviz.Digraph(comment="Token Character Trie")
-    dot.attr(rankdir="LR")
-    _add_legend(dot)
-    highest = None if weights is None else weights.max()
-    for node in range(len(children)):
-        label = f"{node}\n'{prefixes[node]}'"
-        color = _WHITE
-        if weights is not None:
-            label += f"\n{weights[node]:.4f}"
-            color = _green(weights[node], highest)
-        shape = "doublecircle" if node in leaves else "circle"
-        dot.node(str(node), label, shape=shape, style="filled", fillcolor=color)
-    for node, kids in enumerate(children):
-        for letter, kid in kids.items():
-            is_end = isinstance(letter, tuple) and letter[0] is None
-            dot.edge(str(node), str(kid), label=f"End-of-Token (ID: {letter[1]})" if is_end else str(letter))
-    return dot
-
-
-def _add_legend(dot: graphviz.Digraph) -> None:
-    with dot.subgraph(name="cluster_legend") as legend:
-        legend.attr(label="Legend", fontsize="10")
-        legend.attr("node", fontsize="7", width="0.1", height="0.1")
-        legend.node("legend_internal", "Internal Node ID\n'Prefix'\nWeight (if provided)", shape="circle")
-        legend.node("legend_leaf", "Complete Token", shape="doublecircle")
-        legend.edge("legend_internal", "legend_leaf", label="Token item", fontsize="10")
-        legend.attr(rankdir="TB")
-        legend.attr(rank="same")
-
-
-def _green(weight: Any, highest: Any) -> str:
-    """White for nothing, full green for the highest weight."""
-    if not highest > 0:
-        return _WHITE
-    rest = min(max(int(255 * (1 - weight / highest)), 0), 255)
-    return f"#{rest:02x}ff{rest:02x}"
-
-
 _Op = Literal["sum", "max"]
+
 _N_BYTES = 256
+_WHITE = "#ffffff"
 
 
 class TokenCharacterTrie:
@@ -274,14 +123,14 @@ class TokenCharacterTrie:
         return as_vector(ws, len(self.decode))
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
-        found: NDArray[np.float64]
+        values: NDArray[np.float64]
         if rows.dtype.kind == "f" and rows.dtype.itemsize <= 4:
-            found = self._kernels.values(op, np.ascontiguousarray(rows, np.float32)).astype(np.float64)
+            values = self._kernels.values(op, np.ascontiguousarray(rows, np.float32)).astype(np.float64)
         else:
-            found = self._wide.values(op, rows.astype(np.float64, copy=False))
+            values = self._wide.values(op, rows.astype(np.float64, copy=False))
         if op == "max" and rows.size and rows.min() < 0:
-            found[:, self.ordering] = np.maximum(found[:, self.ordering], 0)
-        return found
+            values[:, self.ordering] = np.maximum(values[:, self.ordering], 0)
+        return values
 
     @cached_property
     def _wide(self) -> WideValues:
@@ -398,13 +247,10 @@ def _default_device() -> str:
     return "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
 
 
-_OneOp = Literal["sum", "max"]
-
-
 class AsyncTokenCharacterTrie:
     """A trie whose concurrent requests are batched, by operation.
 
-    A request with weights that cannot be used fails alone; what fails a batch reaches all who await it, and nothing
+    A request with weights that cannot be used fails alone; the failure of a batch reaches all who await it, and nothing
     after it. It computes in the event loop's thread. It may be used in one event loop after another, and needs neither
     `start` nor `cleanup`: between requests it holds no task.
 
@@ -414,7 +260,7 @@ class AsyncTokenCharacterTrie:
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        self._open: dict[_OneOp, _Batch] = {}
+        self._open: dict[_Op, _Batch] = {}
 
     @classmethod
     def from_vocab(cls, vocab: Sequence[Any], backend: str = "parallel", **kwargs: Any) -> AsyncTokenCharacterTrie:
@@ -442,7 +288,7 @@ class AsyncTokenCharacterTrie:
         return await self._request("max", ws)
 
     def start(self) -> None:
-        """Nothing: the first request of a turn starts its batch. It is here for those who call genlm-backend's."""
+        """Nothing: a batch starts with its first request. It is here for programs that call genlm-backend's."""
 
     async def cleanup(self) -> None:
         """Wait for the batches that this event loop has yet to compute."""
@@ -457,7 +303,7 @@ class AsyncTokenCharacterTrie:
             if not batch.task.get_loop().is_closed():
                 batch.task.cancel()
 
-    async def _request(self, op: _OneOp, ws: Any) -> NDArray[Any]:
+    async def _request(self, op: _Op, ws: Any) -> NDArray[Any]:
         vector = self.trie.check(ws)
         loop = asyncio.get_running_loop()
         batch = self._open.get(op)
@@ -469,7 +315,7 @@ class AsyncTokenCharacterTrie:
         result: NDArray[Any] = (await join_task(batch.task))[index]
         return result
 
-    async def _compute(self, op: _OneOp, batch: _Batch) -> NDArray[Any]:
+    async def _compute(self, op: _Op, batch: _Batch) -> NDArray[Any]:
         """Close a batch and compute it. Whoever awaits the task gets what this raises."""
         if self._open.get(op) is batch:
             del self._open[op]
@@ -477,8 +323,160 @@ class AsyncTokenCharacterTrie:
 
 
 class _Batch:
-    """Vectors that wait for their turn of the event loop, and the task that will compute them."""
+    """Vectors that wait for the next tick of the event loop, and the task that will compute them."""
 
-    def __init__(self, compute: Callable[[_OneOp, _Batch], Coroutine[Any, Any, NDArray[Any]]], op: _OneOp) -> None:
+    def __init__(self, compute: Callable[[_Op, _Batch], Coroutine[Any, Any, NDArray[Any]]], op: _Op) -> None:
         self.vectors: list[NDArray[Any]] = []
         self.task = asyncio.get_running_loop().create_task(compute(op, self))
+
+
+def as_rows(batch: Any, n_items: int) -> NDArray[Any]:
+    """Read a batch of weight vectors.
+
+    Args:
+        batch: a 2-D array or tensor, or any iterable of 1-D arrays, tensors and lists of real numbers.
+        n_items: the length that every vector must have.
+
+    Returns:
+        an array of shape (B, n_items) of integers or floats.
+
+    Raises:
+        InvalidWeights: a vector has another length, or something that is no number in it.
+    """
+    if hasattr(batch, "ndim") and batch.ndim == 2:
+        rows = _host(batch)
+    elif isinstance(batch, Iterable):
+        vectors = [as_vector(vector, n_items) for vector in batch]
+        rows = np.stack(vectors) if vectors else np.empty((0, n_items), np.float32)
+    else:
+        raise InvalidWeights(f"the weights are {shown(batch, 120)}: a batch is a list of vectors or a 2-D array")
+    return _checked(rows, n_items)
+
+
+def as_vector(weights: Any, n_items: int) -> NDArray[Any]:
+    """Read one weight vector: shape (n_items,), integers or floats.
+
+    Raises:
+        InvalidWeights: as `as_rows`.
+    """
+    vector = _host(weights)
+    if vector.ndim != 1:
+        raise InvalidWeights(f"the weights have shape {vector.shape}: one vector has shape ({n_items},)")
+    _checked(vector[None], n_items)
+    return vector
+
+
+def _checked(rows: NDArray[Any], n_items: int) -> NDArray[Any]:
+    if rows.shape[1] != n_items:
+        raise InvalidWeights(f"{rows.shape[1]} weights for a vocabulary of {n_items} items: give one for each")
+    if rows.dtype.kind not in "fiub":
+        raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
+    # The minimum is NaN when any of them is, and needs no second array.
+    if rows.size and np.isnan(rows.min()):
+        raise nan_found(rows)
+    return rows
+
+
+def _host(weights: Any) -> NDArray[Any]:
+    """A numpy array; tensors are known by what they can do, for torch may not be installed."""
+    if hasattr(weights, "detach") and hasattr(weights, "cpu"):
+        weights = weights.detach().cpu()
+        if "bfloat16" in str(weights.dtype):
+            weights = weights.float()
+        return np.asarray(weights.numpy())
+    try:
+        return np.asarray(weights)
+    except (TypeError, ValueError) as error:
+        raise InvalidWeights(f"the weights are {shown(weights, 120)}: {error}") from error
+
+
+class WideValues:
+    """The values of all nodes of a trie, in float64, by numpy.
+
+    Args:
+        trie: the trie.
+        source: where the value of each wanted node is in [M values of inner nodes | V weights], integers (G,).
+    """
+
+    def __init__(self, trie: Trie, source: NDArray[np.int32]) -> None:
+        spans = spans_of(trie)
+        nodes = np.empty(trie.n_inner, np.int64)
+        # The nodes that share the value of an inner node have the same items below them.
+        sharing = np.flatnonzero(trie.value_of < trie.n_inner)
+        nodes[trie.value_of[sharing]] = sharing
+        self._items = spans.items
+        # reduceat takes every bound as a beginning, too: what lies between two nodes is dropped afterwards.
+        self._bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
+        self._source = source.astype(np.intp)
+
+    def values(self, op: _Op, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The values of the wanted nodes, float64 (B, G), from weights of shape (B, V)."""
+        ufunc = np.add if op == "sum" else np.maximum
+        results = np.empty((len(rows), self._source.size))
+        for row, result in zip(rows, results, strict=True):
+            # One number more than there are items, as the last bound may be their count.
+            ordered = np.append(row[self._items], 0.0)
+            inner = ufunc.reduceat(ordered, self._bounds)[::2]
+            # A clipping take needs no second buffer; all indices are in range.
+            np.concatenate([inner, row]).take(self._source, out=result, mode="clip")
+        return results
+
+
+def draw(
+    children: list[dict[Any, int]], prefixes: dict[int, list[Any]], leaves: dict[int, Any], ws: Any = None
+) -> graphviz.Digraph:
+    """Draw a trie from left to right; the leaves have double circles.
+
+    Args:
+        children: for every node its children by letter.
+        prefixes: the letters on the way to every node.
+        leaves: the nodes that are leaves.
+        ws: the weight of every node, or None; the greatest is the greenest.
+
+    Raises:
+        InvalidWeights: not one weight for each node.
+        SettingsError: graphviz is not installed.
+    """
+    try:
+        import graphviz
+    except ImportError as error:
+        raise SettingsError("graphviz is not installed: pip install 'lmpool[genlm]'") from error
+    weights = None if ws is None else np.asarray(ws)
+    if weights is not None and weights.shape != (len(children),):
+        raise InvalidWeights(f"weights of shape {weights.shape} for {len(children)} nodes: give one for each")
+    dot = graphviz.Digraph(comment="Token Character Trie")
+    dot.attr(rankdir="LR")
+    _add_legend(dot)
+    highest = None if weights is None else weights.max()
+    for node in range(len(children)):
+        label = f"{node}\n'{prefixes[node]}'"
+        color = _WHITE
+        if weights is not None:
+            label += f"\n{weights[node]:.4f}"
+            color = _green(weights[node], highest)
+        shape = "doublecircle" if node in leaves else "circle"
+        dot.node(str(node), label, shape=shape, style="filled", fillcolor=color)
+    for node, kids in enumerate(children):
+        for letter, kid in kids.items():
+            is_end = isinstance(letter, tuple) and letter[0] is None
+            dot.edge(str(node), str(kid), label=f"End-of-Token (ID: {letter[1]})" if is_end else str(letter))
+    return dot
+
+
+def _add_legend(dot: graphviz.Digraph) -> None:
+    with dot.subgraph(name="cluster_legend") as legend:
+        legend.attr(label="Legend", fontsize="10")
+        legend.attr("node", fontsize="7", width="0.1", height="0.1")
+        legend.node("legend_internal", "Internal Node ID\n'Prefix'\nWeight (if provided)", shape="circle")
+        legend.node("legend_leaf", "Complete Token", shape="doublecircle")
+        legend.edge("legend_internal", "legend_leaf", label="Token item", fontsize="10")
+        legend.attr(rankdir="TB")
+        legend.attr(rank="same")
+
+
+def _green(weight: Any, highest: Any) -> str:
+    """White for nothing, full green for the highest weight."""
+    if not highest > 0:
+        return _WHITE
+    rest = min(max(int(255 * (1 - weight / highest)), 0), 255)
+    return f"#{rest:02x}ff{rest:02x}"
