@@ -130,11 +130,11 @@ def test_one_registry_takes_producers_of_several_models(pool: Pool) -> None:
     pool.start("--metrics-port", 0)
     pool.start("--name", "other")
     with (
-        SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as one,
+        SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as first,
         SyncProducer("other", redis=pool.url, prefix=pool.prefix) as other,
     ):
-        one.logprobs([1])
-        seen = scraped(one, other)
+        first.logprobs([1])
+        seen = scraped(first, other)
         assert requests(seen) == {"computed": 1}
         assert requests(seen, "other") == {}
 

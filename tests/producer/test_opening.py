@@ -140,9 +140,9 @@ async def test_closing_while_it_connects_ends_all_who_wait_and_leaves_nothing(
     asked = [asyncio.create_task(call(producer)) for call in CALLS.values()]
     await until_async(mute.is_tried, "it connects")
     await CLOSES[way](producer)
-    found = await ended(*asked)
-    assert [type(one) for one in found] == [ProducerClosed] * len(CALLS)
-    assert len({id(one) for one in found}) == len(CALLS), "each has an exception of its own"
+    ends = await ended(*asked)
+    assert [type(end) for end in ends] == [ProducerClosed] * len(CALLS)
+    assert len({id(end) for end in ends}) == len(CALLS), "each has an exception of its own"
     assert repr(producer).endswith(", closed)")
 
     async def is_quiet() -> bool:
@@ -156,9 +156,9 @@ async def test_a_deadline_while_it_connects_leaves_nothing_either(mute: Mute) ->
     producer = Producer(redis=mute.url)
     first = asyncio.create_task(producer.logprobs([1], timeout=0.3))
     second = asyncio.create_task(producer.logprobs([1], timeout=0.3))
-    found = await ended(first, second)
-    assert [type(one) for one in found] == [ServerUnreachable] * 2
-    assert found[0] is not found[1]
+    ends = await ended(first, second)
+    assert [type(end) for end in ends] == [ServerUnreachable] * 2
+    assert ends[0] is not ends[1]
 
     async def is_quiet() -> bool:
         return len(asyncio.all_tasks() - before) == mute.is_open == 0
@@ -168,16 +168,16 @@ async def test_a_deadline_while_it_connects_leaves_nothing_either(mute: Mute) ->
 
 async def test_whoever_fails_to_connect_has_an_exception_of_their_own(short_dir: Path) -> None:
     producer = Producer(redis=f"unix://{short_dir}/none.sock")
-    found = await ended(*(asyncio.create_task(producer.logprobs([at])) for at in range(3)))
-    assert [type(one) for one in found] == [ServerUnreachable] * 3
-    found[0].add_note("mine")
-    assert len({id(one) for one in found}) == 3
-    assert not any(hasattr(one, "__notes__") for one in found[1:])
+    ends = await ended(*(asyncio.create_task(producer.logprobs([at])) for at in range(3)))
+    assert [type(end) for end in ends] == [ServerUnreachable] * 3
+    ends[0].add_note("mine")
+    assert len({id(end) for end in ends}) == 3
+    assert not any(hasattr(end, "__notes__") for end in ends[1:])
 
 
 def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
     started, stopped = threading.Event(), threading.Event()
-    found: list[Any] = []
+    ends: list[Any] = []
     server = Mute(short_dir / "m.sock")
     producer = Producer(redis=server.url, timeout=50)
 
@@ -188,8 +188,8 @@ def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
         await server.stop()
 
     async def ask() -> None:
-        found.extend(await ended(asyncio.create_task(producer.logprobs([1]))))
-        found.append(len(asyncio.all_tasks()))
+        ends.extend(await ended(asyncio.create_task(producer.logprobs([1]))))
+        ends.append(len(asyncio.all_tasks()))
 
     serving = threading.Thread(target=asyncio.run, args=(serve(),))
     serving.start()
@@ -203,8 +203,8 @@ def test_closing_ends_what_connects_in_all_event_loops(short_dir: Path) -> None:
         thread.join(ENDS_WITHIN_S)
     stopped.set()
     serving.join(ENDS_WITHIN_S)
-    assert sorted(map(str, map(type, found))) == sorted([str(ProducerClosed)] * 3 + [str(int)] * 3)
-    assert [one for one in found if type(one) is int] == [1] * 3, "just the one that looks"
+    assert sorted(map(str, map(type, ends))) == sorted([str(ProducerClosed)] * 3 + [str(int)] * 3)
+    assert [end for end in ends if type(end) is int] == [1] * 3, "just the one that looks"
 
 
 @pytest.fixture
@@ -344,7 +344,7 @@ async def test_closing_ends_what_connects_again_although_another_loop_has_connec
 
     await asyncio.to_thread(asyncio.run, connect(sessions))
     await sessions.close()
-    assert [type(one) for one in await ended(again)] == [ProducerClosed]
+    assert [type(end) for end in await ended(again)] == [ProducerClosed]
 
 
 async def test_leaving_the_context_ends_what_waits_for_trie_workers(said: Said) -> None:
@@ -354,12 +354,12 @@ async def test_leaving_the_context_ends_what_waits_for_trie_workers(said: Said) 
             trie = await producer.trie()
             asked = asyncio.create_task(trie.weight_sum(np.ones(64, np.float32)))
             await said.once("waiting for a worker to serve 'trie'")
-        assert [type(one) for one in await ended(asked)] == [ProducerClosed]
+        assert [type(end) for end in await ended(asked)] == [ProducerClosed]
         assert asyncio.all_tasks() <= before
 
 
 def test_closing_a_sync_producer_ends_what_other_threads_wait_for_while_it_connects(said: Said) -> None:
-    found: list[BaseException] = []
+    ends: list[BaseException] = []
     with lmpool.testing.pool(SyntheticModel(vocab_size=64)) as pool:
         producer = SyncProducer(redis=pool.url, when_absent="wait")
         trie = producer.trie()
@@ -368,14 +368,14 @@ def test_closing_a_sync_producer_ends_what_other_threads_wait_for_while_it_conne
             try:
                 trie.weight_sum(np.ones(64, np.float32))
             except LMPoolError as error:
-                found.append(error)
+                ends.append(error)
 
         thread = threading.Thread(target=ask)
         thread.start()
         said.wait_for("waiting for a worker to serve 'trie'")
         producer.close()
         thread.join(ENDS_WITHIN_S)
-    assert [type(one) for one in found] == [ProducerClosed]
+    assert [type(end) for end in ends] == [ProducerClosed]
 
 
 # A pool that is not there yet
@@ -422,7 +422,7 @@ async def test_a_model_and_its_tries_may_come_later(said: Said) -> None:
 
         async def sums() -> list[float]:
             trie = await later.trie()
-            return [float(found[0]) for found in (await trie.weight_sum(ws), await trie.weight_sum(prompt=[1]))]
+            return [float(values[0]) for values in (await trie.weight_sum(ws), await trie.weight_sum(prompt=[1]))]
 
         row, summed = asyncio.create_task(later.logprobs([1])), asyncio.create_task(sums())
         await said.once("waiting for a worker to serve 'later': the model 'later' is not served; served are: first")

@@ -56,10 +56,10 @@ async def test_entries_are_those_of_the_row_wherever_it_is(pool: Pool, encoding:
     async with pool.producer(cache_bytes=cache_bytes) as producer:
         # Computed; from the cache in Redis; and from this process's memory, if it has some.
         for _ in range(2):
-            found = await producer.logprobs(PROMPT, targets=targets)
-            assert found.dtype == np.float32
-            assert found.flags.writeable
-            assert np.array_equal(found, ROW[targets])
+            entries = await producer.logprobs(PROMPT, targets=targets)
+            assert entries.dtype == np.float32
+            assert entries.flags.writeable
+            assert np.array_equal(entries, ROW[targets])
         await producer.logprobs(PROMPT)
         assert np.array_equal(await producer.logprobs(PROMPT, targets=np.array(targets, np.uint16)), ROW[targets])
         many = list(range(V))
@@ -89,9 +89,9 @@ async def test_a_batch_of_entries_has_the_same_targets_for_all_or_each_its_own(p
         await producer.warm(OTHERS[1])
         expected = rows(prompts)
         assert np.array_equal(await producer.batch_logprobs(prompts, targets=[3, 1]), expected[:, [3, 1]])
-        own = np.arange(10).reshape(5, 2)
+        each = np.arange(10).reshape(5, 2)
         assert np.array_equal(
-            await producer.batch_logprobs(prompts, targets=own), np.take_along_axis(expected, own, axis=1)
+            await producer.batch_logprobs(prompts, targets=each), np.take_along_axis(expected, each, axis=1)
         )
         assert (await producer.batch_logprobs([], targets=[3, 1])).shape == (0, 2)
         many = np.tile(np.arange(V), (5, 1))
@@ -105,8 +105,8 @@ async def test_a_thousand_requests_at_once_are_each_answered_with_their_own(pool
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):
             asked = (producer.logprobs(prompt, targets=[at % 64]) for at, prompt in enumerate(prompts))
-            for at, found in enumerate(await asyncio.gather(*asked)):
-                assert found[0] == expected[at][at % 64]
+            for at, entries in enumerate(await asyncio.gather(*asked)):
+                assert entries[0] == expected[at][at % 64]
         batch = await producer.batch_logprobs(prompts, targets=[1, 2])
         assert np.array_equal(batch, np.stack(expected)[:, [1, 2]])
         assert producer.stats().computed == 1500
@@ -117,9 +117,9 @@ async def test_the_likeliest_tokens_are_those_of_the_row(pool: Pool, cache_bytes
     pool.start()
     async with pool.producer(cache_bytes=cache_bytes) as producer:
         for k in (1, 5, V):
-            found, expected = await producer.topk(PROMPT, k), top(ROW, k)
-            assert np.array_equal(found.values, expected.values)
-            assert np.array_equal(found.ids, expected.ids)
+            best, expected = await producer.topk(PROMPT, k), top(ROW, k)
+            assert np.array_equal(best.values, expected.values)
+            assert np.array_equal(best.ids, expected.ids)
         await producer.logprobs(PROMPT)
         assert np.array_equal((await producer.topk(PROMPT, 3)).ids, top(ROW, 3).ids)
         values, ids = await producer.batch_topk([PROMPT, *OTHERS], 4)
@@ -165,9 +165,9 @@ async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, en
         whole = [*PROMPT, *range(20, 30)]
         expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, len(whole))]
         for _ in range(2):
-            found = await producer.score(PROMPT, whole[3:])
-            assert found.dtype == np.float32
-            assert np.array_equal(found, expected)
+            scores = await producer.score(PROMPT, whole[3:])
+            assert scores.dtype == np.float32
+            assert np.array_equal(scores, expected)
         first, second = await producer.batch_score([PROMPT, [1]], [[4], [5, 6]])
         assert first[0] == ROW[4]
         assert np.array_equal(second, [synthetic_row([1], vocab_size=V)[5], synthetic_row([1, 5], vocab_size=V)[6]])
@@ -280,15 +280,15 @@ async def test_something_else_under_a_rows_key_is_put_right(pool: Pool, ask: str
         # The other prompts of the same read are not harmed.
         other = producer.logprobs(OTHERS[0], targets=[1])
         if ask == "row":
-            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
+            answer, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
             assert np.array_equal(wrong, ROW)
         elif ask == "targets":
-            found, wrong = await asyncio.gather(other, producer.logprobs(PROMPT, targets=[1]))
+            answer, wrong = await asyncio.gather(other, producer.logprobs(PROMPT, targets=[1]))
             assert wrong[0] == ROW[1]
         else:
-            found, top_found = await asyncio.gather(other, producer.topk(PROMPT, 2))
-            assert np.array_equal(top_found.ids, top(ROW, 2).ids)
-        assert found[0] == rows(OTHERS)[0][1]
+            answer, other_answer = await asyncio.gather(other, producer.topk(PROMPT, 2))
+            assert np.array_equal(other_answer.ids, top(ROW, 2).ids)
+        assert answer[0] == rows(OTHERS)[0][1]
 
 
 async def test_a_damaged_answer_is_replaced(pool: Pool) -> None:
@@ -320,7 +320,7 @@ async def test_entries_are_those_of_the_model_that_answers(pool: Pool, first: st
 async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool) -> None:
     worker = pool.start("--step-ms", 100)
     async with pool.producer(cache_bytes=0) as producer:
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             producer.topk(PROMPT, 3),
             producer.logprobs(PROMPT),
             producer.sample(PROMPT, seed=5),
@@ -328,11 +328,11 @@ async def test_rows_and_picks_of_one_prompt_at_once_are_computed_once(pool: Pool
             producer.topk(PROMPT, 4),
             producer.warm(PROMPT),
         )
-        assert np.array_equal(found[0].ids, top(ROW, 3).ids)
-        assert np.array_equal(found[1], ROW)
-        assert found[2] == sample(ROW, Sampling(1.0, 1.0, 5))
-        assert np.array_equal(found[3], ROW[[9]])
-        assert np.array_equal(found[4].ids, top(ROW, 4).ids)
+        assert np.array_equal(answers[0].ids, top(ROW, 3).ids)
+        assert np.array_equal(answers[1], ROW)
+        assert answers[2] == sample(ROW, Sampling(1.0, 1.0, 5))
+        assert np.array_equal(answers[3], ROW[[9]])
+        assert np.array_equal(answers[4].ids, top(ROW, 4).ids)
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0
         assert pool.jobs() == 0

@@ -80,13 +80,13 @@ def test_one_that_was_made_with_a_client_says_what_to_do_instead(client: Any) ->
 async def test_tries_and_pools_say_what_to_pickle_instead(served: MemoryPool) -> None:
     with SyncProducer(redis=served.url) as producer:
         trie = producer.trie()
-        for one, instead in [
+        for value, instead in [
             (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
             (trie._trie, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
             (served, "give other processes its `url`"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
-                pickle.dumps(one)
+                pickle.dumps(value)
         # What needs no connection is what it was.
         assert thawed(trie.structure) == trie.structure
         assert np.array_equal(thawed(trie.structure).parent, Trie(trie.structure.vocabulary).parent)
@@ -98,9 +98,9 @@ async def test_a_copy_is_the_thing_itself(served: MemoryPool) -> None:
     """Programs copy particles that hold one."""
     with SyncProducer(redis=served.url) as sync:
         trie = sync.trie()
-        for one in (Producer(redis=served.url), sync, trie, trie._trie):
-            assert copy.copy(one) is one
-            assert copy.deepcopy([one])[0] is one
+        for value in (Producer(redis=served.url), sync, trie, trie._trie):
+            assert copy.copy(value) is value
+            assert copy.deepcopy([value])[0] is value
 
 
 CLIENT: Any = {"host": "h", "port": 7, "password": "hunter2"}

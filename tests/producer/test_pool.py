@@ -43,8 +43,8 @@ async def test_every_size_and_encoding_gives_the_same_rows(pool: Pool, encoding:
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):  # computed, then from the cache in Redis
             got = await asyncio.gather(*map(producer.logprobs, prompts))
-            for prompt, one in zip(prompts, got, strict=True):
-                assert np.array_equal(one, row(prompt, vocab_size))
+            for prompt, got_row in zip(prompts, got, strict=True):
+                assert np.array_equal(got_row, row(prompt, vocab_size))
 
 
 async def test_all_kinds_of_integer_sequences_are_the_same_prompt(pool: Pool) -> None:
@@ -75,8 +75,8 @@ async def test_a_batch_is_one_array_in_the_order_of_its_prompts(pool: Pool) -> N
         got = await producer.batch_logprobs(prompts)
         assert got.shape == (4, V)
         assert got.dtype == np.float32
-        for one, prompt in zip(got, prompts, strict=True):
-            assert np.array_equal(one, row(prompt))
+        for got_row, prompt in zip(got, prompts, strict=True):
+            assert np.array_equal(got_row, row(prompt))
         assert (await producer.batch_logprobs([])).shape == (0, V)
         assert np.array_equal(await producer.batch_logprobs(np.array([[3], [4]])), np.stack([row([3]), row([4])]))
         assert producer.stats().computed == 4
@@ -283,9 +283,9 @@ async def test_a_redis_client_can_be_passed_instead_of_a_url(pool: Pool) -> None
 async def test_two_models_are_served_side_by_side(pool: Pool) -> None:
     pool.start("--seed", 1, model="one")
     pool.start("--seed", 2, "--vocab-size", 99, model="two")
-    async with pool.producer("one") as one, pool.producer("two") as two:
-        assert np.array_equal(await one.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
-        assert np.array_equal(await two.logprobs([1]), synthetic_row([1], vocab_size=99, seed=2))
+    async with pool.producer("one") as first, pool.producer("two") as second:
+        assert np.array_equal(await first.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
+        assert np.array_equal(await second.logprobs([1]), synthetic_row([1], vocab_size=99, seed=2))
 
 
 async def test_the_producers_own_cache_is_bounded_by_bytes(pool: Pool) -> None:
@@ -331,8 +331,8 @@ async def test_the_queue_limit_makes_requests_wait_not_fail(pool: Pool) -> None:
     pool.start("--queue-limit", 4, "--max-batch", 2, "--step-ms", 5)
     async with pool.producer() as producer:
         got = await producer.batch_logprobs([[i] for i in range(60)])
-        for index, one in enumerate(got):
-            assert np.array_equal(one, row([index]))
+        for index, got_row in enumerate(got):
+            assert np.array_equal(got_row, row([index]))
 
 
 async def test_a_prompt_asked_again_right_after_its_cancellation_is_not_lost(pool: Pool) -> None:

@@ -127,7 +127,7 @@ def test_one_that_is_dropped_leaves_no_thread_and_no_connection(pool: Pool) -> N
 
     def is_gone() -> bool:
         gc.collect()
-        threads = [one for one in threading.enumerate() if one.name == "lmpool-producer"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "lmpool-producer"]
         return not threads and len(pool.redis.client_list()) <= before
 
     until(is_gone, "threads and connections end")

@@ -115,10 +115,10 @@ def test_logprobs_prints_a_table_or_json(pool: Pool) -> None:
     best = [int(token) for token in np.argsort(row, kind="stable")[::-1][:4]]
     ended = on(pool, "logprobs", "1, 2 3", "--ids", "--top", "4", "--json")
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
-    assert found["ids"] == [1, 2, 3]
-    assert [item["id"] for item in found["top"]] == best
-    assert [item["logprob"] for item in found["top"]] == [float(row[token]) for token in best]
+    output = json.loads(ended.stdout)
+    assert output["ids"] == [1, 2, 3]
+    assert [item["id"] for item in output["top"]] == best
+    assert [item["logprob"] for item in output["top"]] == [float(row[token]) for token in best]
     table = on(pool, "logprobs", "1,2,3", "--ids", "--top", "4")
     assert f"{row[best[0]]:.4f}" in table.stdout
 
@@ -128,8 +128,8 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
     command = [*lmpool_command(), "logprobs", "1", "--ids", "--json", *where]
     waiting = [WorkerProcess(command, tmp_path / f"{at}.log") for at in range(2)]
     try:
-        for one in waiting:
-            one.until_says("waiting for a worker to serve a model: no model is served: start a worker with")
+        for process in waiting:
+            process.until_says("waiting for a worker to serve a model: no model is served: start a worker with")
         waiting[0].signal(signal.SIGINT)
         assert waiting[0].wait() == 130
         assert "Traceback" not in waiting[0].text
@@ -139,8 +139,8 @@ def test_commands_wait_for_a_worker_say_so_and_end_with_ctrl_c(pool: Pool, tmp_p
         assert said.startswith("waiting for a worker")
         assert json.loads(answer)["ids"] == [1]
     finally:
-        for one in waiting:
-            one.end()
+        for process in waiting:
+            process.end()
     late = on(pool, "bench", "--model", "nope", "--timeout", "3")
     assert late.returncode == 2
     why = "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`"
@@ -239,8 +239,8 @@ def test_status_shows_models_workers_and_queues(pool: Pool) -> None:
 
 def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) -> None:
     def states() -> list[tuple[str, str]]:
-        found = json.loads(on(pool, "status", "--json").stdout)
-        return [(model["name"], worker["state"]) for model in found for worker in model["workers"]]
+        output = json.loads(on(pool, "status", "--json").stdout)
+        return [(model["name"], worker["state"]) for model in output for worker in model["workers"]]
 
     loads, steps = Gate(tmp_path / "loads"), Gate(tmp_path / "steps")
     words = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(free_port())]
@@ -288,9 +288,9 @@ def test_flush_drops_the_cached_rows_of_one_model(pool: Pool) -> None:
 
 def test_bench_measures_a_served_model(pool: Pool) -> None:
     pool.start()
-    found = json.loads(on(pool, "bench", "--prompts", "50", "--length", "4", "--json").stdout)
-    assert found["new_per_s"] > 0
-    assert found["alone_p50_ms"] > 0
+    output = json.loads(on(pool, "bench", "--prompts", "50", "--length", "4", "--json").stdout)
+    assert output["new_per_s"] > 0
+    assert output["alone_p50_ms"] > 0
     assert "cached" in on(pool, "bench", "--prompts", "20").stdout
     assert "length: 999999 is more than" in one_line(on(pool, "bench", "--length", "999999"))
 

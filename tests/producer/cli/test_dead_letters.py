@@ -168,7 +168,7 @@ def test_what_is_meant_must_be_there(pool: Pool) -> None:
     assert "name a model that is not served with --model" in str(unnamed.exception)
     # Nobody serves the model: it can be looked at and dropped, not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
-    assert [one["id"] for one in as_json(pool, "list")] == [kept]
+    assert [letter["id"] for letter in as_json(pool, "list")] == [kept]
     assert as_json(pool, "show", kept)["ids"] == [1]
     assert as_json(pool, "drop", kept) == {"dropped": 1}
     assert as_json(pool, "list") == []
@@ -187,7 +187,7 @@ def test_the_beginning_of_an_id_or_a_digest_is_enough_if_only_one_has_it(pool: P
             assert f"'{name}' may be any of {', '.join(meant)}" in line
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 6
     assert as_json(pool, "drop", twins[0], "1763", digest[:9], ids[2]) == {"dropped": 3}
-    assert [one["id"] for one in as_json(pool, "list")] == [twins[1], ids[1], ids[0]]
+    assert [letter["id"] for letter in as_json(pool, "list")] == [twins[1], ids[1], ids[0]]
 
 
 def test_an_ambiguous_beginning_names_a_few_of_those_that_may_be_meant(pool: Pool) -> None:
@@ -249,11 +249,11 @@ async def letters(pool: Pool, request: pytest.FixtureRequest) -> AsyncIterator[D
 
 async def test_any_number_is_read_a_few_at_a_time_in_order(pool: Pool, letters: DeadLetters) -> None:
     ids = [bury(pool, job([number])) for number in range(30)]
-    assert [one.entry for one in await letters.newest(100)] == ids[::-1]
-    assert [one.entry for one in await letters.newest(11)] == ids[:-12:-1]
+    assert [letter.entry for letter in await letters.newest(100)] == ids[::-1]
+    assert [letter.entry for letter in await letters.newest(11)] == ids[:-12:-1]
     seen = []
-    async for one in letters.oldest_first():
-        seen.append(one.entry)
+    async for letter in letters.oldest_first():
+        seen.append(letter.entry)
         bury(pool, job([100]))  # What dies meanwhile is not among them, or it would never end.
     assert seen == ids
     assert await letters.drop(ids) == 30

@@ -76,7 +76,7 @@ async def test_whoever_waits_hears_that_the_queue_was_cleared_and_may_ask_again(
         assert not leftovers(pool)
         assert await clear(pool) == {"removed": 0, "held": 0, "queued": 0}
         await asyncio.to_thread(pool.start, "--lease-s", 600)
-        rows = await asyncio.gather(*(one.logprobs([7]) for one in (first, second)))
+        rows = await asyncio.gather(*(producer.logprobs([7]) for producer in (first, second)))
         assert all(np.array_equal(row, synthetic_row([7], vocab_size=V)) for row in rows)
 
 
@@ -94,7 +94,7 @@ async def test_what_a_worker_holds_is_answered(pool: Pool, tmp_path: Path) -> No
         rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
         assert len(rows) == 100 - told["removed"]
         assert all(np.array_equal(row, synthetic_row([number], vocab_size=V)) for number, row in rows.items())
-        assert all(isinstance(one, QueueCleared) for one in ended if isinstance(one, BaseException))
+        assert all(isinstance(error, QueueCleared) for error in ended if isinstance(error, BaseException))
         await until_queued(pool, 0)
         assert not leftovers(pool)
 
@@ -112,12 +112,12 @@ async def test_what_a_silent_worker_holds_counts_as_waiting(pool: Pool) -> None:
 
         async def is_silent() -> bool:
             pending: Any = pool.redis.xpending_range(pool.keys.model("syn").jobs, GROUP, "-", "+", 100)
-            return all(one["time_since_delivered"] > 500 for one in pending)
+            return all(entry["time_since_delivered"] > 500 for entry in pending)
 
         await until_async(is_silent, "it has been silent for a lease")
         assert await clear(pool) == {"removed": BATCH, "held": 0, "queued": 0}
         ended = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(one, QueueCleared) for one in ended)
+        assert all(isinstance(error, QueueCleared) for error in ended)
         assert pool.jobs() == pool.held() == 0
 
 
@@ -165,8 +165,8 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
             pool.redis.xadd(keys.jobs, {"m": b"x"})
 
     async def refilled(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-        async for one in listed(redis, keys):
-            yield one
+        async for prompt in listed(redis, keys):
+            yield prompt
         fill()
 
     monkeypatch.setattr(queue_module, "_stream", refilled)
@@ -224,12 +224,12 @@ def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool)
     assert "say --yes if that is meant" in done.stderr
     pool.redis.xadd(pool.keys.model("syn").jobs, {"m": b"x"})
     for answer, left in (("n", 1), ("y", 0)):
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        os.write(ours, f"{answer}\n".encode())
+        controlling, terminal = pty.openpty()
+        process = subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        os.write(controlling, f"{answer}\n".encode())
         printed, _ = process.communicate(timeout=DEADLINE_S)
-        os.close(ours)
-        os.close(theirs)
+        os.close(controlling)
+        os.close(terminal)
         assert process.returncode == (130 if left else 0)
         assert pool.jobs() == left
     assert "removed 1 prompts from the queue of 'syn'" in printed

@@ -24,10 +24,10 @@ from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, 
 LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
 
-def lines_of(found: Survey, width: int) -> list[str]:
+def lines_of(models: Survey, width: int) -> list[str]:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     for table in (status_models, status_workers, top_models, top_workers):
-        console.print(table(found, width))
+        console.print(table(models, width))
     return console.export_text().splitlines()
 
 
@@ -45,9 +45,9 @@ def a_worker(name: str) -> dict[str, object]:
 def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
     ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
     model = {"name": LONG, "info": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
-    found: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
+    models: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
     for width in (60, 80, 100, 120, 200):
-        lines = lines_of(found, width)
+        lines = lines_of(models, width)
         assert all(len(line) <= width for line in lines)
         assert "…" not in "".join(lines)
         assert LONG in folded(lines, 0) or LONG in folded(lines, 1)
@@ -61,19 +61,21 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
 
 def on_a_terminal(command: list[str], width: int) -> str:
     """What a command shows on a terminal that is so wide, without colours."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    controlling, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width)}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **settings})
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **settings}
+    )
     seen, end = b"", b"\x04"
-    watcher = threading.Thread(target=lambda: (process.wait(), os.write(theirs, end)))
+    watcher = threading.Thread(target=lambda: (process.wait(), os.write(terminal, end)))
     watcher.start()
     # What a process has written arrives in its own time, and behind it what we have.
     while not seen.endswith(end):
-        seen += os.read(ours, 65536)
+        seen += os.read(controlling, 65536)
     watcher.join()
-    os.close(ours)
-    os.close(theirs)
+    os.close(controlling)
+    os.close(terminal)
     assert process.returncode == 0
     return re.sub(r"\x1b\[[0-9;]*m", "", seen.removesuffix(end).decode())
 
@@ -90,9 +92,9 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
         with SyncProducer(name, redis=pool.url, prefix=pool.prefix) as producer:
             producer.batch_logprobs([[i] for i in range(20)])
     command = ("top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
-    found = json.loads(run_lmpool(*command, "--json").stdout)
-    assert [model["name"] for model in found] == [LONG, "syn"]
-    for model in found:
+    models = json.loads(run_lmpool(*command, "--json").stdout)
+    assert [model["name"] for model in models] == [LONG, "syn"]
+    for model in models:
         assert (model["queued"], model["age_s"], model["dead"]) == (0, 0, 0)
         (worker,) = model["workers"]
         assert 0 <= worker["silent_s"] < 30
@@ -148,16 +150,18 @@ def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: Embedd
 
 def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
     pool.start()
-    ours, theirs = pty.openpty()
+    controlling, terminal = pty.openpty()
     command = [*lmpool_command(), "top", "--interval", "0.1", "--redis", pool.url, "--prefix", pool.prefix]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    os.close(theirs)
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, "TERM": "xterm"}
+    )
+    os.close(terminal)
     seen = b""
 
     def read() -> bytes:
         nonlocal seen
         try:
-            seen += os.read(ours, 65536)
+            seen += os.read(controlling, 65536)
         except OSError:  # The other end is closed.
             return b"ended"
         return seen
@@ -169,7 +173,7 @@ def test_the_live_view_gives_the_terminal_back(pool: Pool) -> None:
         assert process.wait(DEADLINE_S) in (0, 130)
     finally:
         process.kill()
-        os.close(ours)
+        os.close(controlling)
     assert b"\x1b[?1049h" in seen
     assert seen.rindex(b"\x1b[?1049l") > seen.rindex(b"\x1b[?1049h")
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")

@@ -57,8 +57,8 @@ def show(pool: Pool, *arguments: str) -> str:
 def tree(pool: Pool, *arguments: str) -> dict[str, Any]:
     ended = in_process(pool, "1,2,3", "--ids", "--json", *arguments)
     assert ended.exception is None
-    found: dict[str, Any] = json.loads(ended.stdout)["tree"]
-    return found
+    shown: dict[str, Any] = json.loads(ended.stdout)["tree"]
+    return shown
 
 
 def probability(prefix: bytes) -> float:
@@ -77,10 +77,10 @@ def walk(branch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("text", ["", " ", " g", r"\xff"])
 def test_every_branch_has_the_probability_of_its_tokens(served: Pool, text: str) -> None:
-    found = list(walk(tree(served, "--text", text, "--depth", "2", "--top", "5")))
-    assert bytes.fromhex(found[0]["prefix_hex"]) == from_text(text)
+    shown = list(walk(tree(served, "--text", text, "--depth", "2", "--top", "5")))
+    assert bytes.fromhex(shown[0]["prefix_hex"]) == from_text(text)
     trie = Trie(TOKENS)
-    for branch in found:
+    for branch in shown:
         prefix = bytes.fromhex(branch["prefix_hex"])
         assert branch["mass"] == pytest.approx(probability(prefix), rel=1e-4)
         assert branch["tokens"] == [i for i, token in enumerate(TOKENS) if token == prefix]
@@ -104,22 +104,22 @@ def test_branches_and_what_ends_there_and_what_is_left_out_sum_to_the_parent(ser
 def test_the_terminal_shows_every_branch_on_a_line_of_its_own(served: Pool) -> None:
     options = ("--text", " ", "--depth", "2", "--top", "3")
     lines = show(served, *options).splitlines()
-    found = tree(served, *options)
+    shown = tree(served, *options)
     assert lines[0].startswith('" " after the tokens 1, 2, 3 · syn · ')
-    assert len(lines) == 2 + sum(1 + bool(branch.get("hidden", {}).get("branches")) for branch in walk(found))
-    for line, child in zip([line for line in lines if re.match('[├└]── "', line)], found["children"], strict=True):
+    assert len(lines) == 2 + sum(1 + bool(branch.get("hidden", {}).get("branches")) for branch in walk(shown))
+    for line, child in zip([line for line in lines if re.match('[├└]── "', line)], shown["children"], strict=True):
         assert f'"{child["edge"]}"' in line
         assert f"{100 * child['mass']:.3g}"[:3] in line
         assert f"{child['share']:.1%}" in line
         assert all(str(token) in line for token in child["tokens"][:3])
-    assert re.search(rf"└── … and {found['hidden']['branches']} more +[\d.e-]+%", lines[-1])
+    assert re.search(rf"└── … and {shown['hidden']['branches']} more +[\d.e-]+%", lines[-1])
 
 
 def test_without_a_prompt_branches_show_their_part_of_the_tokens(served: Pool) -> None:
     ended = on(served, "trie", "show", "--text", " ", "--depth", "1", "--json")
-    found = json.loads(ended.stdout)
-    assert (found["prompt"], found["n_tokens"]) == (None, V)
-    for branch in walk(found["tree"]):
+    shown = json.loads(ended.stdout)
+    assert (shown["prompt"], shown["n_tokens"]) == (None, V)
+    for branch in walk(shown["tree"]):
         prefix = bytes.fromhex(branch["prefix_hex"])
         assert branch["mass"] == sum(token.startswith(prefix) for token in TOKENS) / V
     assert "of tokens" in on(served, "trie", "show", "--text", " ").stdout
@@ -148,8 +148,8 @@ def test_text_goes_through_the_tokenizer_of_the_model(served: Pool, monkeypatch:
             return bytes(token_ids).decode()
 
     monkeypatch.setattr(trie_show, "load_tokenizer", lambda info: Letters())
-    found = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
-    assert found["prompt"] == list("hé\n".encode())
+    shown = json.loads(in_process(served, "hé\n", "--depth", "1", "--json").stdout)
+    assert shown["prompt"] == list("hé\n".encode())
     assert r'all tokens after "hé\n"' in in_process(served, "hé\n", "--depth", "1").stdout
 
 

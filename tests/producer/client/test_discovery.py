@@ -1,4 +1,4 @@
-"""The lobby: what a pool serves, even when one of its infos is none."""
+"""Discovery: the models that a pool serves, even when the info of one cannot be read."""
 
 from __future__ import annotations
 

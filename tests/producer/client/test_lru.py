@@ -70,9 +70,9 @@ def test_replacing_a_row_counts_its_bytes_once() -> None:
     lru.put(b"a", row(4, 1.0))
     lru.put(b"a", row(8, 2.0))
     assert (len(lru), lru.size) == (1, 32)
-    found = lru.get(b"a")
-    assert found is not None
-    assert found.tolist() == [2.0] * 8
+    cached = lru.get(b"a")
+    assert cached is not None
+    assert cached.tolist() == [2.0] * 8
 
 
 def test_one_large_row_drives_out_several_small_ones() -> None:
@@ -120,8 +120,8 @@ def test_it_behaves_like_a_plain_model_of_an_lru(limit: int, steps: list[tuple[s
             lru.clear()
             model.clear()
         elif action == "get":
-            found = lru.get(digest)
-            assert (None if found is None else found.nbytes) == model.get(digest)
+            cached = lru.get(digest)
+            assert (None if cached is None else cached.nbytes) == model.get(digest)
             if digest in model:
                 model.move_to_end(digest)
         elif 4 * size <= limit:

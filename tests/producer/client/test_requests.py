@@ -142,11 +142,11 @@ def test_a_row_reaches_every_waiter_once_and_stays_in_the_cache(table: Table) ->
     listeners = [Listener() for _ in range(3)]
     for listener in listeners:
         table.requests.add(prompt(1), listener)
-    found = row(1.0)
-    table.requests.resolve_found([prompt(1).digest], [found])
-    table.requests.resolve_found([prompt(1).digest], [found])
-    assert [listener.heard for listener in listeners] == [[found]] * 3
-    assert table.cache.get(prompt(1).digest) is found
+    answer = row(1.0)
+    table.requests.resolve_found([prompt(1).digest], [answer])
+    table.requests.resolve_found([prompt(1).digest], [answer])
+    assert [listener.heard for listener in listeners] == [[answer]] * 3
+    assert table.cache.get(prompt(1).digest) is answer
     assert len(table.requests) == 0
 
 
@@ -266,9 +266,9 @@ def test_a_row_that_was_replaced_answers(table: Table) -> None:
     listener = Listener()
     table.requests.add(prompt(1), listener)
     table.requests.resolve_found([prompt(1).digest], [CorruptRow("bad")])
-    found = row(2.0)
-    table.requests.resolve_found([prompt(1).digest], [found])
-    assert listener.heard == [found]
+    answer = row(2.0)
+    table.requests.resolve_found([prompt(1).digest], [answer])
+    assert listener.heard == [answer]
 
 
 # Another model
@@ -289,9 +289,9 @@ def test_after_a_restart_everything_is_sent_again_and_no_old_row_is_left(table: 
 
 
 async def test_a_single_waiter_gives_the_row() -> None:
-    waiter, found = SingleWaiter(asyncio.get_running_loop(), 60.0), row()
-    waiter(found)
-    assert await waiter.future is found
+    waiter, answer = SingleWaiter(asyncio.get_running_loop(), 60.0), row()
+    waiter(answer)
+    assert await waiter.future is answer
 
 
 async def test_a_single_waiter_raises_the_failure() -> None:
