@@ -32,7 +32,7 @@ from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.consumer import Consumer, Unwanted
+from lmpool.workers.queue.consumer import Consumer, UnwantedJobs
 from lmpool.workers.settings import WorkerSettings
 
 _KEYS = Keys()
@@ -97,12 +97,12 @@ class _Fleet:
         self._workers = [
             (
                 Heartbeat(client, _KEYS, _INFO, name, _BATCH),
-                Consumer(client, lines[0], _MODEL, _INFO, name, 3, Unwanted(client, _MODEL, counters), counters),
+                Consumer(client, lines[0], _MODEL, _INFO, name, 3, UnwantedJobs(client, _MODEL, counters), counters),
             )
             for name in names
         ]
         self._takers = [
-            Consumer(client, line, _MODEL, _INFO, names[0], 3, Unwanted(client, _MODEL, counters), counters)
+            Consumer(client, line, _MODEL, _INFO, names[0], 3, UnwantedJobs(client, _MODEL, counters), counters)
             for line in lines
         ]
         self._registry = AdapterRegistry(client, _MODEL, _INFO.fingerprint)
@@ -159,7 +159,7 @@ class _Fleet:
 
     async def _beats(self) -> None:
         for heartbeat, consumer in self._workers:
-            await heartbeat.beat(_COUNTERS)
+            await heartbeat.send(_COUNTERS)
             await read_queue(self._client, _MODEL)
             await consumer.keep_queue()
 

@@ -28,7 +28,7 @@ from lmpool.workers.backend.contract import Backend, BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.membership.heartbeat import Heartbeat, new_worker_id
-from lmpool.workers.queue.consumer import EntriesByPrompt, Taken
+from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
@@ -53,7 +53,7 @@ async def joined(redis: Redis, keys: Keys, info: ModelInfo, worker_id: str) -> H
 async def beat_on(heartbeat: Heartbeat) -> None:
     while True:
         await asyncio.sleep(0.05)
-        await heartbeat.beat({})
+        await heartbeat.send({})
 
 
 # Presence
@@ -98,11 +98,11 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
         await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
         await joined(redis, pool.keys, info_of(2), "second")
         first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
-        await first.beat({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
+        await first.send({})  # After a failover those may be seen that have gone: for a lease no worker ends for them.
         with pytest.raises(ModelMismatch, match="seed-1.*not.*seed-2"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
-        await first.beat({})
+        await first.send({})
         assert await redis.hget(pool.keys.models(), "syn") == info_of(1, lease_s=1).pack()
     finally:
         await redis.aclose()
@@ -259,14 +259,14 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
-        await publish(block, wants, overwrite)
+    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+        await publish(block, jobs, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
             pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
 
             async def taken() -> bool:
-                return len(serving.held[digest].entries) == 2
+                return len(serving.in_flight[digest]) == 2
 
             await until_async(taken, "the second entry is held")
 
@@ -274,7 +274,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
 
     async def ended() -> bool:
-        return len(overwritten) == 2 and not serving.held
+        return len(overwritten) == 2 and not serving.in_flight
 
     await until_async(ended, "both entries have ended")
     assert overwritten == [False, True]
@@ -301,15 +301,15 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     publish, take = serving.publisher.publish, serving.consumer.take
     asked: list[int] = []
 
-    async def held_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
+    async def delayed_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
         await go.wait()
-        await publish(block, wants, overwrite)
+        await publish(block, jobs, overwrite)
 
-    async def noted_take(count: int, block_ms: int) -> list[Taken]:
+    async def noted_take(count: int, block_ms: int) -> list[InFlightJob]:
         asked.append(count)
         return await take(count, block_ms)
 
-    serving.publisher.publish = held_publish  # type: ignore[method-assign]
+    serving.publisher.publish = delayed_publish  # type: ignore[method-assign]
     serving.consumer.take = noted_take  # type: ignore[method-assign]
     jobs, fingerprint = pool.keys.model("syn").jobs, serving.info.fingerprint
     # Nearly all that may be unpublished: what is left is less than a batch.
@@ -325,7 +325,7 @@ async def test_unpublished_rows_leave_room_for_whole_batches(pool: Pool) -> None
     go.set()
 
     async def ended() -> bool:
-        return not serving.held
+        return not serving.in_flight
 
     await until_async(ended, "all have ended")
     worker.stop()

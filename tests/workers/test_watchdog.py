@@ -18,7 +18,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import Call, EngineThread, Watchdog
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.queue.consumer import EntriesByPrompt
+from lmpool.workers.queue.consumer import JobsByDigest
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
@@ -202,13 +202,13 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
     assert serving is not None
     publish = serving.publisher.publish
 
-    async def slow_publish(block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
+    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
         async def is_ending() -> bool:
             fetches = any(task.get_name() == "fetch" for task in asyncio.all_tasks())
             return running.worker._lifecycle.broken is not None and not fetches
 
         await until_async(is_ending, "the worker takes nothing more")
-        await publish(block, wants, overwrite)
+        await publish(block, jobs, overwrite)
 
     serving.publisher.publish = slow_publish  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:

@@ -16,21 +16,21 @@ from lmpool.settings import count_cores
 from lmpool.trie.kernels import OPS, Kernels, Op
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
-from lmpool.workers.queue.consumer import Holdings, Taken
+from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
-from lmpool.workers.trie.inputs import ByteLRU, Shelved, TrieInput, ValuesCache
+from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache
 from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
 
 V = 200
 FP = "f" * 32
 
 
-def shelved(seed: int = 40, kept: int = 2**20) -> Shelved:
-    return Shelved(Vocabulary(words(seed, V)), "cpu", ValuesCache(kept))
+def lazy_trie(seed: int = 40, kept: int = 2**20) -> LazyTrie:
+    return LazyTrie(Vocabulary(words(seed, V)), "cpu", ValuesCache(kept))
 
 
 def job(
-    trie: Shelved,
+    trie: LazyTrie,
     vector: Values | None,
     op: Op = "sum",
     select: Selection = "inner",
@@ -54,7 +54,7 @@ def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
 
 
 def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
-    tries = [shelved(40), shelved(41)]
+    tries = [lazy_trie(40), lazy_trie(41)]
     jobs, exact = {}, {}
     for number, (trie, op, by_row) in enumerate(product(tries, OPS, (False, True))):
         for turn in range(3):
@@ -71,7 +71,7 @@ def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
 
 
 def test_each_selection_is_what_it_says() -> None:
-    trie, ws = shelved(), draw_weights(1, V)
+    trie, ws = lazy_trie(), draw_weights(1, V)
     told, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
     exact, leaf = told.of("sum", ws), len(told.node) - 1
     wanted: dict[bytes, TrieInput] = {
@@ -93,7 +93,7 @@ def test_each_selection_is_what_it_says() -> None:
 
 
 def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
-    trie, ws = shelved(), draw_weights(2, V)
+    trie, ws = lazy_trie(), draw_weights(2, V)
     broken = ws.copy()
     broken[7] = np.nan
     count = len(answers(tuple(trie.vocabulary.tokens)).node)
@@ -115,14 +115,14 @@ def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
 
 
 def test_a_batch_in_which_all_fails_has_no_answers() -> None:
-    block, failures = answer({b"a": job(shelved(), np.full(V, np.nan, np.float32))})
+    block, failures = answer({b"a": job(lazy_trie(), np.full(V, np.nan, np.float32))})
     assert block is None
     assert set(failures) == {b"a"}
 
 
 def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
-    fine, ws = shelved(), draw_weights(2, V)
-    lost = Shelved(Vocabulary(words(41, V)), "nowhere", ValuesCache(0))
+    fine, ws = lazy_trie(), draw_weights(2, V)
+    lost = LazyTrie(Vocabulary(words(41, V)), "nowhere", ValuesCache(0))
     jobs = {b"fine": job(fine, ws), b"one": job(lost, ws), b"two": job(lost, 2 * ws)}
     block, failures = answer(jobs)
     assert set(vectors(block)) == {b"fine"}
@@ -147,8 +147,8 @@ class Small:
 
 def on_small_device(
     monkeypatch: pytest.MonkeyPatch, room: int, error: type[RuntimeError] = torch.OutOfMemoryError
-) -> tuple[Shelved, Small]:
-    trie = shelved()
+) -> tuple[LazyTrie, Small]:
+    trie = lazy_trie()
     small = Small(trie.open()[1], room, error)
     monkeypatch.setattr(trie, "_opened", (trie.open()[0], small))
     return trie, small
@@ -176,7 +176,7 @@ def test_a_trie_that_does_not_fit_the_device_fails_its_jobs(monkeypatch: pytest.
     def full() -> None:
         raise torch.OutOfMemoryError("no room")
 
-    trie = shelved()
+    trie = lazy_trie()
     monkeypatch.setattr(trie, "open", full)
     _, failures = answer({b"a": job(trie, draw_weights(1, V))})
     assert failures[b"a"].startswith("OutOfMemoryError: the device has run out of memory, the trie does not fit")
@@ -190,7 +190,7 @@ def test_an_error_that_is_not_about_memory_is_nobodys_answer(monkeypatch: pytest
 
 
 def test_values_that_are_kept_do_not_keep_their_batch() -> None:
-    trie = shelved()
+    trie = lazy_trie()
     answer({bytes([n]) * 16: job(trie, draw_weights(n, V), "max", "values", (), FP, bytes([n]) * 16) for n in range(2)})
     kept = trie.values.get(("max", FP, b"\x01" * 16, trie.vocabulary.digest))
     assert kept is not None
@@ -198,7 +198,7 @@ def test_values_that_are_kept_do_not_keep_their_batch() -> None:
 
 
 def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    trie, row = shelved(), draw_weights(3, V, "logsumexp")
+    trie, row = lazy_trie(), draw_weights(3, V, "logsumexp")
     kernels = trie.open()[1]
     swept: list[int] = []
 
@@ -224,7 +224,7 @@ def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyP
 
 
 def test_weights_of_one_name_in_two_jobs_are_not_taken_for_one_another() -> None:
-    trie = shelved()
+    trie = lazy_trie()
     one, two = draw_weights(4, V), 2 * draw_weights(5, V)
     block, _ = answer(
         {b"a": job(trie, one, select="nodes", nodes=[0]), b"b": job(trie, two, select="nodes", nodes=[0])}
@@ -235,7 +235,7 @@ def test_weights_of_one_name_in_two_jobs_are_not_taken_for_one_another() -> None
 
 
 def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
-    backend, trie = TrieBackend(TrieSettings(max_batch=4)), shelved()
+    backend, trie = TrieBackend(TrieSettings(max_batch=4)), lazy_trie()
     inputs = {bytes([n]) * 16: job(trie, draw_weights(n, V), select="nodes", nodes=[0]) for n in range(5)}
     inputs[b"bad!" * 4] = job(trie, np.full(V, np.nan, np.float32))
     backend.submit(BackendJob(name, b"", "", one) for name, one in inputs.items())
@@ -293,7 +293,7 @@ def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
     ids=["few", "many", "one", "twins", "nested"],
 )
 def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequence[bytes], device: str) -> None:
-    one = Shelved(Vocabulary(tokens), device, ValuesCache(0))
+    one = LazyTrie(Vocabulary(tokens), device, ValuesCache(0))
     trie, kernels = one.open()
     assert trie.n_inner <= trie.n_tokens
     weights = np.zeros((32 * count_cores(), trie.n_tokens), np.float32)
@@ -304,22 +304,35 @@ def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequ
 
 
 def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:
-    held = Holdings()
+    in_flight = InFlightJobs()
     query = TrieQuery("sum", "0" * 32, "inner")
-    held_job = BackendJob(b"p" * 16, b"ids")
-    assert held.add(Taken(b"1", b"a" * 16, held_job, query=query), held_job)
-    assert not held.add(Taken(b"2", b"b" * 16, held_job, query=query), held_job)
-    assert held[b"p" * 16].is_only_asked
-    assert not held.add(Taken(b"3", b"p" * 16, held_job, overwrite=True), held_job)
-    assert not held[b"p" * 16].is_only_asked
-    seen = held.entries([b"p" * 16, b"unknown"])
-    assert {entry: (one.digest, one.overwrite) for entry, one in seen[b"p" * 16].items()} == {
+    backend_job = BackendJob(b"p" * 16, b"ids")
+    assert in_flight.add(InFlightJob(b"1", b"a" * 16, backend_job, query=query), backend_job)
+    assert not in_flight.add(InFlightJob(b"2", b"b" * 16, backend_job, query=query), backend_job)
+    assert not in_flight.wants_row(b"p" * 16)
+    assert not in_flight.add(InFlightJob(b"3", b"p" * 16, backend_job, overwrite=True), backend_job)
+    assert in_flight.wants_row(b"p" * 16)
+    seen = in_flight.by_prompt([b"p" * 16, b"unknown"])
+    assert {entry_id: (job.digest, job.overwrite) for entry_id, job in seen[b"p" * 16].items()} == {
         b"1": (b"a" * 16, False),
         b"2": (b"b" * 16, False),
         b"3": (b"p" * 16, True),
     }
-    held.add(Taken(b"4", b"a" * 16, held_job, query=query), held_job)
-    assert held.release(seen) == [held_job], "an entry came meanwhile"
-    assert held.release({b"p" * 16: [b"4"]}) == []
-    assert len(held) == 0
-    assert held.release(seen) == []
+    in_flight.add(InFlightJob(b"4", b"a" * 16, backend_job, query=query), backend_job)
+    assert in_flight.release(seen) == [b"p" * 16], "an entry came meanwhile"
+    assert in_flight.backend_job(b"p" * 16) is backend_job
+    assert in_flight.release({b"p" * 16: [b"4"]}) == []
+    assert len(in_flight) == 0
+    assert in_flight.release(seen) == []
+
+
+def test_a_damaged_row_is_remembered_as_long_as_its_prompt_is_held() -> None:
+    in_flight = InFlightJobs()
+    backend_job = BackendJob(b"p" * 16, b"ids")
+    in_flight.mark_damaged(b"p" * 16)
+    assert not in_flight.damaged
+    in_flight.add(InFlightJob(b"1", b"p" * 16, backend_job), backend_job)
+    in_flight.mark_damaged(b"p" * 16)
+    assert in_flight.damaged == {b"p" * 16}
+    in_flight.release({b"p" * 16: [b"1"]})
+    assert not in_flight.damaged

@@ -1,11 +1,11 @@
-"""Dispatch: what becomes of the prompts that a worker holds: supplied, computed, published, and let go."""
+"""Dispatch: what becomes of the jobs that a worker holds: prepared, computed, published, and let go."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure
@@ -17,8 +17,8 @@ from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.metrics.counters import SENT_AGAIN
 from lmpool.workers.queries import QueryAnswerer
-from lmpool.workers.queue.consumer import STALE_S, Held, Holdings, Taken
-from lmpool.workers.queue.publisher import Ending, Publisher
+from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
+from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
@@ -27,14 +27,14 @@ _SELDOM_S = 30.0
 
 
 class Dispatcher:
-    """Takes jobs from the queue to the backend, and what comes of them to the clients.
+    """Takes jobs from the queue to the backend, and its results to the clients.
 
     Args:
-        held: what the worker holds.
+        in_flight: the jobs that the worker holds.
         engine_thread: the backend.
         publisher: stores rows and ends jobs.
         trie_inputs: brings what trie jobs need.
-        asked: answers what is asked of rows.
+        queries: answers queries about rows.
         info: what the worker serves.
         adapters: which adapters it has.
 
@@ -44,152 +44,153 @@ class Dispatcher:
 
     def __init__(
         self,
-        held: Holdings,
+        in_flight: InFlightJobs,
         engine_thread: EngineThread,
         publisher: Publisher,
         trie_inputs: TrieInputs,
-        asked: QueryAnswerer,
+        queries: QueryAnswerer,
         info: ModelInfo,
         adapters: AdapterKeeper,
     ) -> None:
-        self._held = held
+        self._in_flight = in_flight
         self._engine_thread = engine_thread
         self._publisher = publisher
         self._trie_inputs = trie_inputs
-        self._asked = asked
-        self._info = info
+        self._queries = queries
+        self._is_trie = info.is_trie
         self._adapters = adapters
-        self._to_supply: asyncio.Queue[list[bytes]] = asyncio.Queue()
+        self._to_prepare: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.failures = 0
 
-    async def accept(self, taken: list[Taken]) -> None:
+    async def accept(self, jobs: Iterable[InFlightJob]) -> None:
         """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
-        fresh, endings = [], []
-        for one in taken:
-            if one.job is None:
-                endings.append(Ending(one.entry, one.digest, one.failure, one.is_dead))
-            elif self._held.add(one, one.job):
-                fresh.append(one.job.digest)
-        later = set()
-        if self._info.is_trie:
-            later.update(fresh)
-        elif any(one.query is not None for one in taken):
-            later.update(digest for digest in fresh if self._held[digest].is_only_asked)
-        self._submit([digest for digest in fresh if digest not in later])
-        if later:
-            # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
-            self._to_supply.put_nowait(list(later))
-        if endings:
-            await self._end(endings)
+        fresh, refused, has_queries = [], [], self._is_trie
+        for job in jobs:
+            backend_job = job.backend_job
+            if backend_job is None:
+                refused.append(job)
+                continue
+            has_queries = has_queries or job.query is not None
+            if self._in_flight.add(job, backend_job):
+                fresh.append(backend_job)
+        if has_queries:
+            later = {job.digest for job in fresh if self._is_trie or not self._in_flight.wants_row(job.digest)}
+            if later:
+                # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
+                self._to_prepare.put_nowait(list(later))
+                fresh = [job for job in fresh if job.digest not in later]
+        self._submit(fresh)
+        if refused:
+            await self._fail(refused)
 
-    async def supply(self, on_change: Callable[[], None]) -> None:
+    async def prepare(self, on_change: Callable[[], None]) -> None:
         """Fetch what jobs need before the backend can have them, or answer them without it; never returns.
 
         Args:
             on_change: called when there is room again.
         """
         while True:
-            digests = await self._to_supply.get()
-            if self._info.is_trie:
-                digests = await self._fill(digests)
+            digests = await self._to_prepare.get()
+            if self._is_trie:
+                self._submit(await self._with_inputs(digests))
             else:
-                # Who wants the row itself may have joined since: then it is computed, and all are served from it.
-                asked = [one for one in digests if one in self._held and self._held[one].is_only_asked]
-                answered = await self._asked.answer_cached(self._held.entries(asked), self._held)
+                # Who wants the row itself may have joined since: then it is computed, and all are answered from it.
+                asked = [digest for digest in digests if digest in self._in_flight]
+                asked = [digest for digest in asked if not self._in_flight.wants_row(digest)]
+                answered = await self._queries.answer_from_cache(self._in_flight.by_prompt(asked), self._in_flight)
                 self.release(answered)
-                digests = [digest for digest in digests if digest not in answered]
-            self._submit(digests)
+                left = (digest for digest in digests if digest not in answered and digest in self._in_flight)
+                self._submit([self._in_flight.backend_job(digest) for digest in left])
             on_change()
 
-    async def _fill(self, digests: list[bytes]) -> list[bytes]:
-        """Fetch what trie jobs need; returns those that have it. The others end, and begin anew if asked for again."""
-        wants = [(digest, wanted) for digest, ours in self._held.entries(digests).items() for wanted in ours.values()]
-        asks = {digest: wanted.query for digest, wanted in wants if isinstance(wanted.query, TrieQuery)}
-        inputs, failures = await self._publisher.insist(lambda: self._trie_inputs.fill(asks))
-        for digest, found in inputs.items():
-            if digest in self._held:  # The backend may have broken meanwhile.
-                job = self._held[digest].job
-                self._held[digest].job = BackendJob(digest, job.ids, job.adapter, payload=found)
-        await self._fail(failures)
-        return list(inputs)
+    async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
+        """Trie jobs with all that they need; the others end, and begin anew if asked for again."""
+        jobs = self._in_flight.by_prompt(digests)
+        queries = {digest: next(iter(some.values())).query for digest, some in jobs.items()}
+        wanted = {digest: query for digest, query in queries.items() if isinstance(query, TrieQuery)}
+        inputs, failures = await self._publisher.insist(lambda: self._trie_inputs.fill(wanted))
+        await self._fail_prompts(failures)
+        # The backend may have broken meanwhile.
+        held = (digest for digest in inputs if digest in self._in_flight)
+        return [self._in_flight.backend_job(digest)._replace(payload=inputs[digest]) for digest in held]
 
-    def _submit(self, digests: Iterable[bytes]) -> None:
-        """Hand jobs to the backend, those that are still held."""
-        jobs = [self._held[digest].job for digest in digests if digest in self._held]
-        if served := self._adapters.served_among(jobs):
-            self._engine_thread.submit(served)
+    def _submit(self, jobs: Sequence[BackendJob]) -> None:
+        """Hand jobs to the backend."""
+        if any(job.adapter for job in jobs):
+            jobs = self._adapters.served_among(jobs)
+        if jobs:
+            self._engine_thread.submit(jobs)
 
     async def publish(self, finished: Finished, worker_id: str) -> None:
         """Publish what a step brought."""
-        stale = [digest for digest in finished.stale if digest in self._held]
+        stale = [digest for digest in finished.stale if digest in self._in_flight]
         for block in finished.blocks:
             await self._publish_rows(block)
         if finished.answers is not None:
-            entries = self._held.entries(finished.answers.digests)
-            overwrite = {name for name, wants in entries.items() if any(one.overwrite for one in wants.values())}
-            await self._publisher.publish(finished.answers, entries, overwrite)
-            self.release(entries)
-        failures = {digest: self._adapters.failure_of(self._held[digest].job.adapter) for digest in stale}
+            jobs = self._in_flight.by_prompt(finished.answers.digests)
+            overwrite = {digest for digest, some in jobs.items() if any(job.overwrite for job in some.values())}
+            await self._publisher.publish(finished.answers, jobs, overwrite)
+            self.release(jobs)
+        failures = {digest: self._adapters.failure_of(self._in_flight.backend_job(digest).adapter) for digest in stale}
         for digest, text in finished.failures.items():
             failures[digest] = Failure(WorkerError.__name__, f"{text} (worker {worker_id})")
-        if failures:
-            await self._fail(failures)
+        await self._fail_prompts(failures)
 
     async def _publish_rows(self, block: RowBlock) -> None:
-        """Store rows; answer from them what is asked of them."""
-        entries = self._held.entries(block.digests)
-        plain: dict[bytes, dict[bytes, Taken]] = {}
-        asked: dict[bytes, dict[bytes, Taken]] = {}
-        overwrite = {digest for digest in entries if self._held[digest].is_damaged}
-        for digest, wants in entries.items():
-            for entry, wanted in wants.items():
-                if wanted.query is not None:
-                    asked.setdefault(digest, {})[entry] = wanted
-                elif wanted.overwrite:
+        """Store rows; answer from them the queries about them."""
+        jobs = self._in_flight.by_prompt(block.digests)
+        overwrite = self._in_flight.damaged & jobs.keys()
+        for_rows: dict[bytes, dict[bytes, InFlightJob]] = {}
+        with_queries: dict[bytes, dict[bytes, InFlightJob]] = {}
+        for digest, some in jobs.items():
+            for entry_id, job in some.items():
+                if job.query is not None:
+                    with_queries.setdefault(digest, {})[entry_id] = job
+                elif job.overwrite:
                     overwrite.add(digest)
-            ours = asked.get(digest)
-            plain[digest] = wants if ours is None else {entry: wants[entry] for entry in wants.keys() - ours.keys()}
-        await self._publisher.publish(block, plain, overwrite)
-        if asked:
-            await self._asked.answer(asked, block)
-        self.release(entries)
+            asked = with_queries.get(digest)
+            for_rows[digest] = some if asked is None else {id_: some[id_] for id_ in some.keys() - asked.keys()}
+        await self._publisher.publish(block, for_rows, overwrite)
+        if with_queries:
+            await self._queries.answer(with_queries, block)
+        self.release(jobs)
 
-    async def _fail(self, failures: Mapping[bytes, Failure]) -> None:
+    async def _fail_prompts(self, failures: Mapping[bytes, Failure]) -> None:
+        """End all jobs that ask for some prompts."""
         if failures:
-            entries = self._held.entries(failures)
-            wants = [(digest, entry, wanted) for digest, ours in entries.items() for entry, wanted in ours.items()]
-            await self._end([Ending(entry, wanted.digest, failures[digest]) for digest, entry, wanted in wants])
-            self.release(entries)
+            jobs = self._in_flight.by_prompt(failures)
+            await self._fail([job.failing(failures[digest]) for digest, some in jobs.items() for job in some.values()])
+            self.release(jobs)
 
-    async def _end(self, endings: list[Ending]) -> None:
+    async def _fail(self, jobs: Sequence[InFlightJob]) -> None:
         # What a client sends again at once is no failure.
-        self.failures += sum(one.failure is not None and one.failure.kind not in SENT_AGAIN for one in endings)
-        await self._publisher.end(endings)
+        self.failures += sum(job.failure is not None and job.failure.kind not in SENT_AGAIN for job in jobs)
+        await self._publisher.fail(jobs)
 
-    async def let_go(self) -> int:
+    async def drop_unwanted(self) -> int:
         """Let go of prompts that nobody waits for any more, so that the backend does not begin them.
 
-        Those that have just come are not looked at, so a worker whose prompts are answered soon looks at none; others
-        ever more rarely, for backends do not tell what they have begun, and in long steps the looks would add up.
+        Those that have just come are not checked, so a worker whose prompts are answered soon checks none; others
+        ever more rarely, for backends do not tell what they have begun, and in long steps the checks would add up.
 
         Returns:
             how many prompts that were.
         """
-        now = time.monotonic()
-        due = [
-            digest for digest in self._engine_thread.owed if digest in self._held and _is_due(self._held[digest], now)
-        ]
+        now, in_flight = time.monotonic(), self._in_flight
+        owed = [digest for digest in self._engine_thread.owed if digest in in_flight]
+        due = [digest for digest in owed if _is_due(in_flight[digest].values(), now)]
         if not due:
             return 0
-        for digest in due:
-            self._held[digest].looked_at = now
-        asks = self._held.entries(due)
-        wanted = await self._publisher.wanted(asks)
+        jobs = in_flight.by_prompt(due)
+        for some in jobs.values():
+            for job in some.values():
+                job.checked_at = now
+        wanted = await self._publisher.still_wanted(jobs)
         gone = []
-        for digest, ours in asks.items():
-            removed = ours.keys() - wanted.get(digest, {}).keys()
+        for digest, some in jobs.items():
+            removed = some.keys() - wanted.get(digest, {}).keys()
             # One that has been answered meanwhile is about to be published, as it is.
-            if removed and digest in self._engine_thread.owed and self._held.forget(digest, removed):
+            if removed and digest in self._engine_thread.owed and in_flight.remove(digest, removed):
                 gone.append(digest)
         if gone:
             self._engine_thread.abort(gone)
@@ -197,16 +198,21 @@ class Dispatcher:
         return len(gone)
 
     def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> None:
-        """Let go of the entries that were ended; a prompt that was asked for again meanwhile is computed again."""
-        again = self._held.release(ended)
-        if again and self._info.is_trie:
+        """Let go of jobs that have ended; a prompt that was asked for again meanwhile is computed again.
+
+        Args:
+            ended: digest of the prompt -> entry ids of the jobs.
+        """
+        again = self._in_flight.release(ended)
+        if again and self._is_trie:
             # What they need may never have been fetched: their first try may have ended for that very reason.
-            self._to_supply.put_nowait([job.digest for job in again])
+            self._to_prepare.put_nowait(again)
         elif again:
-            self._engine_thread.submit(again)
+            self._engine_thread.submit([self._in_flight.backend_job(digest) for digest in again])
 
 
-def _is_due(held: Held, now: float) -> bool:
-    """Whether it is time for a look: a prompt is looked at when its age has doubled since the last one."""
-    last = held.looked_at or held.since
-    return now - last >= min(max(last - held.since, STALE_S), _SELDOM_S)
+def _is_due(jobs: Iterable[InFlightJob], now: float) -> bool:
+    """Whether it is time for a check: a prompt is checked when its age has doubled since the last one."""
+    since = min(job.since for job in jobs)
+    last = max(job.checked_at for job in jobs) or since
+    return now - last >= min(max(last - since, STALE_S), _SELDOM_S)

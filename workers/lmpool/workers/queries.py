@@ -1,4 +1,4 @@
-"""Queries: what is answered instead of a row, where the row is computed or from the cache."""
+"""Queries: answered instead of sending a row, from a row in the cache or from one that was just computed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,57 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PickQuery, TopQuery, TrieQuery, pack_token, pack_top, sample, top
 from lmpool.protocol.row import RowBlock, VectorBlock, decode_row
 from lmpool.rows.cache import Row
-from lmpool.workers.queue.consumer import EntriesByPrompt, Holdings, Taken, by_answer
-from lmpool.workers.queue.publisher import Ending, Publisher
+from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
+from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
 from lmpool.workers.trie.inputs import TrieInput, TrieInputs
 
+_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
+_ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
+
+
+class QueryAnswerer:
+    """Answers queries about one model's rows.
+
+    Args:
+        trie_inputs: brings rows and tries.
+        publisher: takes the answers.
+        info: the model's info; says whether its workers have tries.
+    """
+
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
+        self._tries = TrieQueryAnswerer(trie_inputs, publisher, info)
+        self._sampler = Sampler(trie_inputs, publisher, info)
+
+    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> dict[bytes, list[bytes]]:
+        """Answer queries about rows that are in the cache, without the backend.
+
+        Args:
+            jobs: the jobs with the queries, by prompt.
+            in_flight: is told which rows in the cache are damaged.
+
+        Returns:
+            the entry ids of the jobs that were ended, by prompt; where jobs are left, the row is to be computed.
+        """
+        ended: dict[bytes, list[bytes]] = {}
+        tries, picks = _by_kind(jobs)
+        for some, answerer in ((tries, self._tries), (picks, self._sampler)):
+            for prompt in await answerer.answer_from_cache(some, in_flight) if some else ():
+                ended.setdefault(prompt, []).extend(some[prompt])
+        return ended
+
+    async def answer(self, jobs: JobsByDigest, block: RowBlock) -> None:
+        """Answer queries about the rows of a block, and end the jobs."""
+        rows = await asyncio.to_thread(_rows_of, block, jobs)
+        tries, picks = _by_kind(jobs)
+        if tries:
+            await self._tries.answer(tries, rows)
+        if picks:
+            await self._sampler.answer(picks, rows)
+
 
 class Sampler:
-    """Answers what is picked from one model's rows.
+    """Answers queries for largest entries and drawn tokens.
 
     Args:
         trie_inputs: brings rows from the cache.
@@ -37,180 +80,141 @@ class Sampler:
         self._fingerprint = info.fingerprint
         self._vocab_size = info.vocab_size
 
-    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> Collection[bytes]:
-        """Answer what is asked of rows that are in the cache, without the backend.
-
-        Args:
-            asks: what is asked.
-            held: is told which rows in the cache are damaged.
+    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> Collection[bytes]:
+        """See `QueryAnswerer.answer_from_cache`.
 
         Returns:
             the prompts whose rows were there; the others are to be computed.
         """
-        found = await self._publisher.insist(lambda: self._trie_inputs.rows(self._fingerprint, asks, self._vocab_size))
+        replies = await self._publisher.insist(
+            lambda: self._trie_inputs.rows(self._fingerprint, jobs, self._vocab_size)
+        )
         rows: dict[bytes, Row] = {}
-        for prompt, row in found.items():
+        for prompt, row in replies.items():
             if isinstance(row, np.ndarray):
                 rows[prompt] = row
-            elif isinstance(row, CorruptRow) and prompt in held:
-                held[prompt].is_damaged = True
-        await self.answer({prompt: asks[prompt] for prompt in rows}, rows)
+            elif isinstance(row, CorruptRow):
+                in_flight.mark_damaged(prompt)
+        await self.answer({prompt: jobs[prompt] for prompt in rows}, rows)
         return rows
 
-    async def answer(self, asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> None:
-        """Answer what is asked of these rows, and end the jobs."""
-        answers = await asyncio.to_thread(_pick_all, asks, rows)
-        if not answers:
-            return
-        entries, overwrite = by_answer(asks)
-        await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), entries, overwrite)
-
-
-def _pick_all(asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
-    """Name of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
-    wants: dict[bytes, tuple[bytes, Taken]] = {
-        wanted.digest: (prompt, wanted) for prompt, ours in asks.items() for wanted in ours.values()
-    }
-    return {name: _pick(wanted.query, rows[prompt]) for name, (prompt, wanted) in wants.items()}
-
-
-def _pick(query: object, row: Row) -> NDArray[np.float32]:
-    assert isinstance(query, PickQuery)
-    return pack_top(top(row, query.k)) if isinstance(query, TopQuery) else pack_token(sample(row, query.how))
-
-
-_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
-_ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
+    async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
+        """Answer queries about these rows, and end the jobs."""
+        answers = await asyncio.to_thread(_pick_all, jobs, rows)
+        if answers:
+            by_answer, overwrite = _by_answer(jobs)
+            await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), by_answer, overwrite)
 
 
 class TrieQueryAnswerer:
-    """Answers what tries are asked of one model's rows.
+    """Answers queries for values of trie nodes; where the worker has no tries, tells clients that trie workers do.
 
     Args:
         trie_inputs: brings tries.
-        publisher: takes the answers.
-        info: the model's info.
-        is_able: this worker answers; otherwise it tells clients that trie workers do.
-    """
-
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, *, is_able: bool) -> None:
-        self._trie_inputs = trie_inputs
-        self._publisher = publisher
-        self._fingerprint = info.fingerprint
-        self._vocab_size = info.vocab_size
-        self._is_able = is_able
-
-    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> Collection[bytes]:
-        """Answer what is asked of rows that are in the cache, without the backend.
-
-        Args:
-            asks: what is asked.
-            held: is told which rows in the cache are damaged.
-
-        Returns:
-            the prompts that need no row any more; those of the others are to be computed.
-        """
-        named = self._named(asks)
-        if not self._is_able:
-            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
-            return asks.keys()
-        inputs, failures = await self._publisher.insist(
-            lambda: self._trie_inputs.fill(named, vocab_size=self._vocab_size)
-        )
-        absent = set()
-        for name, failure in failures.items():
-            prompt = named[name].source
-            if failure.kind in _ABSENT:
-                absent.add(prompt)
-            if failure.kind == CorruptRow.__name__ and prompt in held:
-                held[prompt].is_damaged = True
-        known = {prompt: wants for prompt, wants in asks.items() if prompt not in absent}
-        inputs = {name: one for name, one in inputs.items() if one.query.source in known}
-        await self._finish(known, inputs, {name: one for name, one in failures.items() if named[name].source in known})
-        return known.keys()
-
-    async def answer(self, asks: EntriesByPrompt, rows: Mapping[bytes, Row]) -> None:
-        """Answer what is asked of these rows, and end the jobs."""
-        named = self._named(asks)
-        if not self._is_able:
-            await self._finish(asks, {}, dict.fromkeys(named, _NO_TRIES))
-            return
-        fill = partial(self._trie_inputs.fill, named, rows, vocab_size=self._vocab_size)
-        await self._finish(asks, *await self._publisher.insist(fill))
-
-    def _named(self, asks: EntriesByPrompt) -> dict[bytes, TrieQuery]:
-        """The asks by the names of their answers, each with the name of its row."""
-        return {
-            wanted.digest: replace(wanted.query, rows=self._fingerprint, source=prompt)
-            for prompt, wants in asks.items()
-            for wanted in wants.values()
-            if isinstance(wanted.query, TrieQuery)
-        }
-
-    async def _finish(
-        self, asks: EntriesByPrompt, inputs: Mapping[bytes, TrieInput], failures: dict[bytes, Failure]
-    ) -> None:
-        """Compute and publish answers; end the jobs."""
-        entries, overwrite = by_answer(asks)
-        answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
-        if answers is not None:
-            await self._publisher.publish(answers, entries, overwrite)
-        failures |= {name: Failure(WorkerError.__name__, text) for name, text in failed.items()}
-        endings = [Ending(entry, name, failure) for name, failure in failures.items() for entry in entries[name]]
-        if endings:
-            await self._publisher.end(endings)
-
-
-_Kind = dict[bytes, dict[bytes, Taken]]
-
-
-class QueryAnswerer:
-    """Answers what is asked of one model's rows.
-
-    Args:
-        trie_inputs: brings rows and tries.
         publisher: takes the answers.
         info: the model's info; says whether its workers have tries.
     """
 
     def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
-        self._tries = TrieQueryAnswerer(trie_inputs, publisher, info, is_able=info.answers_tries)
-        self._picked = Sampler(trie_inputs, publisher, info)
+        self._trie_inputs = trie_inputs
+        self._publisher = publisher
+        self._fingerprint = info.fingerprint
+        self._vocab_size = info.vocab_size
+        self._has_tries = info.answers_tries
 
-    async def answer_cached(self, asks: EntriesByPrompt, held: Holdings) -> dict[bytes, list[bytes]]:
-        """Answer what is asked of rows that are in the cache, without the backend.
-
-        Args:
-            asks: what is asked.
-            held: is told which rows in the cache are damaged.
+    async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> Collection[bytes]:
+        """See `QueryAnswerer.answer_from_cache`.
 
         Returns:
-            the entries that were ended, by prompt; where entries are left, the row is to be computed.
+            the prompts that need no row any more; those of the others are to be computed.
         """
-        ended: dict[bytes, list[bytes]] = {}
-        tries, picks = _by_kind(asks)
-        for some, answerer in ((tries, self._tries), (picks, self._picked)):
-            for prompt in await answerer.answer_cached(some, held) if some else ():
-                ended.setdefault(prompt, []).extend(some[prompt])
-        return ended
+        queries = self._queries(jobs)
+        if not self._has_tries:
+            await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
+            return jobs.keys()
+        inputs, failures = await self._publisher.insist(
+            lambda: self._trie_inputs.fill(queries, vocab_size=self._vocab_size)
+        )
+        absent = set()
+        for digest, failure in failures.items():
+            prompt = queries[digest].source
+            if failure.kind in _ABSENT:
+                absent.add(prompt)
+            if failure.kind == CorruptRow.__name__:
+                in_flight.mark_damaged(prompt)
+        known = {prompt: some for prompt, some in jobs.items() if prompt not in absent}
+        await self._finish(
+            known,
+            {digest: trie_input for digest, trie_input in inputs.items() if trie_input.query.source in known},
+            {digest: failure for digest, failure in failures.items() if queries[digest].source in known},
+        )
+        return known.keys()
 
-    async def answer(self, asks: EntriesByPrompt, block: RowBlock) -> None:
-        """Answer what is asked of the rows of a block, and end the jobs."""
-        rows = await asyncio.to_thread(_rows_of, block, asks)
-        tries, picks = _by_kind(asks)
-        if tries:
-            await self._tries.answer(tries, rows)
-        if picks:
-            await self._picked.answer(picks, rows)
+    async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
+        """Answer queries about these rows, and end the jobs."""
+        queries = self._queries(jobs)
+        if not self._has_tries:
+            await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
+            return
+        fill = partial(self._trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
+        await self._finish(jobs, *await self._publisher.insist(fill))
+
+    def _queries(self, jobs: JobsByDigest) -> dict[bytes, TrieQuery]:
+        """Digest of the answer -> query, which names its row."""
+        return {
+            job.digest: replace(job.query, rows=self._fingerprint, source=prompt)
+            for prompt, some in jobs.items()
+            for job in some.values()
+            if isinstance(job.query, TrieQuery)
+        }
+
+    async def _finish(
+        self, jobs: JobsByDigest, inputs: Mapping[bytes, TrieInput], failures: dict[bytes, Failure]
+    ) -> None:
+        """Compute and publish answers; end the jobs."""
+        by_answer, overwrite = _by_answer(jobs)
+        answers, failed = await asyncio.to_thread(answer, inputs) if inputs else (None, {})
+        if answers is not None:
+            await self._publisher.publish(answers, by_answer, overwrite)
+        failures |= {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
+        if failures:
+            await self._publisher.fail(
+                [job.failing(failure) for digest, failure in failures.items() for job in by_answer[digest].values()]
+            )
 
 
-def _by_kind(asks: EntriesByPrompt) -> tuple[EntriesByPrompt, EntriesByPrompt]:
-    """What is asked of tries, and what is picked."""
-    kinds: tuple[_Kind, _Kind] = {}, {}
-    for prompt, wants in asks.items():
-        for entry, wanted in wants.items():
-            kinds[not isinstance(wanted.query, TrieQuery)].setdefault(prompt, {})[entry] = wanted
-    return kinds
+def _pick_all(jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
+    """Digest of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
+    queries = {job.digest: (job.query, rows[prompt]) for prompt, some in jobs.items() for job in some.values()}
+    return {digest: _pick(query, row) for digest, (query, row) in queries.items()}
+
+
+def _pick(query: TrieQuery | PickQuery | None, row: Row) -> NDArray[np.float32]:
+    assert isinstance(query, PickQuery)
+    return pack_top(top(row, query.k)) if isinstance(query, TopQuery) else pack_token(sample(row, query.how))
+
+
+def _by_kind(jobs: JobsByDigest) -> tuple[JobsByDigest, JobsByDigest]:
+    """The jobs that want values of trie nodes, and those that want what a sampler picks; both by prompt."""
+    tries: dict[bytes, dict[bytes, InFlightJob]] = {}
+    picks: dict[bytes, dict[bytes, InFlightJob]] = {}
+    for prompt, some in jobs.items():
+        for entry_id, job in some.items():
+            kind = tries if isinstance(job.query, TrieQuery) else picks
+            kind.setdefault(prompt, {})[entry_id] = job
+    return tries, picks
+
+
+def _by_answer(jobs: JobsByDigest) -> tuple[JobsByDigest, set[bytes]]:
+    """The jobs by the digest of their answer, and the answers that must replace what is stored."""
+    by_answer: dict[bytes, dict[bytes, InFlightJob]] = {}
+    overwrite = set()
+    for some in jobs.values():
+        for entry_id, job in some.items():
+            by_answer.setdefault(job.digest, {})[entry_id] = job
+            if job.overwrite:
+                overwrite.add(job.digest)
+    return by_answer, overwrite
 
 
 def _rows_of(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:

@@ -25,7 +25,7 @@ from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, Ad
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
-from lmpool.workers.queue.consumer import Consumer, Holdings, Unwanted
+from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
@@ -35,8 +35,8 @@ _log = logging.getLogger("lmpool.worker")
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What a worker is before it has a model.
+class WorkerContext:
+    """What a worker has before it has a model.
 
     Attributes:
         server: the pool's Redis.
@@ -57,15 +57,15 @@ class Serving:
 
     Attributes:
         info: the model's info.
-        engine_thread: the backend.
+        engine_thread: runs the backend.
         redis: a client for what is rare.
         reader: the connection that jobs are taken from.
-        rows: the cache.
+        rows: the cache of rows.
         trie_inputs: brings what trie jobs need.
-        held: the prompts that the worker holds.
-        consumer: where jobs are taken.
+        in_flight: the jobs that the worker holds.
+        consumer: takes jobs from the queue.
         publisher: stores rows and ends jobs.
-        delivery: what becomes of the prompts that are held.
+        dispatcher: takes jobs to the backend, and its results to the publisher.
         heartbeat: keeps the worker visible.
         adapters: has the backend serve the adapters that the server names.
     """
@@ -76,10 +76,10 @@ class Serving:
     reader: CommandConnection
     rows: RowCache
     trie_inputs: TrieInputs
-    held: Holdings
+    in_flight: InFlightJobs
     consumer: Consumer
     publisher: Publisher
-    delivery: Dispatcher
+    dispatcher: Dispatcher
     heartbeat: Heartbeat
     adapters: AdapterKeeper
 
@@ -106,7 +106,10 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
 
 
 async def assemble(
-    worker: Identity, engine_thread: EngineThread, opened: Opened, on_change: Callable[[], Awaitable[object]]
+    worker: WorkerContext,
+    engine_thread: EngineThread,
+    opened: Opened,
+    on_adapter_change: Callable[[], Awaitable[object]],
 ) -> Serving:
     """Make the parts that serve a model; none of them has used the server yet.
 
@@ -114,7 +117,7 @@ async def assemble(
         worker: who serves.
         engine_thread: the backend.
         opened: what it is.
-        on_change: called when the adapters that it serves have changed.
+        on_adapter_change: called when the adapters that it serves have changed.
 
     Raises:
         SettingsError: the model has the name of the trie workers, or its trie kernels lack what they need.
@@ -130,7 +133,7 @@ async def assemble(
     reader = CommandConnection(server, model.jobs)
     reader.reply_timeout_s = reply_timeout(info.lease_s)
     rows = rows_on(server, keys, info)
-    unwanted = Unwanted(redis, model, counters)
+    unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters)
     heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)
     adapters = AdapterKeeper(
@@ -139,11 +142,12 @@ async def assemble(
         opened.adapters,
         AdapterSources.of(settings),
         AdapterTrials(redis, keys, info.name, worker.worker_id, settings),
-        on_change,
+        on_adapter_change,
         heartbeat.others,
     )
     trie_inputs = TrieInputs(server, keys, opened.device, settings, counters)
-    held = Holdings()
+    queries = QueryAnswerer(trie_inputs, publisher, info)
+    in_flight = InFlightJobs()
     return Serving(
         info=info,
         engine_thread=engine_thread,
@@ -151,12 +155,10 @@ async def assemble(
         reader=reader,
         rows=rows,
         trie_inputs=trie_inputs,
-        held=held,
+        in_flight=in_flight,
         consumer=Consumer(redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters),
         publisher=publisher,
-        delivery=Dispatcher(
-            held, engine_thread, publisher, trie_inputs, QueryAnswerer(trie_inputs, publisher, info), info, adapters
-        ),
+        dispatcher=Dispatcher(in_flight, engine_thread, publisher, trie_inputs, queries, info, adapters),
         heartbeat=heartbeat,
         adapters=adapters,
     )

@@ -21,7 +21,7 @@ from lmpool.workers.metrics.counters import CounterDelta, Counters
 from lmpool.workers.metrics.http import Health
 from lmpool.workers.metrics.prometheus import Snapshot
 from lmpool.workers.queue.consumer import STALE_S
-from lmpool.workers.serving import Identity, Serving, assemble, check_before_loading
+from lmpool.workers.serving import Serving, WorkerContext, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -49,13 +49,13 @@ class Lifecycle:
     def stop(self) -> None:
         """Take nothing more, and finish."""
         self.stopping.set()
-        self.look_again()
+        self.notify()
 
     def give_up(self, error: BaseException) -> None:
         """The backend is of no use any more; the first reason counts. What is held stays so until it is handed back."""
         self.broken = self.broken or error
 
-    def look_again(self) -> None:
+    def notify(self) -> None:
         """Something has changed that somebody may wait for."""
         self._changed.set()
 
@@ -84,15 +84,15 @@ class FetchLoop:
         serving: where jobs are taken, and where they go.
     """
 
-    def __init__(self, worker: Identity, lifecycle: Lifecycle, serving: Serving) -> None:
+    def __init__(self, worker: WorkerContext, lifecycle: Lifecycle, serving: Serving) -> None:
         self._server = worker.server
         self._counters = worker.counters
         self._lifecycle = lifecycle
-        self._held = serving.held
+        self._in_flight = serving.in_flight
         self._engine_thread = serving.engine_thread
         self._consumer = serving.consumer
-        self._dispatcher = serving.delivery
-        # Held from taking jobs until they are in `_held`: what is not there is neither renewed nor counted.
+        self._dispatcher = serving.dispatcher
+        # Held from taking jobs until they are in `_in_flight`: what is not there is neither renewed nor counted.
         self._taking = asyncio.Lock()
 
     async def fetch(self) -> None:
@@ -109,16 +109,16 @@ class FetchLoop:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
                     if lifecycle.stopping.is_set() or (room := self._room_for_new()) <= 0:
                         continue
-                    taken = await self._consumer.take(min(room, self._engine_thread.batch), _BLOCK_MS)
-                    was_idle = not self._held
-                    await self._dispatcher.accept(taken)
+                    jobs = await self._consumer.take(min(room, self._engine_thread.batch), _BLOCK_MS)
+                    was_idle = not self._in_flight
+                    await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:
                 self._counters.server_errors += 1
                 _log.warning("cannot fetch, will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
                 continue
             waits = delays()
-            if was_idle and self._held:
+            if was_idle and self._in_flight:
                 # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
                 await lifecycle.change(_GIVE_WAY_S)
 
@@ -130,22 +130,22 @@ class FetchLoop:
         """
         lifecycle = self._lifecycle
         async with self._taking:
-            alone, looks = False, 0
+            alone, claims = False, 0
             while not lifecycle.stopping.is_set() and (self._room() > 0 or alone):
                 count = max(1, min(self._room(), self._engine_thread.batch))
-                claimed = await self._consumer.claim(count, self._held.all_entries())
-                self._counters.claimed += len(claimed.taken)
-                if claimed.taken:
-                    _log.info("took over %d prompts of workers that fell silent", len(claimed.taken))
-                elif not claimed.alone and looks >= claimed.further:
+                claimed = await self._consumer.claim(count, self._in_flight.entry_ids())
+                self._counters.claimed += len(claimed.jobs)
+                if claimed.jobs:
+                    _log.info("took over %d prompts of workers that fell silent", len(claimed.jobs))
+                elif not claimed.alone and claims >= claimed.further:
                     break
-                looks += 1
-                await self._dispatcher.accept(claimed.taken)
+                claims += 1
+                await self._dispatcher.accept(claimed.jobs)
                 alone = claimed.alone
                 if alone:
                     # What may have killed the others runs with nothing else in this worker: until it has
                     # ended, nothing can be fetched.
-                    await lifecycle.until(lambda: not self._held)
+                    await lifecycle.until(lambda: not self._in_flight)
 
     def _room(self) -> int:
         """How many prompts may be held more."""
@@ -158,7 +158,7 @@ class FetchLoop:
         return self._room() if self._free() >= self._engine_thread.batch else 0
 
     def _free(self) -> int:
-        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - len(self._held)
+        return _UNPUBLISHED_BATCHES * self._engine_thread.batch - len(self._in_flight)
 
 
 class Worker:
@@ -193,22 +193,22 @@ class Worker:
         """The worker's name in Redis."""
         return self._id
 
-    def look(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """What the worker is and has done, for metrics; from any thread."""
         is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
         serving = self._serving
         stats = BackendStats() if serving is None else serving.engine_thread.stats
         return Snapshot(
-            self._backend.served_as, self._id, is_ready, self._count_held(), silent_s, stats, self._counters
+            self._backend.served_as, self._id, is_ready, self._count_in_flight(), silent_s, stats, self._counters
         )
 
-    def _count_held(self) -> int:
-        return 0 if self._serving is None else len(self._serving.held)
+    def _count_in_flight(self) -> int:
+        return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
         """Drain: take nothing more, finish and publish what is held, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
-            _log.info("stopping: %d prompts to finish", self._count_held())
+            _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
         self._lifecycle.stop()
 
@@ -252,14 +252,14 @@ class Worker:
     ) -> None:
         """Join the model, serve it until `stop`, and leave it."""
 
-        async def show() -> None:
-            await self._beat(serving)
+        async def on_adapter_change() -> None:
+            await self._send_heartbeat(serving)
 
-        worker = Identity(self._server, self._settings, self._id, self._counters)
-        serving = self._serving = await assemble(worker, engine_thread, opened, show)
+        worker = WorkerContext(self._server, self._settings, self._id, self._counters)
+        serving = self._serving = await assemble(worker, engine_thread, opened, on_adapter_change)
         try:
             await self._join(serving)
-            self._show_ready(engine_thread)
+            self._set_ready(engine_thread)
             if on_ready is not None:
                 on_ready(serving.info)
             await self._serve(serving, FetchLoop(worker, self._lifecycle, serving))
@@ -280,7 +280,7 @@ class Worker:
         if not serving.info.is_trie:
             await serving.adapters.start()
 
-    def _show_ready(self, engine_thread: EngineThread) -> None:
+    def _set_ready(self, engine_thread: EngineThread) -> None:
         self.health.watch(lambda: engine_thread.stepping_since)
         self.health.answered()
         if not self._lifecycle.stopping.is_set():
@@ -308,13 +308,13 @@ class Worker:
             asyncio.create_task(part, name=name)
             for name, part in [
                 *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
-                ("supply", serving.delivery.supply(self._lifecycle.look_again)),
+                ("prepare", serving.dispatcher.prepare(self._lifecycle.notify)),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
-                ("heartbeat", every(self._settings.heartbeat_s, partial(self._beat, serving))),
-                ("farewell", self._say_draining(serving)),
+                ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
+                ("draining", self._show_draining(serving)),
                 ("leases", every(lease_s / 3, partial(self._renew, serving))),
                 ("claims", every(lease_s / 3, partial(self._claim, serving, loop))),
-                ("unwanted", every(STALE_S, partial(self._let_go, serving))),
+                ("unwanted", every(STALE_S, partial(self._drop_unwanted, serving))),
                 ("log", every(self._settings.log_every_s, partial(self._log_counters, serving))),
             ]
         ]
@@ -328,8 +328,8 @@ class Worker:
         finally:
             await end_tasks([fetching, draining, *parts])
         if self._lifecycle.broken is not None:
-            what = "" if serving.engine_thread.is_hung else "the backend broke: "
-            raise WorkerError(f"{what}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
+            prefix = "" if serving.engine_thread.is_hung else "the backend broke: "
+            raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished what it holds.
@@ -337,45 +337,45 @@ class Worker:
         The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
         is held here. The backend gets the time that it needs.
         """
-        held, engine_thread = serving.held, serving.engine_thread
+        in_flight, engine_thread = serving.in_flight, serving.engine_thread
         await self._lifecycle.stopping.wait()
         patience = self._settings.lease_s + self._settings.heartbeat_s
         if self._lifecycle.broken is not None:
             patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
-        await self._lifecycle.until(lambda: not held or not engine_thread.is_busy)
+        await self._lifecycle.until(lambda: not in_flight or not engine_thread.is_busy)
         try:
             async with asyncio.timeout(patience):
-                await self._lifecycle.until(lambda: not held)
+                await self._lifecycle.until(lambda: not in_flight)
                 if self._lifecycle.broken is not None:
                     await self._finished.join()  # What was computed before is published.
         except TimeoutError:
             if self._lifecycle.broken is None:
                 raise ServerError(
-                    f"{len(held)} prompts could not be published within {patience:g} s: "
+                    f"{len(in_flight)} prompts could not be published within {patience:g} s: "
                     "they are left to other workers, which take them over after a lease at the latest"
                 ) from None
 
     async def _publish_all(self, serving: Serving) -> None:
         while True:
-            await serving.delivery.publish(await self._finished.get(), self._id)
+            await serving.dispatcher.publish(await self._finished.get(), self._id)
             self._finished.task_done()
-            self._lifecycle.look_again()
+            self._lifecycle.notify()
 
     async def _renew(self, serving: Serving) -> None:
-        await serving.consumer.renew(serving.held.all_entries())
+        await serving.consumer.renew(serving.in_flight.entry_ids())
 
     async def _claim(self, serving: Serving, loop: FetchLoop) -> None:
         await loop.claim()
         await serving.heartbeat.sweep()
 
-    async def _let_go(self, serving: Serving) -> None:
-        if await serving.delivery.let_go():
-            self._lifecycle.look_again()
+    async def _drop_unwanted(self, serving: Serving) -> None:
+        if await serving.dispatcher.drop_unwanted():
+            self._lifecycle.notify()
 
-    async def _beat(self, serving: Serving) -> None:
+    async def _send_heartbeat(self, serving: Serving) -> None:
         try:
-            await self._show(serving)
+            await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
         except (RedisError, OSError, LMPoolError) as error:
@@ -383,10 +383,10 @@ class Worker:
             raise
         self.health.answered()
 
-    async def _show(self, serving: Serving) -> None:
+    async def _write_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat; say once if the server refuses it, which need not be the first of its troubles."""
         try:
-            await serving.heartbeat.beat(self._heartbeat_fields(serving))
+            await serving.heartbeat.send(self._heartbeat_fields(serving))
         except ResponseError as error:
             if not self._is_refused:
                 text = str(self._server.explain(error))
@@ -395,11 +395,11 @@ class Worker:
             raise
         self._is_refused = False
 
-    async def _say_draining(self, serving: Serving) -> None:
+    async def _show_draining(self, serving: Serving) -> None:
         """Show at once that the worker drains, not with the next heartbeat only."""
         await self._lifecycle.stopping.wait()
         try:
-            await self._beat(serving)
+            await self._send_heartbeat(serving)
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
 
@@ -407,20 +407,20 @@ class Worker:
         stats = serving.engine_thread.stats
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
-            "held": len(serving.held),
-            "failures": serving.delivery.failures,
-            **self._delta.lately(stats),
+            "held": len(serving.in_flight),
+            "failures": serving.dispatcher.failures,
+            **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.shown()),
             **stats._asdict(),
         }
 
     async def _log_counters(self, serving: Serving) -> None:
-        line = self._delta.describe(serving.engine_thread.stats)
-        _log.info("%s, %d held, %d failures", line, len(serving.held), serving.delivery.failures)
+        line = self._delta.describe_since_log(serving.engine_thread.stats)
+        _log.info("%s, %d held, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)
-        self._lifecycle.look_again()  # The backend has room again.
+        self._lifecycle.notify()  # The backend has room again.
 
     def _break(self, error: BaseException) -> None:
         """Begin to end, for the backend is of no use any more."""

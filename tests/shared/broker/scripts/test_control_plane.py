@@ -95,7 +95,7 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
     await ours.join({})
 
     async def live() -> None:
-        await ours.beat({})
+        await ours.send({})
         await ours.sweep()
 
     await live()
@@ -148,7 +148,7 @@ async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_man
     loading._redis = redis
 
     async def beat() -> None:
-        await loading._show()
+        await loading._send()
         await loading._sweep()
 
     await beat()

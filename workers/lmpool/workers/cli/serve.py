@@ -202,7 +202,7 @@ async def _serve(
         loop.add_signal_handler(number, on_signal)
     if _hears_hangup():
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
-    with monitoring(settings, worker.look, worker.health):
+    with monitoring(settings, worker.snapshot, worker.health):
         try:
             await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
         except LMPoolError as error:

@@ -1,4 +1,4 @@
-"""A worker's presence in Redis: the model that it stands for, its heartbeat as it loads and serves, its leave."""
+"""A worker's heartbeat in Redis while it loads and serves, and the info of the model that it stands for."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-
 # Longer than any lease: workers of one model may have different ones.
 _MEMBERS_TTL_MS = 2 * 3_600_000
 # How long the queue and the dead letters of a model that nobody serves are kept: longer than any request waits.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000
 _MOST_SWEPT = 200
+_SAY_EVERY_S = 30.0
 
 
 def new_worker_id() -> str:
@@ -44,7 +44,7 @@ def new_worker_id() -> str:
 
 
 class Heartbeat:
-    """Keeps one worker visible.
+    """The heartbeat of one worker that serves: a hash that expires a lease after it was last written.
 
     Args:
         redis: a client for control messages.
@@ -83,55 +83,55 @@ class Heartbeat:
             ModelMismatch: live workers serve other weights under this name; says which fields differ.
         """
         # Visible first, compared then: of two workers that start together each finds the other, whosever info
-        # comes first. Heartbeat before consumer: a consumer without one would be swept.
-        await self._show(counters)
+        # comes first. The heartbeat comes before the consumer: a consumer without one would be swept.
+        await self._write(counters)
         await self._keep_vocabulary()
         while (seen := await self._read_info()) != self._info.pack():
             if await self._put_info(seen):
                 return
 
     async def _put_info(self, seen: bytes) -> bool:
-        """Write our info over what was seen there; False when that has changed meanwhile.
+        """Write our info over the one that was seen there; False when that has changed meanwhile.
 
         Raises:
-            ModelMismatch: it is that of live workers, which serve other weights.
+            ModelMismatch: the one seen is that of live workers, which serve other weights.
         """
         differences = _differences(self._info, seen)
-        if differences and (others := [name async for name, _ in self._serving(_fingerprint(seen))]):
+        if differences and (others := [worker async for worker, _ in self._serving(_fingerprint(seen))]):
             raise self._mismatch(f"by {', '.join(others)} ", differences)
         swap = [self._info.name, seen, self._info.pack()]
         return bool(await scripts.SWAP(self._redis, [self._keys.models()], swap))
 
     async def _read_info(self) -> bytes:
-        """What is there as the info of the model, b"" for nothing."""
+        """What stands in Redis as the info of the model, b"" for nothing."""
         models, name = self._keys.models(), self._info.name
-        (found,) = await read_hashes(self._redis, [models], most_bytes=MAX_INFO_BYTES, fields=[name])
-        seen = found.get(name.encode(), b"")
+        (infos,) = await read_hashes(self._redis, [models], most_bytes=MAX_INFO_BYTES, fields=[name])
+        seen = infos.get(name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
         # Too large to be anybody's info, or to be sent to and fro.
         await self._redis.hdel(models, name)
         return b""
 
-    async def beat(self, counters: Mapping[str, str | int | float]) -> None:
-        """Show a sign of life with the worker's counters, and mend the info if it was lost.
+    async def send(self, counters: Mapping[str, str | int | float]) -> None:
+        """Write the heartbeat with the worker's counters, and the model's info if it was lost.
 
         Raises:
             ModelMismatch: others have served other weights under this name for a lease, for this worker seemed to be
-                gone. A info that no live worker stands for is somebody's junk, or that of workers that have gone: it is
-                replaced.
+                gone. An info that no live worker stands for is somebody's junk, or that of workers that have gone: it
+                is replaced.
         """
-        await self._show(counters)
+        await self._write(counters)
         seen = await self._read_info()
         # The info of another worker of these weights may have another lease: it stays.
         if not seen or _differences(self._info, seen):
-            await self._insist(seen)
+            await self._replace_info(seen)
         else:
             self._others_since = math.inf
         await self._keep_vocabulary()
 
-    async def _insist(self, seen: bytes) -> None:
-        """Write our info over that of others, who may have gone: a failover shows workers for a lease after their end.
+    async def _replace_info(self, seen: bytes) -> None:
+        """Write our info over that of workers that may have gone: a failover shows them for a lease after their end.
 
         Raises:
             ModelMismatch: they have been there for a lease.
@@ -149,7 +149,7 @@ class Heartbeat:
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
 
-        Of the infos one worker of each model looks, whichever it is: they would all see the same.
+        One worker of each model checks the infos, whichever it is: they would all see the same.
         """
         await self._drop()
         alive = await read_alive(self._redis, self._model)
@@ -174,13 +174,13 @@ class Heartbeat:
         return not alive.serving and not await self._queued(model)
 
     async def others(self, field: str) -> dict[str, str]:
-        """What the other live workers of the model that take jobs tell: worker id -> a field of theirs, or ""."""
-        told = {}
-        async for name, _ in self._serving(self._info.service_fingerprint):
-            fields = await self._told(name, "state", field)
+        """A field of the heartbeats of the model's other live workers that take jobs: worker id -> value, or ""."""
+        values = {}
+        async for worker_id, _ in self._serving(self._info.service_fingerprint):
+            fields = await self._fields_of(worker_id, "state", field)
             if fields.get("state", "draining") != "draining":
-                told[name] = fields.get(field, "")
-        return told
+                values[worker_id] = fields.get(field, "")
+        return values
 
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister: the worker, its consumer if that holds nothing, and the info when nobody else serves the model.
@@ -200,11 +200,11 @@ class Heartbeat:
                 return
             await self._forget(self._info.name, seen)
 
-    async def _drop(self, *names: str) -> None:
-        """Drop workers whose deadline has passed, and these."""
+    async def _drop(self, *worker_ids: str) -> None:
+        """Drop the consumers of workers whose deadline has passed, and of these."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
-        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *names])
+        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *worker_ids])
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
@@ -235,8 +235,8 @@ class Heartbeat:
     def _heartbeat(self) -> bytes:
         return self._keys.worker(self._worker_id)
 
-    async def _show(self, counters: Mapping[str, str | int | float]) -> None:
-        """Give a sign of life, and say how many prompts this worker computes at once."""
+    async def _write(self, counters: Mapping[str, str | int | float]) -> None:
+        """Write the heartbeat, and register how many prompts this worker computes at once."""
         fields: dict[str, str | int | float] = {
             "model": self._info.name,
             "backend": self._info.backend,
@@ -266,15 +266,15 @@ class Heartbeat:
         Args:
             fingerprint: only those that serve these weights; "" stands for any but ours.
         """
-        for name in (await read_alive(self._redis, self._model, names=True)).names:
-            if name == self._worker_id:
+        for worker_id in (await read_alive(self._redis, self._model, names=True)).names:
+            if worker_id == self._worker_id:
                 continue
-            theirs = (await self._told(name, "fingerprint")).get("fingerprint")
+            theirs = (await self._fields_of(worker_id, "fingerprint")).get("fingerprint")
             is_wanted = theirs == fingerprint if fingerprint else theirs != self._info.service_fingerprint
             if theirs is not None and is_wanted:
-                yield name, theirs
+                yield worker_id, theirs
 
-    async def _told(self, worker_id: str, *fields: str) -> dict[str, str]:
+    async def _fields_of(self, worker_id: str, *fields: str) -> dict[str, str]:
         """Some fields of a worker's heartbeat; none where there is no heartbeat."""
         try:
             return await read_texts(self._redis, self._keys.worker(worker_id), fields)
@@ -310,9 +310,6 @@ def _fingerprint(seen: bytes) -> str:
         return ""
 
 
-_SAY_EVERY_S = 30.0
-
-
 class Loading:
     """Shows in Redis that a worker loads a model, while the context is open.
 
@@ -344,36 +341,36 @@ class Loading:
     async def __aenter__(self) -> None:
         _log.info("loading %r", self._fields["model"])
         self._redis = self._server.client()
-        self._beating = asyncio.create_task(self._beat(), name="loading")
+        self._sending = asyncio.create_task(self._send_heartbeats(), name="loading")
 
     async def __aexit__(self, *error: object) -> None:
-        await end_tasks([self._beating])
+        await end_tasks([self._sending])
         try:
             await self._redis.hdel(self._keys.loading(), self._worker_id)
             await self._redis.zrem(self._model.loading, self._worker_id)
             # The heartbeat stays when all went well: the worker goes on with it.
             if error[0] is not None:
                 await self._redis.delete(self._keys.worker(self._worker_id))
-        except (RedisError, OSError) as trouble:
+        except (RedisError, OSError) as failure:
             # Both expire. What comes next needs the server too, and says so better.
-            _log.warning("cannot say that the model is loaded: %s", self._server.explain(trouble))
+            _log.warning("cannot say that the model is loaded: %s", self._server.explain(failure))
         finally:
             await self._redis.aclose()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         began = said = time.monotonic()
         while True:
             if (now := time.monotonic()) - said >= self._say_every_s:
                 said = now
                 _log.info("still loading %r after %.0f s", self._fields["model"], now - began)
             try:
-                await self._show()
+                await self._send()
                 await self._sweep()
-            except (RedisError, OSError) as trouble:
-                _log.warning("will try again: %s", self._server.explain(trouble))
+            except (RedisError, OSError) as error:
+                _log.warning("will try again: %s", self._server.explain(error))
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def _show(self) -> None:
+    async def _send(self) -> None:
         lease_ms = int(self._settings.lease_s * 1000)
         heartbeat, loading = self._keys.worker(self._worker_id), self._keys.loading()
         await scripts.HEARTBEAT(self._redis, [heartbeat], [lease_ms, *chain.from_iterable(self._fields.items())])
@@ -381,11 +378,11 @@ class Loading:
         await scripts.REGISTER(self._redis, [self._model.loading], [self._worker_id, lease_ms, lease_ms])
 
     async def _sweep(self) -> None:
-        """Remove some of those that were killed while they loaded; of all that load, one looks, whichever it is."""
+        """Remove some workers that were killed while they loaded; one of all that load does so, whichever it is."""
         loading = self._keys.loading()
         if random.random() * await self._redis.hlen(loading) >= 1:
             return
-        for name in cast(list[bytes], await self._redis.hrandfield(loading, _MOST_SWEPT) or []):
+        for worker_id in cast(list[bytes], await self._redis.hrandfield(loading, _MOST_SWEPT) or []):
             # What is no UTF-8 names no worker.
-            if not await self._redis.exists(self._keys.worker(name.decode("utf-8", "replace"))):
-                await self._redis.hdel(loading, name)
+            if not await self._redis.exists(self._keys.worker(worker_id.decode("utf-8", "replace"))):
+                await self._redis.hdel(loading, worker_id)

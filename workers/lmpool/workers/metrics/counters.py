@@ -31,9 +31,10 @@ class Counters:
         refused: rows that the server refused.
         evicted: rows that were gone as soon as they were stored.
         published_bytes: bytes of rows and answers sent to the server.
-        fetched_bytes: bytes of rows and weights fetched to answer asks.
+        fetched_bytes: bytes of rows and weights fetched to answer queries.
         server_errors: attempts to use the server that failed.
-        queued_ms: entry of a job that is held and has been in the backlog -> when it was queued, in ms since 1970.
+        queued_ms: entry id of a job that is in flight and has been in the backlog -> when it was queued, in ms since
+            1970.
         queue: the model's queue as of the last heartbeat; None before the first.
     """
 
@@ -53,7 +54,7 @@ class Counters:
         self.queue: QueueState | None = None
         self._clock_ahead_s = 0.0
 
-    def look_at(self, queue: QueueState, asked_at: float) -> None:
+    def note_queue(self, queue: QueueState, asked_at: float) -> None:
         """Take the state of the queue.
 
         Args:
@@ -64,20 +65,20 @@ class Counters:
         self._clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
         self.queue = queue
 
-    def published(self, outcome: str, entries: Collection[bytes], seconds: float) -> None:
+    def published(self, outcome: str, entry_ids: Collection[bytes], seconds: float) -> None:
         """Count jobs that ended with what was asked for.
 
         Args:
             outcome: "row" or "answer".
-            entries: their ids in the queue, which begin with the time of queueing in ms.
+            entry_ids: their ids in the queue, which begin with the time of queueing in ms.
             seconds: how long publishing took.
         """
         now_ms = (time.time() + self._clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
-        self.ended[outcome] += len(entries)
-        begun = [entry.partition(b"-")[0] for entry in entries]
+        self.ended[outcome] += len(entry_ids)
+        begun = [entry_id.partition(b"-")[0] for entry_id in entry_ids]
         if since := self.queued_ms:
-            begun = [since.pop(entry, b"") or ms for entry, ms in zip(entries, begun, strict=True)]
+            begun = [since.pop(entry_id, b"") or ms for entry_id, ms in zip(entry_ids, begun, strict=True)]
         # What is computed together was mostly queued together too: few of these differ.
         counts: dict[bytes, int] = {}
         for ms in begun:
@@ -85,15 +86,15 @@ class Counters:
         for queued_ms, count in counts.items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
-    def failed(self, endings: Iterable[tuple[Failure | None, bool]]) -> None:
+    def failed(self, failures: Iterable[tuple[Failure | None, bool]]) -> None:
         """Count jobs that ended without: the failure of each, and whether it went to the dead letters."""
-        for failure, is_dead in endings:
+        for failure, is_dead in failures:
             is_sent_again = failure is not None and failure.kind in SENT_AGAIN
             self.ended["dead" if is_dead else "sent_again" if is_sent_again else "failed"] += 1
 
 
 class CounterDelta:
-    """Turns counters that only grow into rates; the heartbeat and the log each have their own last look.
+    """Turns counters that only grow into rates, since the last heartbeat and since the last line of the log.
 
     Args:
         counters: the worker's.
@@ -102,20 +103,20 @@ class CounterDelta:
     def __init__(self, counters: Counters) -> None:
         now = time.monotonic()
         self._counters = counters
-        self._beat, self._beat_at = BackendStats(), now
+        self._heartbeat, self._heartbeat_at = BackendStats(), now
         self._job_counts: list[int] = []
         self._logged, self._logged_at = BackendStats(), now
 
-    def lately(self, now: BackendStats) -> dict[str, str | float]:
-        """What happened since the last call, for the heartbeat; "" where nothing has."""
-        before, self._beat = self._beat, now
-        at, self._beat_at = self._beat_at, time.monotonic()
+    def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
+        """What happened since the last call, as fields of the heartbeat; "" where nothing has."""
+        before, self._heartbeat = self._heartbeat, now
+        at, self._heartbeat_at = self._heartbeat_at, time.monotonic()
         jobs = self._counters.job_s
         counts, self._job_counts = jobs.since(self._job_counts), list(jobs.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
         rows, steps = now.rows - before.rows, now.steps - before.steps
         return {
-            "rows_per_s": round(rows / max(1e-3, self._beat_at - at), 1),
+            "rows_per_s": round(rows / max(1e-3, self._heartbeat_at - at), 1),
             "batch": round(rows / steps, 1) if steps else "",
             "p50_s": "" if p50 is None else round(p50, 6),
             "p99_s": "" if p99 is None else round(p99, 6),
@@ -123,8 +124,8 @@ class CounterDelta:
             "job_counts": pack_counts(counts),
         }
 
-    def describe(self, now: BackendStats) -> str:
-        """What happened since the last call, for people."""
+    def describe_since_log(self, now: BackendStats) -> str:
+        """What happened since the last call, as a text for people."""
         before, self._logged = self._logged, now
         at, self._logged_at = self._logged_at, time.monotonic()
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens

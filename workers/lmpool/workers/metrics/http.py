@@ -117,12 +117,12 @@ Show = Callable[[str], _Page]
 
 
 @contextmanager
-def monitoring(settings: WorkerSettings, look: Callable[[], Snapshot], health: Health) -> Iterator[None]:
+def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], health: Health) -> Iterator[None]:
     """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
 
     Args:
         settings: the worker's.
-        look: what the worker is and has done; called from that thread.
+        take_snapshot: what the worker is and has done; called from that thread.
         health: whether it lives and takes jobs.
 
     Raises:
@@ -132,7 +132,7 @@ def monitoring(settings: WorkerSettings, look: Callable[[], Snapshot], health: H
         yield
         return
     pages = {
-        "/metrics": _metrics(look),
+        "/metrics": _metrics(take_snapshot),
         "/healthz": lambda _: _verdict(health.why_dead()),
         "/readyz": lambda _: _verdict(health.why_not_ready()),
     }
@@ -163,8 +163,8 @@ def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
         ) from error
 
 
-def _metrics(look: Callable[[], Snapshot]) -> Show:
-    collector = WorkerCollector(look)  # Says what to install when the library is not there.
+def _metrics(take_snapshot: Callable[[], Snapshot]) -> Show:
+    collector = WorkerCollector(take_snapshot)  # Says what to install when the library is not there.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
 

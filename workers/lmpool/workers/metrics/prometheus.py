@@ -1,4 +1,4 @@
-"""A worker's metrics for a registry of prometheus_client: made from plain numbers, and only when somebody looks."""
+"""A worker's metrics for a registry of prometheus_client: made from plain numbers when it is collected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Snapshot(NamedTuple):
         model: its name.
         worker_id: the worker's.
         is_ready: whether it takes jobs.
-        held: prompts that it holds.
+        in_flight: prompts that it holds.
         silent_s: seconds since the server last answered a heartbeat.
         stats: the backend's counters.
         counters: the worker's.
@@ -29,7 +29,7 @@ class Snapshot(NamedTuple):
     model: str
     worker_id: str
     is_ready: bool
-    held: int
+    in_flight: int
     silent_s: float
     stats: BackendStats
     counters: Counters
@@ -39,42 +39,42 @@ class WorkerCollector:
     """Gives a registry of prometheus_client the metrics of one worker.
 
     Args:
-        look: looks at the worker; called in the thread that collects.
+        take_snapshot: called in the thread that collects.
 
     Raises:
         SettingsError: prometheus_client is not installed.
     """
 
-    def __init__(self, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, take_snapshot: Callable[[], Snapshot]) -> None:
         self._library = prometheus("worker")
-        self._look = look
+        self._take_snapshot = take_snapshot
 
     def collect(self) -> Iterator[Any]:
         """The metric families now."""
-        look, core = self._look(), self._library
+        snapshot, core = self._take_snapshot(), self._library
         info = core.GaugeMetricFamily(
             "lmpool_worker_info", "Always 1; who this worker is.", labels=("model", "worker", "version")
         )
-        info.add_metric((look.model, look.worker_id, version("lmpool")), 1)
+        info.add_metric((snapshot.model, snapshot.worker_id, version("lmpool")), 1)
         yield info
         ready = "1 while the worker takes jobs, else 0."
-        yield _family(core.GaugeMetricFamily, look.model, "lmpool_worker_ready", ready, int(look.is_ready))
+        yield _family(core.GaugeMetricFamily, snapshot.model, "lmpool_worker_ready", ready, int(snapshot.is_ready))
         jobs = core.CounterMetricFamily(
             "lmpool_worker_jobs_total", "Jobs that ended, by what they ended with.", labels=("model", "outcome")
         )
         for outcome in OUTCOMES:
-            jobs.add_metric((look.model, outcome), look.counters.ended[outcome])
+            jobs.add_metric((snapshot.model, outcome), snapshot.counters.ended[outcome])
         yield jobs
-        yield from _of_the_model(look, core)
+        yield from _of_the_model(snapshot, core)
 
 
 # fmt: off
-def _of_the_model(look: Snapshot, core: ModuleType) -> Iterator[Any]:
+def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     """The others, which have no label but the model."""
-    counters, stats, queue = look.counters, look.stats, look.counters.queue
-    counter = partial(_family, core.CounterMetricFamily, look.model)
-    gauge = partial(_family, core.GaugeMetricFamily, look.model)
-    histogram = partial(_family, core.HistogramMetricFamily, look.model)
+    counters, stats, queue = snapshot.counters, snapshot.stats, snapshot.counters.queue
+    counter = partial(_family, core.CounterMetricFamily, snapshot.model)
+    gauge = partial(_family, core.GaugeMetricFamily, snapshot.model)
+    histogram = partial(_family, core.HistogramMetricFamily, snapshot.model)
     yield counter("lmpool_worker_claimed_jobs_total", "Jobs taken over from workers that fell silent.",
                   counters.claimed)
     yield counter("lmpool_worker_steps_total", "Forwards that the backend has run.", stats.steps)
@@ -84,7 +84,7 @@ def _of_the_model(look: Snapshot, core: ModuleType) -> Iterator[Any]:
                   stats.reused)
     yield counter("lmpool_worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
                   counters.published_bytes)
-    yield counter("lmpool_worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer asks.",
+    yield counter("lmpool_worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer queries.",
                   counters.fetched_bytes)
     yield counter("lmpool_worker_refused_rows_total", "Rows that the server refused, as when it is out of memory.",
                   counters.refused)
@@ -92,20 +92,20 @@ def _of_the_model(look: Snapshot, core: ModuleType) -> Iterator[Any]:
                   counters.evicted)
     yield counter("lmpool_worker_server_errors_total", "Attempts to use the server that failed.",
                   counters.server_errors)
-    yield gauge("lmpool_worker_held_prompts", "Prompts that the worker holds.", look.held)
+    yield gauge("lmpool_worker_held_prompts", "Prompts in flight in the worker.", snapshot.in_flight)
     yield gauge("lmpool_worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
-                look.silent_s)
+                snapshot.silent_s)
     yield histogram("lmpool_worker_batch_prompts", "Prompts that a step finished.", *counters.batch.cumulative())
     yield histogram("lmpool_worker_step_seconds", "Seconds of a step of the backend.", *counters.step_s.cumulative())
     yield histogram("lmpool_worker_publish_seconds", "Seconds from rows being ready to their jobs' end.",
                     *counters.publish_s.cumulative())
     yield histogram("lmpool_worker_job_seconds", "Seconds from a job's queueing to its row or answer.",
                     *counters.job_s.cumulative())
-    # A queue that nobody has looked at yet is not an empty one.
+    # A queue that has not been measured yet is not an empty one.
     depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
     yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)
     yield gauge("lmpool_queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.", *age_s)
-    yield gauge("lmpool_queue_dead_letters", "Jobs of the model that were given up and are kept for a look.", *dead)
+    yield gauge("lmpool_queue_dead_letters", "Jobs of the model that were given up and are kept for a snapshot.", *dead)
 # fmt: on
 
 

@@ -1,13 +1,13 @@
-"""Taking jobs from a model's queue: new ones, and those of workers that fell silent; and the jobs that are held."""
+"""Consuming a model's queue: new jobs, those of workers that fell silent, and the jobs that are in flight here."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
@@ -34,28 +34,139 @@ from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
 
 STALE_S = 1.0
-"""Seconds after which it is worth a look whether somebody still waits for a job."""
+"""Seconds after which it is worth a check whether a client still waits for a job."""
+
+_log = logging.getLogger("lmpool.worker")
 
 _MOST_MS_DIGITS = 15
-EVER_MS = 10**_MOST_MS_DIGITS
+_EVER_MS = 10**_MOST_MS_DIGITS
+# A server's clock that is set back by less leaves the queue alone.
+_MOST_AHEAD_MS = 3_600_000
+_MOST_CLAIMED_BYTES = 512 * 1024
+_CURSOR_TTL_MS = 3_600_000
+_LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
+_REASONS_TTL_MS = 3_600_000
+_MOST_REASONS = 1000
+_MOST_REASON_TEXT = 500
+_UNKNOWN_DIGEST = bytes(16)
 
 
-class Doubtful(NamedTuple):
-    """A job that a worker holds and that its clients may have left.
+class InFlightJob(msgspec.Struct, eq=False, gc=False):
+    """One job of the queue that this worker holds, from taking its entry to ending it.
 
     Attributes:
-        entry: its id in the stream.
-        digest: what is waited for.
-        fields: what its entry says.
+        entry_id: its id in the stream.
+        digest: what is waited for: of the prompt, or of the query about it; 16 zero bytes when it does not decode.
+        backend_job: what the backend is to compute, or None when the job cannot be served.
+        overwrite: the stored row is damaged and must be replaced.
+        query: what is wanted instead of the row and made from it.
+        failure: why it ends without a row or an answer; None as long as nothing has failed.
+        is_dead: it goes to the dead letters when it ends.
+        fields: what else its entry says, of a job that can be served.
+        since: monotonic time when the worker took it.
+        checked_at: monotonic time of the last check whether a client waits for it; 0 before the first.
     """
 
-    entry: bytes
+    entry_id: bytes
     digest: bytes
-    fields: Fields
+    backend_job: BackendJob | None = None
+    overwrite: bool = False
+    query: TrieQuery | PickQuery | None = None
+    failure: Failure | None = None
+    is_dead: bool = False
+    fields: Fields = msgspec.field(default_factory=dict)
+    since: float = msgspec.field(default_factory=time.monotonic)
+    checked_at: float = 0.0
+
+    def failing(self, failure: Failure) -> InFlightJob:
+        """The job, which is now to end with a failure."""
+        self.failure = failure
+        return self
 
 
-class Unwanted:
-    """Finds jobs that nobody waits for, and removes them.
+JobsByDigest = Mapping[bytes, Mapping[bytes, InFlightJob]]
+"""Digest -> entry id -> job; the digest is that of the prompt that is computed, or of what is waited for."""
+
+
+class InFlightJobs:
+    """All jobs that a worker holds, by prompt: the backend has a prompt once, however many jobs ask for it.
+
+    Attributes:
+        damaged: digests of those prompts whose rows in the cache cannot be read, so that new ones must replace them.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, dict[bytes, InFlightJob]] = {}
+        self.damaged: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._prompts
+
+    def __getitem__(self, digest: bytes) -> Mapping[bytes, InFlightJob]:
+        return self._prompts[digest]
+
+    def add(self, job: InFlightJob, backend_job: BackendJob) -> bool:
+        """Hold a job; True when its prompt is a new one."""
+        jobs = self._prompts.get(backend_job.digest)
+        if jobs is None:
+            self._prompts[backend_job.digest] = {job.entry_id: job}
+            return True
+        jobs[job.entry_id] = job
+        return False
+
+    def entry_ids(self) -> list[bytes]:
+        """The stream entries of all jobs."""
+        return [entry_id for jobs in self._prompts.values() for entry_id in jobs]
+
+    def by_prompt(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, InFlightJob]]:
+        """The jobs that ask for some prompts now."""
+        return {digest: self._prompts[digest].copy() for digest in digests if digest in self._prompts}
+
+    def backend_job(self, digest: bytes) -> BackendJob:
+        """What the backend is to compute for a prompt that is held."""
+        backend_job = next(iter(self._prompts[digest].values())).backend_job
+        assert backend_job is not None
+        return backend_job
+
+    def wants_row(self, digest: bytes) -> bool:
+        """Whether some job wants the row of a prompt itself, rather than the answer to a query about it."""
+        return any(job.query is None for job in self._prompts[digest].values())
+
+    def mark_damaged(self, digest: bytes) -> None:
+        """Have a new row replace the one that the cache has of a prompt, if it is held still."""
+        if digest in self._prompts:
+            self.damaged.add(digest)
+
+    def remove(self, digest: bytes, entry_ids: Iterable[bytes]) -> bool:
+        """Let go of jobs; True when none is left that asks for the prompt."""
+        jobs = self._prompts[digest]
+        for entry_id in entry_ids:
+            jobs.pop(entry_id, None)
+        if jobs:
+            return False
+        del self._prompts[digest]
+        self.damaged.discard(digest)
+        return True
+
+    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> list[bytes]:
+        """Let go of jobs that have ended; returns the digests of prompts that were asked for again meanwhile.
+
+        Args:
+            ended: digest of the prompt -> entry ids of the jobs. Prompts that are not held any more are left out: the
+                backend broke meanwhile, or nobody waits for them.
+        """
+        return [
+            digest
+            for digest, entry_ids in ended.items()
+            if digest in self._prompts and not self.remove(digest, entry_ids)
+        ]
+
+
+class UnwantedJobs:
+    """Finds jobs that nobody waits for any more, and removes them.
 
     Args:
         redis: a client for what is rare.
@@ -68,88 +179,38 @@ class Unwanted:
         self._keys = keys
         self._counters = counters
 
-    async def remove(self, jobs: Sequence[Doubtful]) -> set[bytes]:
-        """Remove those that nobody waits for; returns their entries. When the server cannot tell, none is removed."""
+    async def remove(self, jobs: Sequence[InFlightJob]) -> set[bytes]:
+        """Remove those of some jobs that nobody waits for; none of them when the server cannot tell.
+
+        Returns:
+            the entry ids of those that were removed.
+        """
         removed: set[bytes] = set()
         for at in range(0, len(jobs), scripts.MOST_AT_ONCE):
             part = jobs[at : at + scripts.MOST_AT_ONCE]
-            keys = [self._keys.jobs, *(self._keys.waiting + one.digest for one in part)]
-            args = [value for one in part for value in (one.entry, _until_ms(one.entry, one.fields))]
+            keys = [self._keys.jobs, *(self._keys.waiting + job.digest for job in part)]
+            args = [value for job in part for value in (job.entry_id, _until_ms(job))]
             try:
                 numbers = await scripts.ABANDONED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
-            removed |= {part[number - 1].entry for number in numbers}
-        for entry in removed:
-            self._counters.queued_ms.pop(entry, None)
+            removed |= {part[number - 1].entry_id for number in numbers}
+        for entry_id in removed:
+            self._counters.queued_ms.pop(entry_id, None)
         return removed
-
-
-def milliseconds(value: bytes) -> int:
-    """What an entry tells; for ever when these are none."""
-    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else EVER_MS
-
-
-def queued_ms(entry: bytes) -> int:
-    """When an entry was added to the stream, in ms since 1970, by the server's clock."""
-    return int(entry.partition(b"-")[0])
-
-
-def _until_ms(entry: bytes, fields: Fields) -> int:
-    """Until when somebody waited for a job when it was queued, in ms since 1970; for ever when its entry tells none."""
-    since = milliseconds(fields[SINCE_FIELD]) if SINCE_FIELD in fields else queued_ms(entry)
-    # Behind it stands the digest, where the job may go back.
-    return since + milliseconds(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])
-
-
-_log = logging.getLogger("lmpool.worker")
-
-# A server's clock that is set back by less leaves the queue alone.
-_MOST_AHEAD_MS = 3_600_000
-_MOST_CLAIMED_BYTES = 512 * 1024
-_CURSOR_TTL_MS = 3_600_000
-_LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
-_REASONS_TTL_MS = 3_600_000
-_MOST_REASONS = 1000
-_MOST_REASON_TEXT = 500
-_NO_FIELDS: Fields = {}
-
-
-class Taken(NamedTuple):
-    """One entry of the queue that this worker now holds.
-
-    Attributes:
-        entry: its id in the stream.
-        job: what the backend is asked, or None when the entry cannot be served.
-        overwrite: the stored row is damaged and must be replaced.
-        digest: what is waited for: the prompt, or what is asked of it; 16 zero bytes when it does not decode.
-        query: what is wanted instead of the row and made from it.
-        failure: why it cannot be served.
-        is_dead: it goes to the dead letters.
-        fields: what else its entry says, of one that can be served.
-    """
-
-    entry: bytes
-    digest: bytes
-    job: BackendJob | None = None
-    overwrite: bool = False
-    failure: Failure | None = None
-    is_dead: bool = False
-    query: TrieQuery | PickQuery | None = None
-    fields: Fields = _NO_FIELDS
 
 
 class Claimed(NamedTuple):
     """Jobs taken over from silent workers.
 
     Attributes:
-        taken: the jobs.
+        jobs: the jobs.
         alone: it is one job that must run with no other beside it; when there is none, such a job waits
             for a worker that holds nothing.
-        further: how many more looks are this worker's share of a look at all that workers hold.
+        further: how many more claims are this worker's share of a walk through all that workers hold.
     """
 
-    taken: list[Taken]
+    jobs: list[InFlightJob]
     alone: bool
     further: int = 0
 
@@ -159,7 +220,7 @@ class Consumer:
 
     Args:
         redis: a client for what is rare.
-        line: a connection for blocking reads, used by nothing else.
+        reader: a connection for blocking reads, used by nothing else.
         keys: the model's keys.
         info: the model's info.
         worker_id: the name of this consumer.
@@ -171,16 +232,16 @@ class Consumer:
     def __init__(
         self,
         redis: Redis,
-        line: CommandConnection,
+        reader: CommandConnection,
         keys: ModelKeys,
         info: ModelInfo,
         worker_id: str,
         max_deliveries: int,
-        unwanted: Unwanted,
+        unwanted: UnwantedJobs,
         counters: Counters,
     ) -> None:
         self._redis = redis
-        self._line = line
+        self._reader = reader
         self._keys = keys
         self._info = info
         self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
@@ -193,7 +254,7 @@ class Consumer:
 
     async def ensure_group(self) -> None:
         """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
-        seconds, micros = await self._line.call(b"TIME")
+        seconds, micros = await self._reader.call(b"TIME")
         self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         try:
             await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
@@ -214,11 +275,11 @@ class Consumer:
             )
 
     async def measure(self) -> None:
-        """Tell the figures how long the queue is."""
+        """Tell the counters how long the queue is."""
         asked_at = time.time()
-        self._counters.look_at(await read_queue(self._redis, self._keys), asked_at)
+        self._counters.note_queue(await read_queue(self._redis, self._keys), asked_at)
 
-    async def take(self, count: int, block_ms: int) -> list[Taken]:
+    async def take(self, count: int, block_ms: int) -> list[InFlightJob]:
         """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
 
         Entries that are too large for the connection end it; once their lease has passed they come by way of `claim`,
@@ -226,7 +287,7 @@ class Consumer:
         """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         try:
-            reply = await self._line.call(*command, b"STREAMS", self._keys.jobs, b">")
+            reply = await self._reader.call(*command, b"STREAMS", self._keys.jobs, b">")
         except ServerError as error:
             if "NOGROUP" not in str(error):
                 raise
@@ -235,19 +296,19 @@ class Consumer:
         try:
             entries = stream_entries(reply)
         except ProtocolError as error:
-            self._line.hang_up(error)
+            self._reader.hang_up(error)
             raise
         if not entries:
             await self._refill()
             return []
-        decoded = [(entry, _decoded(fields.pop(JOB_FIELD, b"")), fields) for entry, fields in entries]
+        decoded = [(entry_id, _decoded(fields.pop(JOB_FIELD, b"")), fields) for entry_id, fields in entries]
         are_valid = self._are_valid([job.ids for _, job, _ in decoded if isinstance(job, Job)])
-        taken = []
-        for entry, job, fields in decoded:
-            taken.append(self._read(entry, job, fields, is_valid=are_valid))
-            if SINCE_FIELD in fields and milliseconds(since := fields[SINCE_FIELD]) < EVER_MS:
-                self._counters.queued_ms[entry] = since
-        return await self._wanted(taken)
+        jobs = []
+        for entry_id, job, fields in decoded:
+            jobs.append(self._read(entry_id, job, fields, is_valid=are_valid))
+            if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _EVER_MS:
+                self._counters.queued_ms[entry_id] = since
+        return await self._still_wanted(jobs)
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
         """Whether all prompts are within the limits of the model, seen at a fraction of the time of one by one."""
@@ -261,17 +322,22 @@ class Consumer:
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
-    async def _wanted(self, taken: list[Taken]) -> list[Taken]:
-        """Those jobs that somebody waits for; the others are removed. Jobs that are new are not looked at."""
+    async def _still_wanted(self, jobs: list[InFlightJob]) -> list[InFlightJob]:
+        """Those jobs that a client waits for; the others are removed. Jobs that are new are not checked."""
         before = (time.time() + self._ahead_s - STALE_S) * 1000
-        if not taken or queued_ms(taken[0].entry) >= before:
-            return taken  # Entries come in the order of their ages.
-        stale = [one for one in taken if one.job is not None and queued_ms(one.entry) < before]
-        removed = await self._unwanted.remove([Doubtful(one.entry, one.digest, one.fields) for one in stale])
-        return [one for one in taken if one.entry not in removed]
+        if not jobs or _queued_ms(jobs[0].entry_id) >= before:
+            return jobs  # Entries come in the order of their ages.
+        stale = [job for job in jobs if job.backend_job is not None and _queued_ms(job.entry_id) < before]
+        removed = await self._unwanted.remove(stale)
+        return [job for job in jobs if job.entry_id not in removed]
 
-    async def claim(self, count: int, held: Collection[bytes]) -> Claimed:
-        """Take over up to `count` jobs whose lease has passed, but none of `held`, which this worker is at work on."""
+    async def claim(self, count: int, in_flight: Collection[bytes]) -> Claimed:
+        """Take over jobs whose lease has passed.
+
+        Args:
+            count: how many jobs at most.
+            in_flight: the entries that this worker is at work on: none of these.
+        """
         reply = await scripts.CLAIM(
             self._redis,
             [self._keys.jobs, self._keys.claim_cursor],
@@ -281,39 +347,43 @@ class Consumer:
                 int(self._info.lease_s * 1000),
                 self._max_deliveries,
                 count,
-                int(not held),
+                int(not in_flight),
                 MAX_JOB_BYTES,
                 _MOST_CLAIMED_BYTES,
                 _CURSOR_TTL_MS,
-                *held,
+                *in_flight,
             ],
         )
         alone, entries, further = reply
-        taken = []
-        for entry, data, deliveries, lifetime, since in entries:
-            fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
-            one = self._read(entry, _decoded(data), fields) if isinstance(data, bytes) else _too_large(entry, data)
+        jobs = []
+        for entry_id, data, deliveries, lifetime, since in entries:
+            if isinstance(data, bytes):
+                fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
+                job = self._read(entry_id, _decoded(data), fields)
+            else:  # Its size.
+                text = f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}"
+                job = _dead(entry_id, _UNKNOWN_DIGEST, Failure(ProtocolError.__name__, text))
             if deliveries >= self._max_deliveries:
-                text = f"given up after {deliveries} deliveries: {await self._reason(entry)}"
-                one = one._replace(job=None, failure=Failure(WorkerError.__name__, text), is_dead=True)
+                text = f"given up after {deliveries} deliveries: {await self._reason(entry_id)}"
+                job = _dead(entry_id, job.digest, Failure(WorkerError.__name__, text))
                 _log.warning("a prompt is %s; see `lmpool dead list`", text)
-            taken.append(one)
-        return Claimed(await self._wanted(taken), bool(alone), int(further))
+            jobs.append(job)
+        return Claimed(await self._still_wanted(jobs), bool(alone), int(further))
 
-    async def _reason(self, entry: bytes) -> str:
+    async def _reason(self, entry_id: bytes) -> str:
         """Why the last worker that held a job ended."""
         try:
-            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry))
+            reason = cast(bytes | None, await self._redis.hget(self._keys.reasons, entry_id))
         except (RedisError, OSError):
             reason = None  # The jobs have been taken: they must not be forgotten for want of a reason.
         if reason is None:
             return "its workers died or hung while they held it"
         return f"the last worker that held it ended: {reason.decode('utf-8', 'replace')}"
 
-    async def renew(self, entries: Sequence[bytes]) -> None:
+    async def renew(self, entry_ids: Sequence[bytes]) -> None:
         """Keep the leases of entries that this worker holds."""
-        for at in range(0, len(entries), scripts.MOST_AT_ONCE):
-            part = entries[at : at + scripts.MOST_AT_ONCE]
+        for at in range(0, len(entry_ids), scripts.MOST_AT_ONCE):
+            part = entry_ids[at : at + scripts.MOST_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
     async def hand_back(self, reason: str) -> int:
@@ -334,35 +404,37 @@ class Consumer:
             count += handed
         return count
 
-    def _read(self, entry: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False) -> Taken:
+    def _read(
+        self, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
+    ) -> InFlightJob:
         """Check one job in the one place where this is done for all backends.
 
         Args:
-            entry: its id in the stream.
+            entry_id: its id in the stream.
             job: as decoded, or why it does not decode.
             fields: what else the entry says.
             is_valid: its prompt is known to be within the limits of the model.
         """
         if isinstance(job, ProtocolError):
-            return Taken(entry, bytes(16), failure=Failure(type(job).__name__, str(job)), is_dead=True)
+            return _dead(entry_id, _UNKNOWN_DIGEST, Failure(type(job).__name__, str(job)))
         prompt = digest_of(job.ids, job.adapter)
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
-            return Taken(entry, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
+            return InFlightJob(entry_id, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
         digest = query_digest(prompt, job.query) if job.query else prompt
         try:
             query = unpack_query(job.query) if job.query else None
         except ProtocolError as error:
-            return Taken(entry, digest, failure=Failure(type(error).__name__, str(error)), is_dead=True)
+            return _dead(entry_id, digest, Failure(type(error).__name__, str(error)))
         failure = self._refusal(job) or self._query_refusal(job, query)
         if failure is not None:
-            return Taken(entry, digest, failure=failure)
+            return InFlightJob(entry_id, digest, failure=failure)
         backend_job, query = self._backend_job(job, prompt, digest, query)
-        return Taken(entry, digest, backend_job, job.overwrite, query=query, fields=fields)
+        return InFlightJob(entry_id, digest, backend_job, job.overwrite, query, fields=fields)
 
     def _backend_job(
         self, job: Job, prompt: bytes, digest: bytes, query: Query | None
     ) -> tuple[BackendJob, TrieQuery | PickQuery | None]:
-        """What the backend is asked, and what is then made from the row."""
+        """What the backend is to compute, and the query that is then answered from the row."""
         if isinstance(query, ScoreQuery):
             return BackendJob(digest, job.ids, job.adapter, score_from=query.start), None
         if isinstance(query, FreshQuery):
@@ -371,6 +443,7 @@ class Consumer:
         return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), query
 
     def _refusal(self, job: Job) -> Failure | None:
+        """Why a prompt cannot be served here, if so."""
         info = self._info
         if job.fingerprint != self._fingerprint:
             text = f"the model {info.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
@@ -388,12 +461,13 @@ class Consumer:
         return None
 
     def _query_refusal(self, job: Job, query: Query | None) -> Failure | None:
+        """Why a query cannot be answered here, if so."""
         info = self._info
         if self._is_trie:
             if isinstance(query, TrieQuery):
                 return None
-            what = "a row" if query is None else "something else than values of a trie"
-            return Failure(ProtocolError.__name__, f"a trie worker was asked for {what}")
+            wanted = "a row" if query is None else "something else than values of a trie"
+            return Failure(ProtocolError.__name__, f"a trie worker was asked for {wanted}")
         if isinstance(query, TopQuery) and query.k > info.vocab_size:
             text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
@@ -407,119 +481,31 @@ class Consumer:
 
 
 def _decoded(data: bytes) -> Job | ProtocolError:
-    """A job, or why it is none (an error is a value here)."""
+    """A job, or why the bytes are none (an error is a value here)."""
     try:
         return unpack_job(data)
     except ProtocolError as error:
         return error
 
 
-def _too_large(entry: bytes, size: int) -> Taken:
-    text = f"a job of {size} bytes is over the limit of {MAX_JOB_BYTES}"
-    return Taken(entry, bytes(16), failure=Failure(ProtocolError.__name__, text), is_dead=True)
+def _dead(entry_id: bytes, digest: bytes, failure: Failure) -> InFlightJob:
+    """A job that no worker can read."""
+    return InFlightJob(entry_id, digest, failure=failure, is_dead=True)
 
 
-EntriesByPrompt = Mapping[bytes, Mapping[bytes, Taken]]
-"""Digest of a prompt -> entry of the queue -> what it wants."""
+def _milliseconds(value: bytes) -> int:
+    """What a field of an entry says; for ever when it holds no milliseconds."""
+    return int(value) if value.isdigit() and len(value) <= _MOST_MS_DIGITS else _EVER_MS
 
 
-def by_answer(asks: EntriesByPrompt) -> tuple[dict[bytes, dict[bytes, Taken]], set[bytes]]:
-    """The entries that want each answer, and the answers that must replace what is stored."""
-    entries: dict[bytes, dict[bytes, Taken]] = {}
-    overwrite = set()
-    for wants in asks.values():
-        for entry, wanted in wants.items():
-            entries.setdefault(wanted.digest, {})[entry] = wanted
-            if wanted.overwrite:
-                overwrite.add(wanted.digest)
-    return entries, overwrite
+def _queued_ms(entry_id: bytes) -> int:
+    """When an entry was added to the stream, in ms since 1970, by the server's clock."""
+    return int(entry_id.partition(b"-")[0])
 
 
-def doubtful(asks: EntriesByPrompt) -> list[Doubtful]:
-    """The jobs behind some asks, for a look whether somebody still waits for them."""
-    wants = (one for ours in asks.values() for one in ours.items())
-    return [Doubtful(entry, wanted.digest, wanted.fields) for entry, wanted in wants]
-
-
-@dataclass(slots=True)
-class Held:
-    """A prompt that this worker holds.
-
-    Attributes:
-        job: what the backend is asked.
-        entries: the queue entries that ask for it.
-        is_damaged: what the cache has as its row cannot be read.
-        since: monotonic time when the worker took it.
-        looked_at: monotonic time of the last look whether somebody waits for it; 0 before the first.
-    """
-
-    job: BackendJob
-    entries: dict[bytes, Taken] = field(default_factory=dict)
-    is_damaged: bool = False
-    since: float = field(default_factory=time.monotonic)
-    looked_at: float = 0.0
-
-    @property
-    def is_only_asked(self) -> bool:
-        """Whether nobody wants the row itself."""
-        return all(wanted.query is not None for wanted in self.entries.values())
-
-
-class Holdings:
-    """All that a worker holds: a prompt is there once, however many entries ask for it."""
-
-    def __init__(self) -> None:
-        self._held: dict[bytes, Held] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __iter__(self) -> Iterator[Held]:
-        return iter(self._held.values())
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._held
-
-    def __getitem__(self, digest: bytes) -> Held:
-        return self._held[digest]
-
-    def add(self, taken: Taken, job: BackendJob) -> bool:
-        """Hold an entry; True when its prompt is a new one."""
-        held = self._held.get(job.digest)
-        is_new = held is None
-        if held is None:
-            held = self._held[job.digest] = Held(job)
-        held.entries[taken.entry] = taken
-        return is_new
-
-    def all_entries(self) -> list[bytes]:
-        """The entries of all that is held."""
-        return [entry for held in self._held.values() for entry in held.entries]
-
-    def entries(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, Taken]]:
-        """What asks for some prompts now: digest of the prompt -> entry -> what it wants."""
-        return {digest: dict(self._held[digest].entries) for digest in digests if digest in self._held}
-
-    def forget(self, digest: bytes, entries: Iterable[bytes]) -> bool:
-        """Let go of entries that nobody waits for; True when none is left that asks for the prompt."""
-        held = self._held[digest]
-        for entry in entries:
-            held.entries.pop(entry, None)
-        if not held.entries:
-            del self._held[digest]
-        return not held.entries
-
-    def release(self, ended: Mapping[bytes, Iterable[bytes]]) -> list[BackendJob]:
-        """Let go of entries that were ended; returns the jobs of prompts that were asked for again meanwhile."""
-        again = []
-        for digest, entries in ended.items():
-            held = self._held.get(digest)
-            if held is None:
-                continue  # The backend broke meanwhile, or nobody waits for it any more.
-            for entry in entries:
-                held.entries.pop(entry, None)
-            if held.entries:
-                again.append(held.job)
-            else:
-                del self._held[digest]
-        return again
+def _until_ms(job: InFlightJob) -> int:
+    """Until when a client was to wait for a job, in ms since 1970; for ever when the entry does not say."""
+    fields = job.fields
+    since = _milliseconds(fields[SINCE_FIELD]) if SINCE_FIELD in fields else _queued_ms(job.entry_id)
+    # Behind the lifetime stands the digest, where the job may go back.
+    return since + _milliseconds(fields.get(LIFETIME_FIELD, b"").partition(b" ")[0])

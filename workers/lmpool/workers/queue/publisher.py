@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
@@ -23,7 +23,7 @@ from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
 from lmpool.settings import shown
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.consumer import EntriesByPrompt, Taken, Unwanted, doubtful
+from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest, UnwantedJobs
 
 T = TypeVar("T")
 
@@ -33,15 +33,6 @@ _DEAD_CAP = 10_000
 _MARK_MS = 10_000
 _FRUITLESS_TRIES = 6
 _FEWER = 4
-
-
-class Ending(NamedTuple):
-    """How one entry of the queue ends: with a row in the cache, or with a failure."""
-
-    entry: bytes
-    digest: bytes
-    failure: Failure | None = None
-    is_dead: bool = False
 
 
 class Publisher:
@@ -64,7 +55,7 @@ class Publisher:
         keys: ModelKeys,
         fingerprint: str,
         worker_id: str,
-        unwanted: Unwanted,
+        unwanted: UnwantedJobs,
         counters: Counters,
     ) -> None:
         self._server = server
@@ -75,34 +66,32 @@ class Publisher:
         self._unwanted = unwanted
         self._counters = counters
 
-    async def publish(self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes]) -> None:
+    async def publish(self, block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
         """Store a block and end the jobs that asked for it; tries until the server takes them.
 
         Jobs fail whose rows the server refuses, or evicts again and again as soon as they are stored.
 
         Args:
-            block: the rows, or the answers to asks.
-            wants: digest -> the entries of the queue that asked for it.
+            block: the rows, or the answers to queries.
+            jobs: the jobs that wait for each of them.
             overwrite: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
-        if gone := await self._store(block, wants, overwrite, began):
-            await self._store_again(block, wants, overwrite, gone, began)
+        if gone := await self._store(block, jobs, overwrite, began):
+            await self._store_again(block, jobs, overwrite, gone, began)
 
-    async def _store(
-        self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes], began: float
-    ) -> list[bytes]:
+    async def _store(self, block: Block, jobs: JobsByDigest, overwrite: Collection[bytes], began: float) -> list[bytes]:
         """Store rows and end their jobs; returns the digests of rows that are gone again, whose jobs are left.
 
         Args:
             block: the rows.
-            wants: see `publish`.
+            jobs: see `publish`.
             overwrite: see `publish`.
             began: monotonic time when the rows were ready.
         """
-        endings = [Ending(entry, digest) for digest in block.digests for entry in wants.get(digest, ())]
-        refused, left = await self.insist(partial(self._attempt, block, endings, overwrite))
-        self._count(block, endings, left, began)
+        ending = [job for digest in block.digests if digest in jobs for job in jobs[digest].values()]
+        refused, left = await self.insist(partial(self._attempt, block, ending, overwrite))
+        self._count(block, ending, left, began)
         if not (refused or left):
             return []
         if refused:
@@ -110,11 +99,11 @@ class Publisher:
             reason = sentence(ResponseError(next(iter(refused.values()))), "it")
             _log.warning("the server refused %d rows: %s", len(refused), reason)
             failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
-            await self.end([ending._replace(failure=failure) for ending in left if ending.digest in refused])
-        return list(dict.fromkeys(ending.digest for ending in left if ending.digest not in refused))
+            await self.fail([job.failing(failure) for job in left if job.digest in refused])
+        return list(dict.fromkeys(job.digest for job in left if job.digest not in refused))
 
     async def _store_again(
-        self, block: Block, wants: EntriesByPrompt, overwrite: Collection[bytes], gone: list[bytes], began: float
+        self, block: Block, jobs: JobsByDigest, overwrite: Collection[bytes], gone: list[bytes], began: float
     ) -> None:
         """Store those rows again that were evicted at once, as long as they are waited for and some of them stay.
 
@@ -127,47 +116,47 @@ class Publisher:
             _log.warning("%d rows were evicted as soon as they were stored: give the server memory", len(gone))
             if fruitless == _FRUITLESS_TRIES:
                 failure = Failure(ServerError.__name__, _evicted_text(block))
-                await self.end([Ending(entry, digest, failure) for digest in missing for entry in wants[digest]])
+                await self.fail([job.failing(failure) for digest in missing for job in jobs[digest].values()])
                 return
             await asyncio.sleep(next(waits))
-            wants = await self.wanted({digest: wants[digest] for digest in missing})
-            missing, gone = list(wants), []
+            jobs = await self.still_wanted({digest: jobs[digest] for digest in missing})
+            missing, gone = list(jobs), []
             at_once = max(1, at_once // _FEWER)
             while missing and not gone:
                 part, missing = missing[:at_once], missing[at_once:]
-                gone = await self._store(block.select([numbers[one] for one in part]), wants, overwrite, began)
+                gone = await self._store(block.select([numbers[digest] for digest in part]), jobs, overwrite, began)
                 missing += gone
                 if len(gone) < len(part):
                     fruitless, waits = 0, delays()
             fruitless += 1
 
-    async def wanted(self, wants: EntriesByPrompt) -> EntriesByPrompt:
-        """Those jobs that somebody waits for; the others are removed."""
-        removed = await self._unwanted.remove(doubtful(wants))
-        left: dict[bytes, dict[bytes, Taken]] = {}
-        for digest, ours in wants.items():
-            if still := {entry: one for entry, one in ours.items() if entry not in removed}:
-                left[digest] = still
+    async def still_wanted(self, jobs: JobsByDigest) -> JobsByDigest:
+        """Those jobs that a client waits for; the others are removed."""
+        removed = await self._unwanted.remove([job for some in jobs.values() for job in some.values()])
+        left: dict[bytes, dict[bytes, InFlightJob]] = {}
+        for digest, some in jobs.items():
+            if wanted := {entry_id: job for entry_id, job in some.items() if entry_id not in removed}:
+                left[digest] = wanted
         return left
 
-    def _count(self, block: Block, endings: Sequence[Ending], left: Sequence[Ending], began: float) -> None:
+    def _count(self, block: Block, ending: Sequence[InFlightJob], left: Collection[InFlightJob], began: float) -> None:
         outcome = "row" if isinstance(block, RowBlock) else "answer"
-        ended = [one.entry for one in endings]
+        ended = [job.entry_id for job in ending]
         if left:
-            still = {one.entry for one in left}
-            ended = [entry for entry in ended if entry not in still]
+            still = {job.entry_id for job in left}
+            ended = [entry_id for entry_id in ended if entry_id not in still]
         if ended or not left:
             self._counters.published(outcome, ended, time.monotonic() - began)
 
     async def _attempt(
-        self, block: Block, endings: Sequence[Ending], overwrite: Collection[bytes]
-    ) -> tuple[dict[bytes, str], list[Ending]]:
+        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes]
+    ) -> tuple[dict[bytes, str], list[InFlightJob]]:
         """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
-        left: list[Ending] = []
+        left: list[InFlightJob] = []
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
-            left.extend(ending for ending in endings if ending.digest in refused)
-            stored = [ending for ending in endings if ending.digest not in refused] if refused else endings
+            left.extend(job for job in jobs if job.digest in refused)
+            stored = [job for job in jobs if job.digest not in refused] if refused else jobs
             left.extend(await self._end(stored, call))
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
@@ -175,29 +164,29 @@ class Publisher:
         refused = await self._rows.put(block, overwrite, then=end)
         return refused, left
 
-    async def end(self, endings: Sequence[Ending]) -> None:
-        """End jobs that failed; tries until the server has done it."""
-        self._counters.failed((one.failure, one.is_dead) for one in endings)
-        for one in endings:
-            self._counters.queued_ms.pop(one.entry, None)
-        await self.insist(partial(self._end, endings, self._rows.queue))
+    async def fail(self, jobs: Sequence[InFlightJob]) -> None:
+        """End jobs that have failed, each with its `failure`; tries until the server has done it."""
+        self._counters.failed((job.failure, job.is_dead) for job in jobs)
+        for job in jobs:
+            self._counters.queued_ms.pop(job.entry_id, None)
+        await self.insist(partial(self._end, jobs, self._rows.queue))
 
-    async def _end(self, endings: Sequence[Ending], call: scripts.Call) -> list[Ending]:
+    async def _end(self, jobs: Sequence[InFlightJob], call: scripts.Call) -> list[InFlightJob]:
         """End jobs; returns those whose rows are not there."""
-        left: list[Ending] = []
-        parts = [endings[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(endings), scripts.MOST_AT_ONCE)]
+        left: list[InFlightJob] = []
+        parts = [jobs[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(jobs), scripts.MOST_AT_ONCE)]
         while parts:
             part = parts.pop(0)
             keys = [self._keys.jobs, self._keys.dead]
-            keys += [self._keys.waiting + ending.digest for ending in part]
+            keys += [self._keys.waiting + job.digest for job in part]
             if self._rows.is_seen:
-                keys += self._rows.keys_of(ending.digest for ending in part)
+                keys += self._rows.keys_of(job.digest for job in part)
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
-            args += (self._worker_id, mark_ms, len(part), *(ending.entry for ending in part))
-            for number, ending in enumerate(part, 1):
-                if ending.failure is not None:
-                    args += (number, ending.failure.pack(), int(ending.is_dead))
+            args += (self._worker_id, mark_ms, len(part), *(job.entry_id for job in part))
+            for number, job in enumerate(part, 1):
+                if job.failure is not None:
+                    args += (number, job.failure.pack(), int(job.is_dead))
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")

@@ -20,154 +20,14 @@ from lmpool.trie.kernels import Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
-from lmpool.workers.trie.inputs import TrieInput, Values, inputs_of
-
-_Batch = dict[bytes, TrieInput]
-
-
-def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-    """Answer jobs, mixed into batches by vocabulary and operation.
-
-    Args:
-        jobs: name of the answer -> job.
-
-    Returns:
-        the answers, and name -> reason of the jobs that have none: the kind of the error and its text.
-    """
-    batches: dict[tuple[str, Op, bool], _Batch] = defaultdict(dict)
-    for digest, job in jobs.items():
-        batches[job.query.vocabulary, job.query.op, job.values is not None][digest] = job
-    answers: dict[bytes, Values] = {}
-    failures: dict[bytes, str] = {}
-    for batch in batches.values():
-        _answer_batch(batch, answers, failures)
-    return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
-
-
-def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[bytes, str]) -> None:
-    first = next(iter(batch.values()))
-    try:
-        trie, kernels = first.trie.open()
-    except (LMPoolError, RuntimeError) as error:
-        failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
-        return
-    swept: Mapping[bytes, Values]
-    if first.values is None:
-        swept = _sweep(trie, kernels, batch, failures)
-    else:
-        swept = {digest: job.values for digest, job in batch.items() if job.values is not None}
-    for digest, values in swept.items():
-        try:
-            answers[digest] = _select(trie, batch[digest], values)
-        except LMPoolError as error:
-            failures[digest] = _reason(error)
-
-
-def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, str]) -> dict[bytes, Values]:
-    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or just the inner ones."""
-    # A row that several jobs are about is swept once.
-    sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
-    for digest, job in batch.items():
-        sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
-    groups = list(sources.values())
-    try:
-        return _compute(trie, kernels, batch, groups)
-    except LMPoolError as error:
-        # One at a time: what one client sent must not fail the others.
-        reason, size = _reason(error), 1
-    except RuntimeError as error:
-        reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
-        size = (len(groups) + 1) // 2
-    # Not inside of the handlers: an exception keeps what its frames hold on the device.
-    if len(groups) == 1:
-        failures |= dict.fromkeys(batch, reason)
-        return {}
-    found: dict[bytes, Values] = {}
-    for at in range(0, len(groups), size):
-        part = {digest: batch[digest] for digest in chain.from_iterable(groups[at : at + size])}
-        found |= _sweep(trie, kernels, part, failures)
-    return found
-
-
-def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[bytes]]) -> dict[bytes, Values]:
-    """The values of jobs by groups that have the same weights."""
-    weights = np.empty((len(groups), trie.n_tokens), np.float32)
-    for out, digests in zip(weights, groups, strict=True):
-        _weigh(batch[digests[0]], out)
-    inner = kernels.inner(batch[groups[0][0]].query.op, weights)
-    found: dict[bytes, Values] = {}
-    for own, row, digests in zip(inner, weights, groups, strict=True):
-        if all(batch[digest].query.select == "inner" for digest in digests):
-            found |= dict.fromkeys(digests, own)
-            continue
-        # An array of its own: one that is kept must not keep the whole batch in memory.
-        values = np.concatenate((own, row))
-        job = batch[digests[0]]
-        if job.query.rows:
-            job.trie.values.put((job.query.op, job.query.rows, job.query.source, job.query.vocabulary), values)
-        found |= dict.fromkeys(digests, values)
-    return found
-
-
-def _reason(error: Exception, too_large: str = "") -> str:
-    """Why a job has no answer, beginning with the kind of the error.
-
-    Args:
-        error: of this package, or what torch raises when a device runs out of memory; any other is raised again.
-        too_large: what does not fit when memory runs out.
-    """
-    kind = type(error).__name__
-    if isinstance(error, LMPoolError):
-        return f"{kind}: {error}"
-    # By name: the worker may be one without torch.
-    if kind != "OutOfMemoryError":
-        raise error
-    return f"{kind}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
-
-
-def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
-    """The weights of a job: as they were sent, or the probabilities of a row."""
-    assert job.vector is not None
-    if job.query.rows and job.query.op != "logsumexp":
-        np.exp(job.vector, out=out)
-    else:
-        out[:] = job.vector
-
-
-def _select(trie: Trie, job: TrieInput, values: Values) -> Values:
-    """What the job wants of the values.
-
-    Raises:
-        UnknownNode: it names a node that the trie does not have.
-    """
-    query = job.query
-    if query.select == "inner":
-        return values[: trie.n_inner]
-    if query.select == "values":
-        return values
-    nodes = np.frombuffer(query.nodes, "<i4")
-    if query.select == "under":
-        trie.check_node(int(nodes[0]))
-        nodes = trie.children(int(nodes[0]))
-    else:
-        trie.check_nodes(nodes)
-    chosen: Values = values[trie.value_of[nodes]]
-    return chosen
-
-
-_log = logging.getLogger("lmpool.worker")
+from lmpool.workers.trie.inputs import TrieInput, Values, input_of
 
 REVISION: Final = "1"
 """Changes when the numbering of nodes or the meaning of an operation does."""
 
+_log = logging.getLogger("lmpool.worker")
 
-def warm_up(device: str) -> None:
-    """Compile the kernels before the first job needs them.
-
-    Raises:
-        SettingsError: what the device needs is not installed or not there.
-    """
-    open_kernels(Trie([b"a", b"b"]), device)
+_Batch = dict[bytes, TrieInput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +108,7 @@ class TrieBackend(WithoutAdapters):
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """See `Backend.submit`."""
         for job in jobs:
-            self._jobs[job.digest] = inputs_of(job)
+            self._jobs[job.digest] = input_of(job)
 
     def step(self) -> Finished:
         """See `Backend.step`."""
@@ -272,3 +132,143 @@ class TrieBackend(WithoutAdapters):
     def close(self) -> None:
         """See `Backend.close`."""
         self._jobs.clear()
+
+
+def warm_up(device: str) -> None:
+    """Compile the kernels before the first job needs them.
+
+    Raises:
+        SettingsError: what the device needs is not installed or not there.
+    """
+    open_kernels(Trie([b"a", b"b"]), device)
+
+
+def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+    """Answer trie queries, mixed into batches by vocabulary and operation.
+
+    Args:
+        jobs: digest of the answer -> query with its inputs.
+
+    Returns:
+        the answers, and digest -> reason of those that have none: the kind of the error and its text.
+    """
+    batches: dict[tuple[str, Op, bool], _Batch] = defaultdict(dict)
+    for digest, job in jobs.items():
+        batches[job.query.vocabulary, job.query.op, job.values is not None][digest] = job
+    answers: dict[bytes, Values] = {}
+    failures: dict[bytes, str] = {}
+    for batch in batches.values():
+        _answer_batch(batch, answers, failures)
+    return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
+
+
+def _answer_batch(batch: _Batch, answers: dict[bytes, Values], failures: dict[bytes, str]) -> None:
+    first = next(iter(batch.values()))
+    try:
+        trie, kernels = first.trie.open()
+    except (LMPoolError, RuntimeError) as error:
+        failures |= dict.fromkeys(batch, _reason(error, "the trie does not fit: free some of it"))
+        return
+    swept: Mapping[bytes, Values]
+    if first.values is None:
+        swept = _sweep(trie, kernels, batch, failures)
+    else:
+        swept = {digest: job.values for digest, job in batch.items() if job.values is not None}
+    for digest, values in swept.items():
+        try:
+            answers[digest] = _select(trie, batch[digest], values)
+        except LMPoolError as error:
+            failures[digest] = _reason(error)
+
+
+def _sweep(trie: Trie, kernels: Kernels, batch: _Batch, failures: dict[bytes, str]) -> dict[bytes, Values]:
+    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or just the inner ones."""
+    # A row that several jobs are about is swept once.
+    sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
+    for digest, job in batch.items():
+        sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
+    groups = list(sources.values())
+    try:
+        return _compute(trie, kernels, batch, groups)
+    except LMPoolError as error:
+        # One at a time: what one client sent must not fail the others.
+        reason, size = _reason(error), 1
+    except RuntimeError as error:
+        reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
+        size = (len(groups) + 1) // 2
+    # Not inside of the handlers: an exception keeps what its frames hold on the device.
+    if len(groups) == 1:
+        failures |= dict.fromkeys(batch, reason)
+        return {}
+    swept: dict[bytes, Values] = {}
+    for at in range(0, len(groups), size):
+        part = {digest: batch[digest] for digest in chain.from_iterable(groups[at : at + size])}
+        swept |= _sweep(trie, kernels, part, failures)
+    return swept
+
+
+def _compute(trie: Trie, kernels: Kernels, batch: _Batch, groups: list[list[bytes]]) -> dict[bytes, Values]:
+    """The values of jobs by groups that have the same weights."""
+    weights = np.empty((len(groups), trie.n_tokens), np.float32)
+    for out, digests in zip(weights, groups, strict=True):
+        _weigh(batch[digests[0]], out)
+    inner = kernels.inner(batch[groups[0][0]].query.op, weights)
+    computed: dict[bytes, Values] = {}
+    for inner_values, row, digests in zip(inner, weights, groups, strict=True):
+        if all(batch[digest].query.select == "inner" for digest in digests):
+            computed |= dict.fromkeys(digests, inner_values)
+            continue
+        # An array of its own: one that is kept must not keep the whole batch in memory.
+        values = np.concatenate((inner_values, row))
+        job = batch[digests[0]]
+        query = job.query
+        if query.rows:
+            job.trie.values.put((query.op, query.rows, query.source, query.vocabulary), values)
+        computed |= dict.fromkeys(digests, values)
+    return computed
+
+
+def _reason(error: Exception, too_large: str = "") -> str:
+    """Why a job has no answer, beginning with the kind of the error.
+
+    Args:
+        error: of this package, or what torch raises when a device runs out of memory; any other is raised again.
+        too_large: what does not fit when memory runs out.
+    """
+    kind = type(error).__name__
+    if isinstance(error, LMPoolError):
+        return f"{kind}: {error}"
+    # By name: the worker may be one without torch.
+    if kind != "OutOfMemoryError":
+        raise error
+    return f"{kind}: the device has run out of memory, {too_large}, or run the trie worker on the CPU"
+
+
+def _weigh(job: TrieInput, out: NDArray[np.float32]) -> None:
+    """The weights of a job: as they were sent, or the probabilities of a row."""
+    assert job.vector is not None
+    if job.query.rows and job.query.op != "logsumexp":
+        np.exp(job.vector, out=out)
+    else:
+        out[:] = job.vector
+
+
+def _select(trie: Trie, job: TrieInput, values: Values) -> Values:
+    """What the job wants of the values.
+
+    Raises:
+        UnknownNode: it names a node that the trie does not have.
+    """
+    query = job.query
+    if query.select == "inner":
+        return values[: trie.n_inner]
+    if query.select == "values":
+        return values
+    nodes = np.frombuffer(query.nodes, "<i4")
+    if query.select == "under":
+        trie.check_node(int(nodes[0]))
+        nodes = trie.children(int(nodes[0]))
+    else:
+        trie.check_nodes(nodes)
+    chosen: Values = values[trie.value_of[nodes]]
+    return chosen

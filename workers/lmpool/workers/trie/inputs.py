@@ -1,4 +1,4 @@
-"""What trie jobs name: tries, weights and rows, fetched, and kept by bytes."""
+"""What trie queries name: tries, weights and rows, fetched from the server and kept in caches bounded by bytes."""
 
 from __future__ import annotations
 
@@ -30,31 +30,15 @@ from lmpool.workers.settings import WorkerSettings
 
 Values = NDArray[np.float32]
 
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T", bound="SupportsNbytes")
 
-class TrieInput(NamedTuple):
-    """One trie job with all that it needs.
-
-    Attributes:
-        query: what is wanted.
-        trie: the trie, built when it is first used.
-        vector: float32 (V,): the weights, or the row that the ask names; None when `values` is there.
-        values: float32 (M + V,): the values of that row, when they have been computed before.
-    """
-
-    query: TrieQuery
-    trie: Shelved
-    vector: Values | None
-    values: Values | None = None
+_BYTES_A_NODE = 25
+_BYTES_A_TOKEN = 16
 
 
-def inputs_of(job: BackendJob) -> TrieInput:
-    """What a trie job comes with."""
-    assert isinstance(job.payload, TrieInput)
-    return job.payload
-
-
-class Sized(Protocol):
-    """Something that takes memory."""
+class SupportsNbytes(Protocol):
+    """What takes memory."""
 
     @property
     def nbytes(self) -> int:
@@ -62,49 +46,42 @@ class Sized(Protocol):
         ...
 
 
-_BYTES_A_NODE = 25
-_BYTES_A_TOKEN = 16
-
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T", bound=Sized)
-
-
 class ByteLRU(Generic[K, T]):
-    """Things by name, least recently used out first; used by the event loop and by the backend's thread.
+    """A cache of values that drops the least recently used; for the event loop and the backend's thread.
 
     Args:
-        limit: bytes that they may take together; the newest stays whatever it takes.
+        limit: bytes that the values may take together; the newest stays whatever it takes.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._things: OrderedDict[K, T] = OrderedDict()
+        self._values: OrderedDict[K, T] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
-    def get(self, name: K) -> T | None:
-        """The thing, or None; what is found is the last to go."""
+    def get(self, key: K) -> T | None:
+        """The value, or None; one that is read is the last to go."""
         with self._lock:
-            found = self._things.get(name)
-            if found is not None:
-                self._things.move_to_end(name)
-            return found
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
 
-    def put(self, name: K, thing: T) -> None:
-        """Keep a thing, and drop the oldest as long as the limit asks for it."""
+    def put(self, key: K, value: T) -> None:
+        """Keep a value, and drop the oldest ones as long as the limit asks for it."""
         with self._lock:
-            old = self._things.pop(name, None)
-            self._size += thing.nbytes - (old.nbytes if old is not None else 0)
-            self._things[name] = thing
-            while self._size > self._limit and len(self._things) > 1:
-                self._size -= self._things.popitem(last=False)[1].nbytes
+            old = self._values.pop(key, None)
+            self._size += value.nbytes - (old.nbytes if old is not None else 0)
+            self._values[key] = value
+            while self._size > self._limit and len(self._values) > 1:
+                self._size -= self._values.popitem(last=False)[1].nbytes
 
 
-ValuesCache = ByteLRU[tuple[str, str, bytes, str], NDArray[np.float32]]
+ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
 """(op, fingerprint of the model, digest of the prompt, digest of the vocabulary) -> [M inner values | V weights]."""
 
 
-class Shelved:
+class LazyTrie:
     """A vocabulary, and its trie once somebody has used it.
 
     Args:
@@ -135,7 +112,26 @@ class Shelved:
             return self._opened
 
 
-TrieCache = ByteLRU[str, Shelved]
+class TrieInput(NamedTuple):
+    """One trie query with all that its answer needs.
+
+    Attributes:
+        query: what is wanted.
+        trie: the trie, built when it is first used.
+        vector: float32 (V,): the weights, or the row that the query names; None when `values` is there.
+        values: float32 (M + V,): the values of that row, when they have been computed before.
+    """
+
+    query: TrieQuery
+    trie: LazyTrie
+    vector: Values | None
+    values: Values | None = None
+
+
+def input_of(job: BackendJob) -> TrieInput:
+    """What a trie job comes with."""
+    assert isinstance(job.payload, TrieInput)
+    return job.payload
 
 
 class TrieInputs:
@@ -154,25 +150,25 @@ class TrieInputs:
     ) -> None:
         self._keys = keys
         self._device = device
-        self._tries = TrieCache(settings.trie_mb * 2**20)
-        # A link for each size: what others have stored as a row or as weights is not to be as large as a vocabulary.
+        self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
+        # Apart from the vocabularies: what is stored as a row or as weights may not be as large as these.
         self._sources = Sources(server, keys, reply_timeout(settings.lease_s))
         self._vocabularies = RowConnections(server, MOST_BYTES, reply_timeout(settings.lease_s))
         self._counters = counters or Counters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
 
     async def fill(
-        self, asks: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
+        self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
     ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
-        """Bring what jobs need.
+        """Bring what trie queries need.
 
         Args:
-            asks: name of the answer -> ask.
-            rows: digest of a prompt -> its row, of those that need not be fetched.
-            vocab_size: V of the rows, when the asks are about rows of one model.
+            queries: digest of the answer -> query.
+            rows: digest of a prompt -> its row, float32 (V,), of those that need not be fetched.
+            vocab_size: V of the rows, when the queries are about rows of one model.
 
         Returns:
-            name of the answer -> inputs, or the reason why it cannot be answered.
+            digest of the answer -> inputs, and digest -> the reason why there is no answer.
 
         Raises:
             ServerError: the server cannot be used.
@@ -180,31 +176,29 @@ class TrieInputs:
         known = rows or {}
         failures: dict[bytes, Failure] = {}
         inputs: dict[bytes, TrieInput] = {}
-        wanted: dict[bytes, Source] = {}
-        tries = await self._find_tries({query.vocabulary for query in asks.values()})
-        for name, query in asks.items():
+        sources: dict[bytes, Source] = {}
+        tries = await self._get_tries({query.vocabulary for query in queries.values()})
+        for digest, query in queries.items():
             trie = tries[query.vocabulary]
-            if isinstance(trie, Shelved) and vocab_size not in (None, len(trie.vocabulary)):
+            if isinstance(trie, LazyTrie) and vocab_size not in (None, len(trie.vocabulary)):
                 text = f"rows of V = {vocab_size} for a vocabulary of {len(trie.vocabulary)} tokens"
-                failures[name] = _failure(InvalidWeights(text))
+                failures[digest] = _failure(InvalidWeights(text))
             elif isinstance(trie, LMPoolError):
-                failures[name] = _failure(trie)
+                failures[digest] = _failure(trie)
             else:
-                values = (
-                    self._values.get((query.op, query.rows, query.source, query.vocabulary)) if query.rows else None
-                )
-                inputs[name] = TrieInput(query, trie, known.get(query.source), values)
+                key = (query.op, query.rows, query.source, query.vocabulary)
+                values = self._values.get(key) if query.rows else None
+                inputs[digest] = TrieInput(query, trie, known.get(query.source), values)
                 if values is None and query.source not in known:
-                    wanted[name] = Source(query.rows, query.source, len(trie.vocabulary))
-        found = await self._find_vectors(list(dict.fromkeys(wanted.values()))) if wanted else {}
-        for name, source in wanted.items():
-            vector = found[source]
+                    sources[digest] = Source(query.rows, query.source, len(trie.vocabulary))
+        vectors = await self._get_vectors(list(dict.fromkeys(sources.values()))) if sources else {}
+        for digest, source in sources.items():
+            vector = vectors[source]
             if isinstance(vector, LMPoolError):
-                failures[name] = _failure(vector)
-                del inputs[name]
+                failures[digest] = _failure(vector)
+                del inputs[digest]
             else:
-                one = inputs[name]
-                inputs[name] = TrieInput(one.query, one.trie, vector)
+                inputs[digest] = inputs[digest]._replace(vector=vector)
         return inputs, failures
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Row | LMPoolError]:
@@ -213,29 +207,30 @@ class TrieInputs:
         Raises:
             ServerError: the server cannot be used.
         """
-        found = await self._find_vectors([Source(fingerprint, prompt, vocab_size) for prompt in prompts])
-        return {source.name: row for source, row in found.items()}
+        rows = await self._get_vectors([Source(fingerprint, prompt, vocab_size) for prompt in prompts])
+        return {source.name: row for source, row in rows.items()}
 
-    async def _find_tries(self, digests: Iterable[str]) -> dict[str, Shelved | LMPoolError]:
-        found: dict[str, Shelved | LMPoolError] = {}
+    async def _get_tries(self, digests: Iterable[str]) -> dict[str, LazyTrie | LMPoolError]:
+        """Digest of the vocabulary -> its trie, or why there is none."""
+        tries: dict[str, LazyTrie | LMPoolError] = {}
         for digest in digests:
             trie = self._tries.get(digest)
             if trie is None:
                 vocabulary = await self._fetch_vocabulary(digest)
                 if isinstance(vocabulary, LMPoolError):
-                    found[digest] = vocabulary
+                    tries[digest] = vocabulary
                     continue
                 # Another fill may have brought it meanwhile.
-                trie = self._tries.get(digest) or Shelved(vocabulary, self._device, self._values)
+                trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
                 self._tries.put(digest, trie)
-            found[digest] = trie
-        return found
+            tries[digest] = trie
+        return tries
 
     async def _fetch_vocabulary(self, digest: str) -> Vocabulary | LMPoolError:
         key = self._keys.vocabulary(digest)
-        ((line, _),) = await self._vocabularies.of([key])
+        ((connection, _),) = await self._vocabularies.of([key])
         # Not GET: a value that is too large would end the connection.
-        (data,) = await line.get_ranges([key], [MOST_BYTES])
+        (data,) = await connection.get_ranges([key], [MOST_BYTES])
         packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
         try:
             # In a thread, for a large one takes long.
@@ -243,11 +238,11 @@ class TrieInputs:
         except UnknownVocabulary as error:
             return error
 
-    async def _find_vectors(self, sources: Sequence[Source]) -> dict[Source, Row | LMPoolError]:
+    async def _get_vectors(self, sources: Sequence[Source]) -> dict[Source, Row | LMPoolError]:
         """Weights and rows by name, or why they cannot be used."""
-        found, size = await self._sources.get_many(sources)
+        vectors, size = await self._sources.get_many(sources)
         self._counters.fetched_bytes += size
-        return found
+        return vectors
 
     def close(self) -> None:
         """Close the connections."""
