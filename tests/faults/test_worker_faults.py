@@ -259,8 +259,8 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
-        await publish(block, jobs, overwrite)
+    async def slow_publish(block: Block, by_digest: JobsByDigest, overwrite: Collection[bytes]) -> None:
+        await publish(block, by_digest, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
             pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
@@ -270,7 +270,7 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
 
             await until_async(taken, "the second entry is held")
 
-    serving.publisher.publish = slow_publish  # type: ignore[method-assign]
+    serving.publisher.publish = slow_publish  # type: ignore[assignment, method-assign]
     pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
 
     async def ended() -> bool:
