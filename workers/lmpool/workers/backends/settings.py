@@ -51,21 +51,17 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, slots=True)
-class HfSettings:
-    """Settings of one hf backend.
+class ModelSettings:
+    """What every backend is told that loads a checkpoint.
 
     Raises:
-        SettingsError: a value is malformed, or a package that it needs is not installed.
+        SettingsError: a value is malformed.
     """
 
-    model: str = field(metadata={"help": "Hub name or folder of the model, or a GGUF file."})
+    model: str = field(metadata={"help": "Hub name or folder of the model."})
     name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
-    gguf_file: str | None = field(
-        default=None, metadata={"help": "A GGUF file in the model's folder or repository, dequantised when loaded."}
-    )
     revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
-    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
     dtype: str = field(
         default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
     )
@@ -73,6 +69,51 @@ class HfSettings:
         default="exact",
         metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
     )
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
+    )
+    adapters: list[str] = field(
+        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
+    )
+
+    def __post_init__(self) -> None:
+        _check_text("model", self.model)
+        check_name("name", self.served_as)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("encoding", self.encoding, ENCODINGS)
+        _check_optional_number("max_prompt_tokens", self.max_prompt_tokens)
+        _ = self.adapter_folders  # Malformed ones are refused now.
+
+    @property
+    def served_as(self) -> str:
+        """`name`, or the last part of `model`."""
+        return self.name or Path(self.model).name or self.model
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Adapter -> its folder or hub name."""
+        return read_adapter_folders(self.adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class HfSettings(ModelSettings):
+    """Settings of one hf backend; those of `ModelSettings`, and its own.
+
+    Raises:
+        SettingsError: a value is malformed, or a package that it needs is not installed.
+    """
+
+    model: str = field(metadata={"help": "Hub name or folder of the model, or a GGUF file."})
+    adapters: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves."
+        },
+    )
+    gguf_file: str | None = field(
+        default=None, metadata={"help": "A GGUF file in the model's folder or repository, dequantised when loaded."}
+    )
+    device: str = field(default="auto", metadata={"help": '"auto", or a torch device such as "cpu" or "cuda:1".'})
     max_batch: int = field(default=64, metadata={"help": "Prompts that run together."})
     max_batch_tokens: int = field(
         default=8192, metadata={"help": "Tokens that are computed in one forward, padding included."}
@@ -91,29 +132,19 @@ class HfSettings:
             "again."
         },
     )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
-    )
-    adapters: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "LoRA adapters, as name=folder; may be given several times. Others can be loaded while it serves."
-        },
-    )
 
     def __post_init__(self) -> None:
-        for name in ("model", "gguf_file", "revision", "device"):
-            _check_text(name, getattr(self, name), optional=name in ("gguf_file", "revision"))
-        self._take_gguf_path()
-        check_name("name", self.served_as)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("encoding", self.encoding, ENCODINGS)
+        _check_text("model", self.model)
+        _check_text("device", self.device)
+        for name in ("gguf_file", "revision"):
+            if (value := getattr(self, name)) is not None:
+                _check_text(name, value)
+        self._take_gguf_path()  # It decides the name, which is checked next.
+        ModelSettings.__post_init__(self)
         check_number("max_batch", self.max_batch, least=1, most=65_536)
         check_number("max_batch_tokens", self.max_batch_tokens, least=1)
         check_number("kv_cache_bytes", self.kv_cache_bytes, least=0)
-        for name in ("max_prompt_tokens", "chunked_prefill_size"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, least=1)
+        _check_optional_number("chunked_prefill_size", self.chunked_prefill_size)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
@@ -129,40 +160,19 @@ class HfSettings:
                 object.__setattr__(self, "model", str(path.parent))
                 object.__setattr__(self, "gguf_file", path.name)
 
-    @property
-    def served_as(self) -> str:
-        """`name`, or the last part of `model`."""
-        return self.name or Path(self.model).name or self.model
-
-    @property
-    def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
-        return read_adapter_folders(self.adapters)
-
     def open(self) -> Backend:
         """Make the backend; see `HfBackend`."""
         return open_backend("lmpool.workers.backends.hf.backend:HfBackend", self)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings of an engine that runs inside the worker.
+class EngineSettings(ModelSettings):
+    """Settings of an engine that runs inside the worker; those of `ModelSettings`, and its own.
 
     Raises:
         SettingsError: a value is malformed.
     """
 
-    model: str = field(metadata={"help": "Hub name or folder of the model."})
-    name: str = field(default="", metadata={"help": 'What it is served as; "" means the last part of `model`.'})
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit on the hub."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
-    dtype: str = field(
-        default="auto", metadata={"help": '"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".'}
-    )
-    encoding: str = field(
-        default="exact",
-        metadata={"help": '"exact", or "f16" to send rows that would travel as float32 as float16, which loses bits.'},
-    )
     max_batch: int = field(default=256, metadata={"help": "Prompts that run together."})
     max_batch_tokens: int | None = field(
         default=None,
@@ -171,12 +181,6 @@ class EngineSettings:
     kv_cache_bytes: int | None = field(
         default=None,
         metadata={"help": "Memory for keys and values; None means what the engine thinks best, 1 GiB on a CPU."},
-    )
-    max_prompt_tokens: int | None = field(
-        default=None, metadata={"help": "Longest prompt to take; None means the model's limit, which it cannot exceed."}
-    )
-    adapters: list[str] = field(
-        default_factory=list, metadata={"help": "LoRA adapters, as name=folder; may be given several times."}
     )
     max_adapters: int = field(
         default=0, metadata={"help": "Further adapters that there is to be room for, to be loaded while it serves."}
@@ -190,28 +194,12 @@ class EngineSettings:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model.strip():
-            raise SettingsError(f"model: {shown(self.model)} is not a name")
-        check_name("name", self.served_as)
-        check_choice("dtype", self.dtype, DTYPES)
-        check_choice("encoding", self.encoding, ENCODINGS)
+        ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
-        _ = self.adapter_folders  # Malformed ones are refused now.
         check_number("max_adapters", self.max_adapters, least=0, most=MAX_ADAPTERS)
         check_number("max_batch", self.max_batch, least=1, most=65_536)
-        for name in ("max_batch_tokens", "kv_cache_bytes", "max_prompt_tokens"):
-            if (value := getattr(self, name)) is not None:
-                check_number(name, value, least=1)
-
-    @property
-    def served_as(self) -> str:
-        """`name`, or the last part of `model`."""
-        return self.name or Path(self.model).name or self.model
-
-    @property
-    def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
-        return read_adapter_folders(self.adapters)
+        for name in ("max_batch_tokens", "kv_cache_bytes"):
+            _check_optional_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +276,14 @@ def open_backend(name: str, settings: BackendSettings) -> Backend:
     return make(settings)
 
 
-def _check_text(field: str, value: object, *, optional: bool) -> None:
-    if optional and value is None:
-        return
+def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
-        raise SettingsError(f"{field}: {value!r} is not a name")
+        raise SettingsError(f"{field}: {shown(value)} is not a name")
+
+
+def _check_optional_number(field: str, value: object) -> None:
+    if value is not None:
+        check_number(field, value, least=1)
 
 
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
