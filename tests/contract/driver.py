@@ -71,7 +71,9 @@ class Opened:
 
     def qualified(self, adapter: str) -> str:
         """What a job calls an adapter of that name; "" for none."""
-        return next(one for one in self.backend.adapters if name_of(one) == adapter) if adapter else ""
+        return (
+            next(full_name for full_name in self.backend.adapters if name_of(full_name) == adapter) if adapter else ""
+        )
 
     def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
         """Hand prompts over; returns their digests."""

@@ -112,11 +112,11 @@ def _model(adapter: str) -> Any:
 def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Module -> its two factors, (RANK, in) and (out, RANK)."""
     seed = 1 + ADAPTERS.index(name)
-    found = {}
+    factors = {}
     generator = torch.Generator().manual_seed(seed)
     for layer in range(_LAYERS):
         for part, size in (("q_proj", _HEADS * _HEAD), ("v_proj", _KV_HEADS * _HEAD)):
             down = torch.randn(RANK, _HIDDEN, generator=generator) * 0.2
             up = torch.randn(size, RANK, generator=generator) * 0.2
-            found[f"model.layers.{layer}.self_attn.{part}"] = (down, up)
-    return found
+            factors[f"model.layers.{layer}.self_attn.{part}"] = (down, up)
+    return factors

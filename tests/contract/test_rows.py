@@ -269,8 +269,8 @@ def test_the_vocabulary_is_that_of_the_tokenizer_beside_the_weights(opened: Open
     before = set(model_folder.iterdir())
     write_tokenizer(model_folder)
     try:
-        found = opened.backend.vocabulary()
+        vocabulary = opened.backend.vocabulary()
     finally:
         for path in set(model_folder.iterdir()) - before:
             path.unlink()
-    assert found == Vocabulary([*PIECES.values(), *[b""] * (V - len(PIECES))])
+    assert vocabulary == Vocabulary([*PIECES.values(), *[b""] * (V - len(PIECES))])

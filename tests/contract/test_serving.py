@@ -37,8 +37,8 @@ class Served:
     def states(self) -> list[str]:
         """The states of the workers, as `lmpool status` shows them."""
         done = run_lmpool("status", "--json", "--redis", self.pool.url, "--prefix", self.pool.prefix)
-        found = json.loads(done.stdout)
-        return [worker["state"] for model in found for worker in model["workers"]]
+        models = json.loads(done.stdout)
+        return [worker["state"] for model in models for worker in model["workers"]]
 
     def failure_of(self, ids: bytes, adapter: str = "") -> Failure:
         """What the worker answers to a job that no producer would send."""
@@ -49,9 +49,9 @@ class Served:
         # In this order: the worker may be faster than the second command.
         redis.hset(keys.waiting + digest_of(ids, adapter), mapping={b"job": "0-1", reply: ""})
         redis.xadd(keys.jobs, {JOB_FIELD: Job(ids, adapter, info.fingerprint, False).pack()})
-        found: Any = until(lambda: redis.xrange(reply), "the worker answers")
+        replies: Any = until(lambda: redis.xrange(reply), "the worker answers")
         redis.delete(reply)
-        return unpack_failure(found[0][1][b"e"])
+        return unpack_failure(replies[0][1][b"e"])
 
     async def _info(self) -> Any:
         async with self.pool.producer(NAME) as producer:
@@ -82,16 +82,16 @@ def served(
 async def test_clients_get_the_references_rows(served: Served) -> None:
     draw = random.Random(100)
     assert served.states() == ["ready"]
-    async with served.pool.producer(NAME) as one, served.pool.producer(NAME) as other:
-        most = one.model.max_prompt_tokens
+    async with served.pool.producer(NAME) as first, served.pool.producer(NAME) as other:
+        most = first.model.max_prompt_tokens
         prompts = [prompt(draw, length) for length in (1, 7, 33, 100, most)]
-        await _check(served, one, prompts)
+        await _check(served, first, prompts)
         contexts = [prompt(draw, 10 + i) for i in range(10)]
         for _ in range(5):
-            await asyncio.gather(_check(served, one, contexts), _check(served, other, contexts[::2]))
+            await asyncio.gather(_check(served, first, contexts), _check(served, other, contexts[::2]))
             contexts = [[*ids, draw.randrange(V)] for ids in contexts]
-        for adapter in await one.adapters():
-            await _check(served, one, prompts, adapter)
+        for adapter in await first.adapters():
+            await _check(served, first, prompts, adapter)
 
 
 async def _check(served: Served, producer: Producer, prompts: list[list[int]], adapter: str = "") -> None:

@@ -93,40 +93,40 @@ def spoil(backend: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, 
 
 
 def test_a_prompt_that_sglang_refuses_is_a_failure_of_that_prompt_alone(folder: Path, draw: random.Random) -> None:
-    with opened(folder) as one:
-        most = one.backend.info.max_prompt_tokens
+    with opened(folder) as driver:
+        most = driver.backend.info.max_prompt_tokens
         for length in (most + 1, MAX_TOKENS, 3 * KV_TOKENS):
             long, fits = job(prompt(draw, length), length), [prompt(draw, 9), prompt(draw, most)]
-            one.backend.submit([long])
-            one.check(fits, one.ask(fits))
-            assert "SGLang refuses the prompt" in one.failures[long.digest]
-            assert str(length) in one.failures[long.digest]
-            assert long.digest not in one.rows
+            driver.backend.submit([long])
+            driver.check(fits, driver.ask(fits))
+            assert "SGLang refuses the prompt" in driver.failures[long.digest]
+            assert str(length) in driver.failures[long.digest]
+            assert long.digest not in driver.rows
 
 
 def test_a_prompt_that_sglang_drops_in_silence_is_a_failure(folder: Path, draw: random.Random) -> None:
-    with opened(folder) as one:
-        scheduler_of(one.backend).max_queued_requests = 0
+    with opened(folder) as driver:
+        scheduler_of(driver.backend).max_queued_requests = 0
         asked = job(prompt(draw, 7))
-        one.backend.submit([asked])
-        while not one.failures:
-            one.step()
-        assert one.failures == {asked.digest: "SGLang has dropped the prompt without an answer"}
-        scheduler_of(one.backend).max_queued_requests = None
+        driver.backend.submit([asked])
+        while not driver.failures:
+            driver.step()
+        assert driver.failures == {asked.digest: "SGLang has dropped the prompt without an answer"}
+        scheduler_of(driver.backend).max_queued_requests = None
         prompts = [prompt(draw, 7)]
-        one.check(prompts, one.ask(prompts))
+        driver.check(prompts, driver.ask(prompts))
 
 
 def test_dropping_a_prompt_drops_no_other(folder: Path, draw: random.Random) -> None:
-    with opened(folder) as one:
+    with opened(folder) as driver:
         prompts = [prompt(draw, 5) for _ in range(200)]
-        digests = one.submit(prompts)
+        digests = driver.submit(prompts)
         # SGLang takes back all requests whose names begin with the one that is dropped.
-        one.backend.abort(digests[:8])
-        one.check(prompts[8:], one.finish(digests[8:]))
-        assert len(one.rows) == len(prompts) - 8
-        assert not one.failures
-        assert one.backend.step().blocks == []  # Nothing is held, so there is nothing to wait for.
+        driver.backend.abort(digests[:8])
+        driver.check(prompts[8:], driver.finish(digests[8:]))
+        assert len(driver.rows) == len(prompts) - 8
+        assert not driver.failures
+        assert driver.backend.step().blocks == []  # Nothing is held, so there is nothing to wait for.
 
 
 # Results that must not become rows
@@ -148,34 +148,34 @@ def test_logits_of_another_shape_are_an_error(
     def reshape(batch: Any, result: Any) -> None:
         result.logits_output.next_token_logits = change(result.logits_output.next_token_logits)
 
-    with opened(folder) as one:
-        spoil(one.backend, monkeypatch, reshape)
-        one.submit([prompt(draw, 5), prompt(draw, 6)])
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, reshape)
+        driver.submit([prompt(draw, 5), prompt(draw, 6)])
         with pytest.raises(WorkerError, match=message):
-            one.step()
+            driver.step()
         with pytest.raises(WorkerError, match=message):
-            one.step()
+            driver.step()
 
 
 def test_the_row_of_a_prompt_that_sglang_has_shortened_is_an_error(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(folder) as one:
+    with opened(folder) as driver:
         module: Any = import_module("sglang.srt.managers.scheduler")
         shorten = module.validate_input_length
         # As it does when it is told to shorten prompts that are too long.
         monkeypatch.setattr(module, "validate_input_length", lambda request, most, _: shorten(request, most, True))
-        length = one.backend.info.max_prompt_tokens + 3
-        one.backend.submit([job(prompt(draw, length))])
+        length = driver.backend.info.max_prompt_tokens + 3
+        driver.backend.submit([job(prompt(draw, length))])
         with pytest.raises(WorkerError, match=rf"SGLang has computed \d+ tokens of a prompt of {length}"):
-            one.finish([bytes(16)])
+            driver.finish([bytes(16)])
 
 
 def test_a_row_that_follows_a_sampled_token_is_an_error(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine: Any = import_module("lmpool.workers.backends.sglang.engine")
-    with opened(folder) as one:
+    with opened(folder) as driver:
         make = engine.make_request
 
         def ask_for_tokens(*arguments: Any) -> Any:
@@ -184,9 +184,9 @@ def test_a_row_that_follows_a_sampled_token_is_an_error(
             return request
 
         monkeypatch.setattr(engine, "make_request", ask_for_tokens)
-        one.submit([prompt(draw, 5)])
+        driver.submit([prompt(draw, 5)])
         with pytest.raises(WorkerError, match="in a forward that is no prefill"):
-            one.finish([bytes(16)])
+            driver.finish([bytes(16)])
 
 
 def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
@@ -195,15 +195,15 @@ def test_the_death_of_the_engine_ends_the_step_that_waits_for_it(
     def fail(batch: Any, result: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more lines")
 
-    with opened(folder) as one:
-        spoil(one.backend, monkeypatch, fail)
-        one.submit([prompt(draw, 5)])
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, fail)
+        driver.submit([prompt(draw, 5)])
         for _ in range(2):
             with pytest.raises(WorkerError, match="SGLang's engine died: CUDA error: an illegal memory access was .*"):
-                one.step()
+                driver.step()
     prompts = [prompt(draw, 5)]
-    with opened(folder) as one:
-        one.check(prompts, one.ask(prompts))
+    with opened(folder) as driver:
+        driver.check(prompts, driver.ask(prompts))
 
 
 # What is computed
@@ -213,28 +213,28 @@ def test_of_an_extension_one_token_is_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed = []
-    with opened(folder) as one:
-        spoil(one.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
         ids = prompt(draw, 50)
-        one.ask([ids])
-        before = one.backend.stats().reused
+        driver.ask([ids])
+        before = driver.backend.stats().reused
         for _ in range(3):
             ids = [*ids, draw.randrange(V)]
-            one.check([ids], one.ask([ids]))
+            driver.check([ids], driver.ask([ids]))
         assert computed == [50, 1, 1, 1]
-        assert one.backend.stats().reused - before == 50 + 51 + 52
+        assert driver.backend.stats().reused - before == 50 + 51 + 52
 
 
 def test_a_prompt_that_takes_several_forwards_has_one_row(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
-    with opened(folder) as one:
-        spoil(one.backend, monkeypatch, lambda batch, result: sizes.append(len(result.logits_output.next_token_logits)))
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, lambda _, result: sizes.append(len(result.logits_output.next_token_logits)))
         ids = prompt(draw, 3 * MAX_BATCH_TOKENS + 5)
-        before = one.backend.stats()
-        one.check([ids], one.ask([ids]))
-        after = one.backend.stats()
+        before = driver.backend.stats()
+        driver.check([ids], driver.ask([ids]))
+        after = driver.backend.stats()
         assert len(sizes) == 4  # Forwards that leave a prompt unfinished return logits too.
         assert (after.rows - before.rows, after.steps - before.steps) == (1, 4)
 
@@ -250,14 +250,14 @@ def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
         buffer[: len(logits)] = logits
         result.logits_output.next_token_logits = buffer[: len(logits)]
 
-    with opened(folder) as one:
-        spoil(one.backend, monkeypatch, reuse)
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, reuse)
         # So short that a forward completes all of its prompts.
         prompts = [prompt(draw, 4) for _ in range(5 * MAX_BATCH)]
-        digests = one.submit(prompts)
-        results = one.backend._engine._results  # type: ignore[attr-defined]
+        digests = driver.submit(prompts)
+        results = driver.backend._engine._results  # type: ignore[attr-defined]
         until(lambda: results.qsize() >= 5, "the engine has gone on")
-        one.check(prompts, one.finish(digests))
+        driver.check(prompts, driver.finish(digests))
 
 
 # Settings
@@ -265,28 +265,28 @@ def test_a_row_stays_what_it_was_when_the_engine_writes_over_its_logits(
 
 def test_the_users_options_go_before_ours(folder: Path, draw: random.Random) -> None:
     given = ["max_running_requests=3 chunked_prefill_size=32", "context_length=100 device=cpu"]
-    with opened(folder, engine_args=given, device="cuda:7") as one:
-        scheduler = scheduler_of(one.backend)
-        assert (one.backend.batch, one.backend.capacity()) == (3, 6)
+    with opened(folder, engine_args=given, device="cuda:7") as driver:
+        scheduler = scheduler_of(driver.backend)
+        assert (driver.backend.batch, driver.backend.capacity()) == (3, 6)
         assert scheduler.chunked_prefill_size == 32
-        assert one.backend.info.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
+        assert driver.backend.info.max_prompt_tokens == 100 - launch.RESERVED_TOKENS
         prompts = [prompt(draw, 80) for _ in range(5)]
-        one.check(prompts, one.ask(prompts))
+        driver.check(prompts, driver.ask(prompts))
 
 
 def test_the_longest_prompt_may_be_set(folder: Path, draw: random.Random) -> None:
-    with opened(folder, max_prompt_tokens=100) as one:
-        assert one.backend.info.max_prompt_tokens == 100
+    with opened(folder, max_prompt_tokens=100) as driver:
+        assert driver.backend.info.max_prompt_tokens == 100
         too_long = job(prompt(draw, 101))
-        one.backend.submit([too_long])
+        driver.backend.submit([too_long])
         prompts = [prompt(draw, 100)]
-        one.check(prompts, one.ask(prompts))
-        assert too_long.digest in one.failures
+        driver.check(prompts, driver.ask(prompts))
+        assert too_long.digest in driver.failures
 
 
 def test_kv_cache_bytes_are_what_keys_and_values_take(folder: Path) -> None:
-    with opened(folder) as one:
-        assert scheduler_of(one.backend).max_total_num_tokens == KV_TOKENS
+    with opened(folder) as driver:
+        assert scheduler_of(driver.backend).max_total_num_tokens == KV_TOKENS
 
 
 def known() -> dict[str, bool]:
@@ -337,8 +337,8 @@ def test_options_that_decide_rows_make_another_model_of_it(folder: Path) -> None
     assert launch.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
-        with opened(folder, engine_args=engine_args) as one:
-            revisions.append(one.backend.info.revision)
+        with opened(folder, engine_args=engine_args) as driver:
+            revisions.append(driver.backend.info.revision)
     assert revisions[0] == checkpoint_revision(folder) != revisions[1]
 
 
@@ -444,8 +444,8 @@ def test_a_start_that_failed_leaves_the_next_one_alone(folder: Path, tmp_path: P
     with pytest.raises(SettingsError), opened(tmp_path):
         pass
     prompts = [prompt(draw, 8)]
-    with opened(folder) as one:
-        one.check(prompts, one.ask(prompts))
+    with opened(folder) as driver:
+        driver.check(prompts, driver.ask(prompts))
 
 
 # The process
@@ -500,15 +500,15 @@ def test_the_process_stays_ours(folder: Path, tmp_path: Path, monkeypatch: pytes
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", _LOOK, settings], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    for before, found in json.loads(done.stdout.splitlines()[-1]).values():
-        assert found == before
+    for before, after in json.loads(done.stdout.splitlines()[-1]).values():
+        assert after == before
     assert "it/s" not in done.stderr, "there are progress bars"
     assert "INFO:sglang" not in done.stderr, "SGLang tells what nobody wants to know"
 
 
 def test_a_closed_engine_leaves_no_thread_and_no_memory(folder: Path) -> None:
-    with opened(folder) as one:
-        weights = next(scheduler_of(one.backend).tp_worker.model_runner.model.parameters())
+    with opened(folder) as driver:
+        weights = next(scheduler_of(driver.backend).tp_worker.model_runner.model.parameters())
         seen = weakref.ref(weights)
         del weights
     assert seen() is None

@@ -117,27 +117,27 @@ def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend
     for _ in range(2):  # What is held of them the second time must not be used.
         rows = [job(ids) for ids in prompts]
         jobs = [job(ids, "score")._replace(score_from=at) for ids, at in zip(prompts, starts, strict=True)]
-        backend.submit([one for pair in zip(jobs, rows, strict=True) for one in pair])
-        found: dict[bytes, Any] = {}
-        while len(found) < len(jobs) + len(rows):
+        backend.submit([queued for pair in zip(jobs, rows, strict=True) for queued in pair])
+        answers: dict[bytes, Any] = {}
+        while len(answers) < len(jobs) + len(rows):
             finished = backend.step()
             assert not finished.failures
             for block in finished.blocks:
-                found.update(zip(block.digests, block.numbers, strict=True))
+                answers.update(zip(block.digests, block.numbers, strict=True))
             if finished.answers is not None:
-                found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-        for one, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
+                answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        for scored, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
             expected = [reference_row(ids[:at])[ids[at]] for at in range(start, len(ids))]
-            np.testing.assert_allclose(found[one.digest], expected, atol=3e-4)
-            np.testing.assert_allclose(found[row.digest], reference_row(ids), atol=3e-4)
+            np.testing.assert_allclose(answers[scored.digest], expected, atol=3e-4)
+            np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
     assert not backend._scores
 
 
 def test_dropped_scores_leave_nothing(backend: VllmBackend) -> None:
-    one = job(draw(58, 150), "score")._replace(score_from=3)
-    backend.submit([one])
+    scored = job(draw(58, 150), "score")._replace(score_from=3)
+    backend.submit([scored])
     backend.step()
-    backend.abort([one.digest])
+    backend.abort([scored.digest])
     answer(backend, draw(58, 150))
     assert not backend._scores
     assert not backend._requests
@@ -161,11 +161,11 @@ def test_a_fresh_row_uses_nothing_that_is_held(backend: VllmBackend) -> None:
 @pytest.fixture
 def asked(backend: VllmBackend) -> Iterator[BackendJob]:
     """A prompt that the backend holds; what a test leaves broken is dropped."""
-    one = job(draw(60, 10))
-    backend.submit([one])
-    name = backend._held[one.digest]
-    yield one
-    backend.abort([one.digest])
+    held = job(draw(60, 10))
+    backend.submit([held])
+    name = backend._held[held.digest]
+    yield held
+    backend.abort([held.digest])
     # The backend may have forgotten what its engine still runs.
     backend._core.abort_requests([name])
 
@@ -255,8 +255,8 @@ def test_an_adapter_that_is_none_is_refused(model_folder: Path, adapter_folder: 
     assert "has rank 8, and adapter_config.json says 600" in refused(model_folder, adapters=[f"a={large}"])
     tensors = load_file(large / "adapter_model.safetensors")
     stretched = {
-        name: torch.zeros(600, one.shape[1]) if "lora_A" in name else torch.zeros(one.shape[0], 600)
-        for name, one in tensors.items()
+        name: torch.zeros(600, tensor.shape[1]) if "lora_A" in name else torch.zeros(tensor.shape[0], 600)
+        for name, tensor in tensors.items()
     }
     save_file(stretched, large / "adapter_model.safetensors")
     assert "has rank 600: vLLM takes at most 512" in refused(model_folder, adapters=[f"a={large}"])
@@ -393,8 +393,8 @@ def test_the_first_runner_moves_requests_in_its_batch() -> None:
 
     def update(**given: Any) -> dict[int, bytes]:
         processor.update_state(SimpleNamespace(**({"removed": [], "added": [], "moved": []} | given)))
-        found: dict[int, bytes] = dict(processor._digests)
-        return found
+        digests: dict[int, bytes] = dict(processor._digests)
+        return digests
 
     assert update(added=[(i, params(name), [], []) for i, name in enumerate("abcd")]) == dict(enumerate(
         (b"a", b"b", b"c", b"d")))  # fmt: skip

@@ -40,7 +40,7 @@ def job(ids: list[int], name: str = "") -> BackendJob:
 
 def answer(backend: VllmBackend, *prompts: list[int]) -> None:
     """Have prompts answered, and check their rows."""
-    jobs = {one.digest: ids for one, ids in ((job(ids), ids) for ids in prompts)}
+    jobs = {queued.digest: ids for queued, ids in ((job(ids), ids) for ids in prompts)}
     backend.submit(job(ids) for ids in prompts)
     while jobs:
         finished = backend.step()

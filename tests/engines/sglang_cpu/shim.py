@@ -116,15 +116,15 @@ class _MadeUp(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        found: Any
+        attribute: Any
         if name[0].isupper():
             base = Exception if name.endswith(("Error", "OutOfResources")) else _Anything
-            found = type(name, (base,), {"__module__": self.__name__})
+            attribute = type(name, (base,), {"__module__": self.__name__})
         else:
             full = f"{self.__name__}.{name}"
-            found = sys.modules.setdefault(full, _MadeUp(ModuleSpec(full, _Finder(set()), is_package=True)))
-        setattr(self, name, found)
-        return found
+            attribute = sys.modules.setdefault(full, _MadeUp(ModuleSpec(full, _Finder(set()), is_package=True)))
+        setattr(self, name, attribute)
+        return attribute
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if len(arguments) == 1 and callable(arguments[0]) and not named:

@@ -56,11 +56,11 @@ def warning(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize("form", ["folder", "gguf"])
 def test_the_tokens_of_smollm2_are_what_its_tokenizer_decodes(smollm2_folder: Path, form: str) -> None:
     folder, file = (smollm2_folder, "") if form == "folder" else (gguf_path().parent, gguf_path().name)
-    found = read(folder, vocab_size=49_152, gguf_file=file)
-    assert found is not None
+    vocabulary = read(folder, vocab_size=49_152, gguf_file=file)
+    assert vocabulary is not None
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_folder)
     texts = tokenizer.batch_decode([[token] for token in range(49_152)], clean_up_tokenization_spaces=False)
-    assert [token.decode(errors="replace") for token in found.tokens] == texts
+    assert [token.decode(errors="replace") for token in vocabulary.tokens] == texts
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))

@@ -58,9 +58,9 @@ def write(tmp_path: Path) -> Write:
     ],
 )
 def test_a_value_that_is_toml_or_json_is_read_as_such(text: str, value: object) -> None:
-    found = parse_engine_args([f"key={text}"])
-    assert found == {"key": value}
-    assert type(found["key"]) is type(value), "True equals 1, and 1 equals 1.0"
+    options = parse_engine_args([f"key={text}"])
+    assert options == {"key": value}
+    assert type(options["key"]) is type(value), "True equals 1, and 1 equals 1.0"
 
 
 def test_not_a_number_is_read_too() -> None:

@@ -37,12 +37,12 @@ def backend(**changed: Any) -> SyntheticBackend:
 
 def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.float32]]:
     """Every row of a step as a client sees it: encoded, received, decoded."""
-    found: dict[bytes, NDArray[np.float32]] = {}
+    rows: dict[bytes, NDArray[np.float32]] = {}
     for block in finished.blocks:
         for index, digest in enumerate(block.digests):
-            assert digest not in found
-            found[digest] = decode_row(np.frombuffer(block.encode(index), np.uint8).copy(), vocab_size)
-    return found
+            assert digest not in rows
+            rows[digest] = decode_row(np.frombuffer(block.encode(index), np.uint8).copy(), vocab_size)
+    return rows
 
 
 # Rows
@@ -81,8 +81,8 @@ def test_a_row_is_the_same_in_another_process() -> None:
         "from lmpool.synthetic import synthetic_row;"
         "print(synthetic_row([5, 6], vocab_size=500, seed=3).tobytes().hex())"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == synthetic_row([5, 6], vocab_size=500, seed=3).tobytes().hex()
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == synthetic_row([5, 6], vocab_size=500, seed=3).tobytes().hex()
 
 
 def test_rows_do_not_depend_on_what_was_drawn_before() -> None:
@@ -138,21 +138,21 @@ def test_the_backend_answers_with_exactly_the_synthetic_rows(
     served = backend(vocab_size=vocab_size, seed=seed, encoding=encoding)
     expected = {job(p, vocab_size).digest: synthetic_row(p, vocab_size=vocab_size, seed=seed) for p in prompts}
     served.submit([job(p, vocab_size) for p in prompts])
-    found: dict[bytes, NDArray[np.float32]] = {}
+    rows: dict[bytes, NDArray[np.float32]] = {}
     for _ in range(0, len(expected), served.batch):
-        found |= rows_of(served.step(), vocab_size)
-    assert found.keys() == expected.keys()
+        rows |= rows_of(served.step(), vocab_size)
+    assert rows.keys() == expected.keys()
     for digest, row in expected.items():
-        assert found[digest].tobytes() == row.tobytes()
+        assert rows[digest].tobytes() == row.tobytes()
 
 
 @encodings
 def test_a_large_vocabulary_is_bit_identical_too(encoding: str) -> None:
     served = backend(vocab_size=49_152, encoding=encoding)
     served.submit([job([i], 49_152) for i in range(4)])
-    found = rows_of(served.step(), 49_152)
+    rows = rows_of(served.step(), 49_152)
     for i in range(4):
-        assert found[job([i], 49_152).digest].tobytes() == synthetic_row([i], vocab_size=49_152).tobytes()
+        assert rows[job([i], 49_152).digest].tobytes() == synthetic_row([i], vocab_size=49_152).tobytes()
 
 
 @encodings

@@ -88,8 +88,8 @@ def serve(backend: HfBackend, prompts: Iterable[Sequence[int]]) -> dict[Ids, Log
     names = {job(prompt).digest: tuple(prompt) for prompt in prompts}
     backend.submit([job(prompt) for prompt in names.values()])
     finished = drain(backend)
-    assert [one.failures for one in finished if one.failures] == []
-    rows = {names[digest]: row for one in finished for digest, row in decode(one.blocks).items()}
+    assert [step.failures for step in finished if step.failures] == []
+    rows = {names[digest]: row for step in finished for digest, row in decode(step.blocks).items()}
     assert set(rows) == set(names.values())
     return rows
 

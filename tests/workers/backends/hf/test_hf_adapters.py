@@ -71,15 +71,15 @@ def ask(backend: HfBackend, asked: Sequence[QueryAnswerer]) -> list[Row]:
         data = np.asarray(ids, "<u4").tobytes()
         jobs.append(BackendJob(digest_of(data, str(next(_numbers))), data, adapter))
     backend.submit(jobs)
-    found: dict[bytes, Row] = {}
-    while len(found) < len(jobs):
+    rows: dict[bytes, Row] = {}
+    while len(rows) < len(jobs):
         finished = backend.step()
         assert not finished.failures
         for block in finished.blocks:
             for index, digest in enumerate(block.digests):
                 encoded = np.frombuffer(bytearray(block.encode(index)), np.uint8)
-                found[digest] = decode_row(encoded, VOCAB_SIZE)
-    return [found[job.digest] for job in jobs]
+                rows[digest] = decode_row(encoded, VOCAB_SIZE)
+    return [rows[job.digest] for job in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,9 @@ def some_missing(folder: Path) -> None:
 
 def another_instead(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
-    renamed = {name.replace("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj"): one for name, one in tensors.items()}
+    renamed = {
+        name.replace("layers.0.mlp.up_proj", "layers.0.mlp.gate_proj"): tensor for name, tensor in tensors.items()
+    }
     save_file(renamed, folder / "adapter_model.safetensors")
 
 
@@ -224,7 +226,7 @@ def nonsense(folder: Path) -> None:
 
 def no_numbers(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
-    filled = {name: torch.full_like(one, float("nan")) for name, one in tensors.items()}
+    filled = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
     save_file(filled, folder / "adapter_model.safetensors")
 
 
@@ -310,8 +312,8 @@ class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = result if isinstance(result, tuple | list) else [result]
-        tensors = [one for one in made if isinstance(one, torch.Tensor) and one.device.type != "meta"]
-        self._storages += [one.untyped_storage() for one in tensors]
+        tensors = [tensor for tensor in made if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"]
+        self._storages += [tensor.untyped_storage() for tensor in tensors]
         return result
 
 

@@ -182,7 +182,7 @@ def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
     rows = serve(backend, [paris, *ragged])
     reference.check(rows)
     assert int(rows[paris].argmax()) == 7042  # " Paris"
-    reference.check(serve(backend, [(*paris, 7042), (*paris, 253, 3575), *((*one[:-1], 101, 202) for one in ragged)]))
+    reference.check(serve(backend, [(*paris, 7042), (*paris, 253, 3575), *((*ids[:-1], 101, 202) for ids in ragged)]))
     assert backend.stats().reused == 4 + 5 + 0 + 8 + 16
     assert (backend.info.vocab_size, backend.info.encoding, backend.info.max_prompt_tokens) == (49_152, "f32", 8192)
 
@@ -341,9 +341,9 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
     short, long = random_prompts(3, (10, 15)), random_prompts(1, (30, 30))
     backend.submit([job(prompt) for prompt in short + long])
     finished = drain(backend)
-    failures = {digest: message for one in finished for digest, message in one.failures.items()}
+    failures = {digest: message for step in finished for digest, message in step.failures.items()}
     assert failures == {job(long[0]).digest: "the model failed on this prompt: out of memory"}
-    assert sum(len(block.digests) for one in finished for block in one.blocks) == 3
+    assert sum(len(block.digests) for step in finished for block in step.blocks) == 3
 
 
 def test_a_smaller_batch_grows_back() -> None:
@@ -471,16 +471,16 @@ def test_a_closed_backend_holds_nothing(tiny: Tiny) -> None:
 
 
 def test_the_revision_follows_the_weights(tiny: Tiny, tmp_path: Path) -> None:
-    ours = tiny.backend().info
+    info = tiny.backend().info
     copy = shutil.copytree(tiny.folder("llama"), tmp_path / "elsewhere")
-    theirs = HfBackend(HfSettings(str(copy), device="cpu", name="other", max_batch=3)).info
-    assert (theirs.revision, theirs.fingerprint) == (ours.revision, ours.fingerprint)
+    moved = HfBackend(HfSettings(str(copy), device="cpu", name="other", max_batch=3)).info
+    assert (moved.revision, moved.fingerprint) == (info.revision, info.fingerprint)
     model: Any = make_model("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[0, 1] += 1e-6
     model.save_pretrained(tmp_path / "changed")
     changed = HfBackend(HfSettings(str(tmp_path / "changed"), device="cpu")).info
-    assert changed.fingerprint != ours.fingerprint
+    assert changed.fingerprint != info.fingerprint
 
 
 def test_the_info_says_what_is_served(tiny: Tiny) -> None:

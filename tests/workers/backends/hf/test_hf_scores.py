@@ -31,22 +31,22 @@ def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind:
     backend.submit(jobs)
     steps = drain(backend)
     assert len(steps) > 7 if logits == 7 else len(steps) <= 4
-    found: dict[bytes, Logprobs] = {}
+    scores: dict[bytes, Logprobs] = {}
     for answers in (step.answers for step in steps if step.answers):
-        found.update(zip(answers.digests, answers.vectors, strict=True))
-    for one, ids, start in zip(jobs, prompts, starts, strict=True):
+        scores.update(zip(answers.digests, answers.vectors, strict=True))
+    for scored, ids, start in zip(jobs, prompts, starts, strict=True):
         expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
-        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 
 def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny.backend()
     forward = Forward.last_logits
     monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
-    one = job((1, 2, 3))._replace(score_from=1)
-    backend.submit([one])
+    scored = job((1, 2, 3))._replace(score_from=1)
+    backend.submit([scored])
     (finished,) = drain(backend)
-    assert finished.failures == {one.digest: "the model returned logits that are no distribution: NaN or infinite"}
+    assert finished.failures == {scored.digest: "the model returned logits that are no distribution: NaN or infinite"}
 
 
 def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +65,14 @@ def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, m
     prompts = random_prompts(3, (10, 10))
     jobs = [job(ids)._replace(score_from=4) for ids in prompts]
     backend.submit(jobs)
-    found: dict[bytes, Logprobs] = {}
+    scores: dict[bytes, Logprobs] = {}
     for finished in drain(backend):
         assert not finished.failures
         if finished.answers is not None:
-            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-    for one, ids in zip(jobs, prompts, strict=True):
+            scores.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    for scored, ids in zip(jobs, prompts, strict=True):
         expected = [tiny.reference("llama").row(ids[:at])[ids[at]] for at in range(4, 10)]
-        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 
 def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) -> None:
@@ -85,6 +85,6 @@ def test_a_fresh_row_uses_nothing_that_is_held_and_leaves_nothing(tiny: Tiny) ->
         backend._pool._storage.fill_(7.0)  # Whatever used it would be wrong.
     fresh = job(prompt)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job(prompt[:7])._replace(digest=b"g" * 16, fresh=True)])
-    rows = {digest: row for one in drain(backend) for digest, row in decode(one.blocks).items()}
+    rows = {digest: row for step in drain(backend) for digest, row in decode(step.blocks).items()}
     tiny.reference("llama").check({prompt: rows[fresh.digest], prompt[:7]: rows[b"g" * 16]})
     assert len(backend._pool.slots) == held

@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def answered(backend: HfBackend, *, steps: int = 1) -> list[bytes]:
     """What so many steps answer."""
     finished = [backend.step() for _ in range(steps)]
-    return [digest for one in finished for digest in one.digests]
+    return [digest for step in finished for digest in step.digests]
 
 
 @EVERY_KIND
@@ -49,7 +49,7 @@ def test_a_long_prompt_computed_in_chunks_has_the_row_of_transformers(tiny: Tiny
     backend.submit([job(prompt) for prompt in prompts])
     finished = drain(backend)
     assert (len(finished) > sum(len(prompt) // 8 for prompt in prompts)) == (kind not in WHOLE)
-    rows = decode(block for one in finished for block in one.blocks)
+    rows = decode(block for step in finished for block in step.blocks)
     tiny.reference(kind).check({prompt: rows[job(prompt).digest] for prompt in prompts})
 
 
@@ -79,7 +79,7 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
     backend.submit([job(late)])
     order = [digest for finished in drain(backend) for digest in finished.digests]
     # What is computed whole has its turn after one step of others.
-    assert order == [job(one).digest for one in ((long, late) if kind in WHOLE else (late, long))]
+    assert order == [job(ids).digest for ids in ((long, late) if kind in WHOLE else (late, long))]
 
 
 @pytest.mark.parametrize(("length", "score_from"), [(60, 0), (64, 0), (61, 1), (65, 1)])
@@ -201,21 +201,21 @@ def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
     jobs = [job(text)._replace(score_from=1), job(far)._replace(score_from=50)]
     backend.submit(jobs)
     order: list[bytes] = []
-    found: dict[bytes, Any] = {}
+    scores: dict[bytes, Any] = {}
     for step in range(40):
         if step == 5:
             backend.submit([job((1, 2, 3))])
         finished = backend.step()
         order += finished.digests
         if finished.answers is not None:
-            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+            scores.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
         if len(order) == 3:
             break
     assert order[0] == job((1, 2, 3)).digest
     row = tiny.reference("llama").row
-    for one, ids in zip(jobs, (text, far), strict=True):
-        expected = [row(ids[:at])[ids[at]] for at in range(one.score_from, 60)]
-        np.testing.assert_allclose(found[one.digest], expected, atol=1e-4, rtol=0)
+    for scored, ids in zip(jobs, (text, far), strict=True):
+        expected = [row(ids[:at])[ids[at]] for at in range(scored.score_from, 60)]
+        np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 
 # In a worker
@@ -284,11 +284,15 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
     pool: Pool, tiny: Tiny, backend: SteppedBackend
 ) -> None:
     (long,), short = random_prompts(1, (60, 60)), (1, 2, 3)
-    async with serving(pool, backend) as worker, pool.producer("tiny") as one, pool.producer("tiny") as another:
-        first = asyncio.create_task(one.logprobs(long))
+    async with (
+        serving(pool, backend) as worker,
+        pool.producer("tiny") as early,
+        pool.producer("tiny") as late,
+    ):
+        first = asyncio.create_task(early.logprobs(long))
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
-        second = asyncio.create_task(another.logprobs(short))
+        second = asyncio.create_task(late.logprobs(short))
         await until_true(lambda: len(owed_by(worker)) == 2, "the backend is given the short prompt")
         # One step may have begun before; the next one is the short prompt's.
         backend.let(2)
@@ -304,13 +308,17 @@ async def test_the_long_prompt_of_a_client_that_has_gone_is_let_go_between_chunk
     pool: Pool, tiny: Tiny, backend: SteppedBackend
 ) -> None:
     (long,) = random_prompts(1, (60, 60))
-    async with serving(pool, backend) as worker, pool.producer("tiny") as one, pool.producer("tiny") as another:
-        first = asyncio.create_task(one.logprobs(long))
+    async with (
+        serving(pool, backend) as worker,
+        pool.producer("tiny") as early,
+        pool.producer("tiny") as late,
+    ):
+        first = asyncio.create_task(early.logprobs(long))
         backend.let(3)
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         first.cancel()
         await until_true(lambda: not owed_by(worker), "the worker sees that nobody waits")
-        second = asyncio.create_task(another.logprobs((1, 2, 3)))
+        second = asyncio.create_task(late.logprobs((1, 2, 3)))
         await until_true(lambda: len(owed_by(worker)) == 1, "the backend is given another prompt")
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})

@@ -1,4 +1,4 @@
-"""Where weights lie, what they are, and the byte strings of their tokens: found before any engine loads them."""
+"""A model's checkpoint before any engine loads it: its folder or its copy of the hub, its digest, its tokens' bytes."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ _MODEL_CONFIGS = ("config.json", "params.json")
 
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
+
+# What a config says beside what decides rows.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "base_model_name_or_path"}
 
 # Copies of the weights for other programs.
@@ -43,6 +45,8 @@ _UNWANTED = ["original/*", "onnx/*", "*.pth", "*.onnx", "*.h5", "*.msgpack", "*.
 _MOST_CONFIG_BYTES = 1 << 26
 _MOST_NAMED = 3
 _MOST_LOOKED_AT = 1000
+
+# 64-bit words whose sums a digest takes together: a table of rows, which fits a processor's cache.
 _ROW = 512
 _TABLE = _ROW * _ROW
 
@@ -95,9 +99,9 @@ def checkpoint_folder(
             )
         )
     except LocalEntryNotFoundError as error:
-        raise not_had(field, model, not_on_hub(model, trouble) if trouble else first_line(error)) from error
+        raise unavailable(field, model, why_not_cached(model, trouble) if trouble else first_line(error)) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise not_had(field, model, first_line(error)) from error
+        raise unavailable(field, model, first_line(error)) from error
 
 
 def checkpoint_source(model: str) -> str:
@@ -176,11 +180,11 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
     Raises:
         SettingsError: it is a file, or a folder without a model.
     """
-    place = local_path("model", model)
+    path = local_path("model", model)
     try:
-        reason = _why_no_file(place) if place.is_file() else ""
-        if place.is_dir() and not has_gguf:
-            reason = _why_no_model(place)
+        reason = _why_no_file(path) if path.is_file() else ""
+        if path.is_dir() and not has_gguf:
+            reason = _why_no_model(path)
     except OSError as error:
         reason = first_line(error)
     if reason:
@@ -267,14 +271,14 @@ def cached_folder(model: str, file: str, revision: str | None) -> Path | None:
 
 def nearest_folders(model: str) -> str:
     """Folders that a name that is none may mean, as the end of a sentence; "" if there are none."""
-    place = Path(model).expanduser()
-    parent = place.parent
+    path = Path(model).expanduser()
+    parent = path.parent
     try:
         names = [entry.name for entry in islice(parent.iterdir(), _MOST_LOOKED_AT) if entry.is_dir()]
     except OSError:
         return ""
     visible = sorted(name for name in names if not name.startswith("."))
-    nearest = get_close_matches(place.name, visible, n=_MOST_NAMED)
+    nearest = get_close_matches(path.name, visible, n=_MOST_NAMED)
     # A bare name says nothing of where to look: then only what is spelt like it is worth a word.
     if not nearest and "/" in model:
         nearest = visible
@@ -285,7 +289,7 @@ def nearest_folders(model: str) -> str:
     return f"; there is {listed}{f' and {more} more' if more > 0 else ''}"
 
 
-def not_on_hub(model: str, trouble: str) -> str:
+def why_not_cached(model: str, trouble: str) -> str:
     """Why a name that is no folder cannot be loaded, where the hub cannot be asked and its cache has no copy.
 
     Args:
@@ -300,7 +304,7 @@ def not_on_hub(model: str, trouble: str) -> str:
     )
 
 
-def not_had(field: str, model: str, reason: str) -> SettingsError:
+def unavailable(field: str, model: str, reason: str) -> SettingsError:
     """The refusal of a name that is no folder and cannot be had from the hub."""
     nearest = _nearest_models(field, model)
     return SettingsError(f"{field}: {shown(model)} is no folder here and cannot be had from the hub: {reason}{nearest}")
@@ -311,9 +315,9 @@ def _nearest_models(field: str, model: str) -> str:
     return nearest_folders(model) if field == "model" else ""
 
 
-def _is_folder(place: Path) -> bool:
+def _is_folder(path: Path) -> bool:
     try:
-        return place.is_dir()
+        return path.is_dir()
     except OSError:  # Too long for a path.
         return False
 

@@ -1,4 +1,4 @@
-"""From logits to rows that lose nothing that the model computed, and the device that this is done on."""
+"""From logits to rows that lose nothing that the model computed, to tokens' scores, and the torch device for it."""
 
 from __future__ import annotations
 

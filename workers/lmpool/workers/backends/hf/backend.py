@@ -89,7 +89,7 @@ class HfBackend:
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
-            chunk=_chunk(settings, self._forward.device),
+            chunk=_chunk_tokens(settings, self._forward.device),
             shares=self._pool is not None,
         )
         self._log_longest(loaded.max_prompt_tokens)
@@ -334,7 +334,7 @@ def _ids(job: BackendJob) -> memoryview:
     return decode_ids(job.ids).data
 
 
-def _chunk(settings: HfSettings, device: torch.device) -> int:
+def _chunk_tokens(settings: HfSettings, device: torch.device) -> int:
     usual = _CPU_CHUNK if device.type == "cpu" else _CHUNK
     return min(settings.chunked_prefill_size or usual, settings.max_batch_tokens)
 

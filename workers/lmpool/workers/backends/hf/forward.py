@@ -1,4 +1,4 @@
-"""A forward of the model over a batch, and the check that the batch does not change a row's value."""
+"""A forward of the model over a batch, and the check which batches leave a prompt's row as it is alone."""
 
 from __future__ import annotations
 
@@ -215,6 +215,8 @@ def _prompts(length: int, vocab_size: int) -> list[list[int]]:
 
 
 class _Check:
+    """Compares rows of some prompts that are computed together or in parts with those of each of them alone."""
+
     def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
         self._forward = forward
         self._prompts = prompts

@@ -1,4 +1,4 @@
-"""Loading a model of transformers, with one clear line for everything that can be wrong with it."""
+"""Loading a model of transformers: its limits, a digest of its weights, and one clear line for whatever is wrong."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lmpool.workers.backends.checkpoint import (
     hub_trouble,
     is_on_hub,
     nearest_folders,
-    not_had,
-    not_on_hub,
+    unavailable,
+    why_not_cached,
 )
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
@@ -37,6 +37,7 @@ UNLIMITED = 1 << 20
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# What a config says beside what decides rows.
 _VOLATILE = {
     "_name_or_path",
     "_attn_implementation",
@@ -48,7 +49,11 @@ _VOLATILE = {
 }
 
 _SAMPLES = 1024
+"""Elements of a tensor that its digest takes as they are, at least."""
+
 _CHUNK = 1 << 24
+"""Elements that are summed at once."""
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,7 +80,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     """
     torch_device.settle()
     device = pick_device(settings.device)
-    place, is_local = _find(settings)
+    path, is_local = _find(settings)
     log_threads(str(device))
     # It writes to standard error by itself, beside the worker's log: twice, and not as the log is wanted.
     logging.getLogger("huggingface_hub").handlers.clear()
@@ -92,7 +97,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     if settings.gguf_file is not None:
         arguments["gguf_file"] = settings.gguf_file
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(place, **arguments)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **arguments)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own: these are what missing files, unknown
         # architectures, missing packages, broken checkpoints and broken GGUF files end in.
@@ -165,9 +170,9 @@ def _find(settings: HfSettings) -> tuple[str, bool]:
     try:
         copy = cached_folder(model, file or "config.json", settings.revision)
     except ValueError as error:
-        raise not_had("model", model, first_line(error)) from error
+        raise unavailable("model", model, first_line(error)) from error
     if copy is None:
-        raise not_had("model", model, not_on_hub(model, trouble))
+        raise unavailable("model", model, why_not_cached(model, trouble))
     # By its name transformers would ask the hub all the same, for an adapter's config.
     return str(copy), True
 

@@ -158,7 +158,9 @@ class Engine:
         except BaseException as error:  # noqa: BLE001  told to whoever waits, who raises it
             self._fail(error)
         finally:
-            self._end()
+            scheduler, self.scheduler = self.scheduler, None
+            if scheduler is not None:
+                end_scheduler(scheduler)
 
     def _fail(self, error: BaseException) -> None:
         if self._ready.is_set():
@@ -166,11 +168,6 @@ class Engine:
         else:
             self._error = error
             self._ready.set()
-
-    def _end(self) -> None:
-        scheduler, self.scheduler = self.scheduler, None
-        if scheduler is not None:
-            end_scheduler(scheduler)
 
 
 class Seams:
@@ -201,11 +198,7 @@ class Seams:
         """
         received = list(local_reqs or ())
         aborted = [request.rid for request in received if isinstance(request, AbortReq) and request.rid in self._owed]
-        if aborted:
-            for name in aborted:
-                del self._owed[name]
-            failures = dict.fromkeys(aborted, "SGLang has taken the prompt back")
-            self._results.put(EngineBatch([], None, None, 0, 0, failures))
+        self._fail(aborted, "SGLang has taken the prompt back")
         for order in self._waiting_orders():
             if order is None:
                 self._scheduler.gracefully_exit = True
@@ -219,7 +212,8 @@ class Seams:
     def _waiting_orders(self) -> list[Order | None]:
         orders = []
         if self._scheduler.is_fully_idle():
-            self._fail_owed()
+            # It owes nothing: what it has not answered it has dropped, and told a socket so.
+            self._fail(list(self._owed), "SGLang has dropped the prompt without an answer")
             orders.append(self._orders.get())
         while True:
             try:
@@ -227,12 +221,12 @@ class Seams:
             except Empty:
                 return orders
 
-    def _fail_owed(self) -> None:
-        """An idle scheduler owes nothing: what it has not answered it has dropped, and told a socket so."""
-        if self._owed:
-            failures = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
-            self._owed.clear()
-            self._results.put(EngineBatch([], None, None, 0, 0, failures))
+    def _fail(self, names: list[str], reason: str) -> None:
+        """Hand out failures of prompts that are owed, if there are any."""
+        for name in names:
+            del self._owed[name]
+        if names:
+            self._results.put(EngineBatch([], None, None, 0, 0, dict.fromkeys(names, reason)))
 
     def _process_and_capture(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
         """Around what the scheduler does with a result: the rows of the prompts that it completes."""

@@ -1,4 +1,8 @@
-"""From the settings to an engine that runs, with one clear line for everything that can be wrong."""
+"""From the settings to an engine of SGLang that runs: its options, and one clear line for everything that can be wrong.
+
+`engine` is imported by `launch` only when the settings have been checked and the environment is set: SGLang reads it,
+and looks for its kernels, while it is imported.
+"""
 
 from __future__ import annotations
 

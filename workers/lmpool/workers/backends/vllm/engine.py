@@ -1,4 +1,4 @@
-"""vLLM's engine core in this process, with one clear line for everything that can be wrong with making it."""
+"""From the settings to vLLM's engine core in this process: its arguments, and one clear line for whatever is wrong."""
 
 from __future__ import annotations
 
