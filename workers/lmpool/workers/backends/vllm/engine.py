@@ -139,10 +139,7 @@ class Engine:
                     f"adapters: this worker has room for {self.adapter_slots}, and {name!r} would be one more: start "
                     "the workers anew with --max-adapters"
                 )
-            try:
-                _load_adapter(self.core, request)
-            except START_ERRORS as error:
-                raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
+            _load_adapter(self.core, name, request)
             self.adapters[adapter] = (request, checkpoint_source(source))
         return revision_of(adapter)
 
@@ -306,16 +303,19 @@ def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocCli
     for name, (request, _) in adapters.items():
         # Now: an adapter that does not fit would end the engine with its first prompt.
         try:
-            _load_adapter(core, request)
-        except START_ERRORS as error:
+            _load_adapter(core, name, request)
+        except SettingsError:
             core.shutdown()
-            raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
+            raise
     return core
 
 
-def _load_adapter(core: InprocClient, request: LoRARequest) -> None:
-    if not core.add_lora(request):
-        raise RuntimeError("it does not fit the model")
+def _load_adapter(core: InprocClient, name: str, request: LoRARequest) -> None:
+    try:
+        if not core.add_lora(request):
+            raise RuntimeError("it does not fit the model")
+    except START_ERRORS as error:
+        raise SettingsError(f"adapters: vLLM {vllm_version} cannot load {name}: {first_line(error)}") from error
 
 
 def _allow_tiles() -> None:
