@@ -16,7 +16,8 @@ import uvloop
 from benchmarks.harness.lines import serve
 from benchmarks.harness.tekken import read_inputs
 from lmpool.producer import Producer
-from lmpool.producer.trie import PooledTrie, Values
+from lmpool.producer.trie import PooledTrie
+from lmpool.protocol.row import Values
 
 Ids = list[int]
 

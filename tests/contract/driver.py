@@ -11,16 +11,13 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.prompt import digest_of, encode_prompt
-from lmpool.protocol.row import decode_row
+from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob
 from tests.contract.model import V
 from tests.contract.subjects import Subject
-
-Row = NDArray[np.float32]
 
 DEADLINE_S = 60.0
 """Between one answer and the next. How long all of them take is a matter of how many there are, and of the machine."""

@@ -8,16 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from lmpool.protocol.row import Row
 from lmpool.trie.kernels import torch_device
-
-Row = NDArray[np.float32]
 
 # No multiple of 64: engines pad the vocabulary.
 V = 517

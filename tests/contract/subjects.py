@@ -18,16 +18,14 @@ import numpy as np
 import torch
 from examples import own_backend
 from examples.own_backend import UnigramSettings
-from numpy.typing import NDArray
 
+from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backend.contract import Backend
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command
-
-Row = NDArray[np.float32]
 
 # So small that everything in the contract happens: several steps a prompt, several batches, a full KV cache.
 MAX_BATCH = 8

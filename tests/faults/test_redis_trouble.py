@@ -197,8 +197,8 @@ async def test_a_reply_that_cannot_be_that_of_a_submission_costs_no_row(
     async with shaken.producer() as producer:
         call, wrongs = CommandConnection.call, [wrong]
 
-        async def lossy(link: CommandConnection, *arguments: Argument) -> Any:
-            reply = await call(link, *arguments)
+        async def lossy(connection: CommandConnection, *arguments: Argument) -> Any:
+            reply = await call(connection, *arguments)
             return wrongs.pop() if arguments[0] in (b"EVALSHA", b"EVAL") and wrongs else reply
 
         monkeypatch.setattr(CommandConnection, "call", lossy)

@@ -7,16 +7,14 @@ from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import Values
 from lmpool.synthetic import synthetic_row
 from lmpool.trie.kernels import Op
 from lmpool.trie.trie import Trie
 from tests.support.pool import Pool
 from tests.support.tries import reference
-
-Values = NDArray[np.float32]
 
 
 class Answers:

@@ -40,22 +40,22 @@ async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterat
 
 
 @pytest.fixture
-async def link(server: Server) -> AsyncIterator[RawCommandConnection]:
+async def raw(server: Server) -> AsyncIterator[RawCommandConnection]:
     found = RawCommandConnection(await server.open())
     yield found
     found.close()
 
 
-async def read_group(link: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
+async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
     command = ("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", "jobs", ">")
-    return await asyncio.wait_for(link.call(command), DEADLINE_S)
+    return await asyncio.wait_for(raw.call(command), DEADLINE_S)
 
 
-async def until_reading(link: RawCommandConnection, *consumers: str) -> None:
+async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
     """Wait until these have begun to read in the group, and have found nothing."""
 
     async def is_so() -> bool:
-        found = await link.call(("XINFO", "CONSUMERS", "jobs", GROUP))
+        found = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
         return {one[1].decode() for one in found} == set(consumers)
 
     await until_async(is_so, f"{consumers} read")
@@ -65,8 +65,8 @@ def entries(reply: Any) -> list[bytes]:
     return [fields[1] for _, fields in reply[0][1]]
 
 
-async def test_replies_have_the_types_of_a_server(link: RawCommandConnection) -> None:
-    """A link for rows takes a status for a status and a string for a value."""
+async def test_replies_have_the_types_of_a_server(raw: RawCommandConnection) -> None:
+    """A connection for rows takes a status for a status and a string for a value."""
     for command, reply in (
         (("SET", "k", "v"), b"OK"),
         (("GET", "k"), b"v"),
@@ -82,96 +82,94 @@ async def test_replies_have_the_types_of_a_server(link: RawCommandConnection) ->
     ):
         if isinstance(reply, str):
             with pytest.raises(ResponseError, match=f"^{reply}"):
-                await link.call(command)
+                await raw.call(command)
         else:
-            assert await link.call(command) == reply
+            assert await raw.call(command) == reply
 
 
-async def test_strings_and_statuses_differ_on_a_link_for_rows(server: Server) -> None:
-    link = RawRowConnection(await server.open(), 1 << 20)
-    stored, told = link.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), link.call((b"GET", b"k"))
+async def test_strings_and_statuses_differ_on_a_connection_for_rows(server: Server) -> None:
+    raw = RawRowConnection(await server.open(), 1 << 20)
+    stored, told = raw.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), raw.call((b"GET", b"k"))
     assert await stored == [None]
     assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
-    link.close()
+    raw.close()
 
 
 async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -> None:
-    link = RawRowConnection(await server.open(), 1 << 20)
+    raw = RawRowConnection(await server.open(), 1 << 20)
     numbers = np.random.default_rng(0).integers(0, 256, (40, 200_000), np.uint8)
     keys = [b"row:\r\n\x00" + bytes([i]) for i in range(40)]
     writes = [
         RowWrite(key, b"h" * 16, row.data, i % 2 == 0) for i, (key, row) in enumerate(zip(keys, numbers, strict=True))
     ]
-    await asyncio.gather(*(link.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
-    again = await link.set(
-        [writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9
-    )
+    await asyncio.gather(*(raw.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
+    again = await raw.set([writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9)
     assert again == [None, None]  # What is there stays unless it is to be overwritten.
-    found = await link.mget([*keys, b"none"])
+    found = await raw.mget([*keys, b"none"])
     assert found[0] is None or bytes(found[0])[16:] == numbers[1].tobytes()
     for row, got in zip(numbers[1:], found[1:-1], strict=True):
         assert bytes(got)[16:] == row.tobytes()
     assert found[-1] is None
-    link.close()
+    raw.close()
 
 
 async def test_who_has_waited_longest_is_served_first_and_others_go_on_waiting(
-    server: Server, link: RawCommandConnection
+    server: Server, raw: RawCommandConnection
 ) -> None:
-    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+    await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     readers = [RawCommandConnection(await server.open()) for _ in range(3)]
     reads = []
     for number, reader in enumerate(readers):
         reads.append(asyncio.ensure_future(read_group(reader, f"c{number}")))
-        await until_reading(link, *(f"c{other}" for other in range(number + 1)))
+        await until_reading(raw, *(f"c{other}" for other in range(number + 1)))
     for number, read in enumerate(reads):
-        await link.call(("XADD", "jobs", "*", "m", number))
+        await raw.call(("XADD", "jobs", "*", "m", number))
         assert entries(await read) == [str(number).encode()]
         assert not any(other.done() for other in reads[number + 1 :])
     for reader in readers:
         reader.close()
 
 
-async def test_a_client_that_has_gone_is_given_nothing(server: Server, link: RawCommandConnection) -> None:
-    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+async def test_a_client_that_has_gone_is_given_nothing(server: Server, raw: RawCommandConnection) -> None:
+    await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     gone = RawCommandConnection(await server.open())
     number = await gone.call(("CLIENT", "ID"))
     gone.call(("XREADGROUP", "GROUP", GROUP, "gone", "COUNT", 1, "BLOCK", 0, "STREAMS", "jobs", ">"))
-    await until_reading(link, "gone")
+    await until_reading(raw, "gone")
     gone.close()
 
     async def is_alone() -> bool:
-        return b"id=" not in await link.call(("CLIENT", "LIST", "ID", number))
+        return b"id=" not in await raw.call(("CLIENT", "LIST", "ID", number))
 
     await until_async(is_alone, "the server knows that the client has gone")
-    await link.call(("XADD", "jobs", "*", "m", "x"))
-    assert entries(await read_group(link, "here")) == [b"x"]
+    await raw.call(("XADD", "jobs", "*", "m", "x"))
+    assert entries(await read_group(raw, "here")) == [b"x"]
 
 
 async def test_a_read_ends_in_nothing_when_its_time_is_up_and_what_was_sent_behind_it_follows(
-    link: RawCommandConnection,
+    raw: RawCommandConnection,
 ) -> None:
-    await link.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
+    await raw.call(("XGROUP", "CREATE", "jobs", GROUP, 0, "MKSTREAM"))
     replies = [
-        link.call(("XREAD", "BLOCK", 50, "STREAMS", "jobs", "0")),
-        link.call(("PING",)),
-        link.call(("ECHO", "x")),
+        raw.call(("XREAD", "BLOCK", 50, "STREAMS", "jobs", "0")),
+        raw.call(("PING",)),
+        raw.call(("ECHO", "x")),
     ]
     assert await asyncio.wait_for(asyncio.gather(*replies), DEADLINE_S) == [None, b"PONG", b"x"]
 
 
-async def test_a_group_that_is_gone_is_told_as_such(link: RawCommandConnection) -> None:
+async def test_a_group_that_is_gone_is_told_as_such(raw: RawCommandConnection) -> None:
     for _ in range(2):
         with pytest.raises(ResponseError, match="^NOGROUP"):
-            await read_group(link, "c")
-        await link.call(("XADD", "jobs", "*", "m", "x"))
+            await read_group(raw, "c")
+        await raw.call(("XADD", "jobs", "*", "m", "x"))
 
 
-async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, link: RawCommandConnection) -> None:
+async def test_a_client_that_is_killed_is_cut_off_at_once(server: Server, raw: RawCommandConnection) -> None:
     other = RawCommandConnection(await server.open())
     number = await other.call(("CLIENT", "ID"))
     waiting = other.call(("XREAD", "BLOCK", 0, "STREAMS", "never", "0"))
-    assert await link.call(("CLIENT", "KILL", "ID", number)) == 1
+    assert await raw.call(("CLIENT", "KILL", "ID", number)) == 1
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(waiting, DEADLINE_S)
 

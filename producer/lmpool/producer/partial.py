@@ -40,8 +40,7 @@ from lmpool.protocol.query import (
     unpack_token,
     unpack_top,
 )
-from lmpool.protocol.row import check_logprobs, check_row
-from lmpool.rows.cache import Row
+from lmpool.protocol.row import Row, check_logprobs, check_row
 from lmpool.settings import shown
 
 T = TypeVar("T")

@@ -25,9 +25,10 @@ from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.client.sessions import CopiedAsItself
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.trie import PooledTrie, TrieOptions, Values
+from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TopK
+from lmpool.protocol.row import Values
 from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")

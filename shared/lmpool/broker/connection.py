@@ -133,7 +133,7 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         return pending
 
 
-L = TypeVar("L", bound=RawConnection)
+Raw = TypeVar("Raw", bound=RawConnection)
 
 _LEAST_REPLY_TIMEOUT_S = 2.0
 _MOST_REPLY_TIMEOUT_S = 30.0
@@ -148,7 +148,7 @@ def reply_timeout(lease_s: float) -> float:
     return min(_MOST_REPLY_TIMEOUT_S, max(_LEAST_REPLY_TIMEOUT_S, lease_s))
 
 
-class Connection(Generic[L]):
+class Connection(Generic[Raw]):
     """Opens a link on demand.
 
     Args:
@@ -160,46 +160,46 @@ class Connection(Generic[L]):
             any time.
     """
 
-    def __init__(self, server: Server, connect: Callable[[], Awaitable[L]]) -> None:
+    def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
         self.reply_timeout_s = REPLY_TIMEOUT_S
         self._server = server
         self._connect = connect
-        self._link: L | None = None
+        self._raw: Raw | None = None
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
         # Reply that is awaited -> on which link, and until which loop time; and one timer for all of them.
-        self._awaited: dict[asyncio.Future[Any], tuple[L, float]] = {}
+        self._awaited: dict[asyncio.Future[Any], tuple[Raw, float]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = 0.0
 
-    async def open(self) -> L:
+    async def open(self) -> Raw:
         """The open link.
 
         Raises:
             ServerUnreachable, AuthenticationFailed: it cannot be opened.
         """
         # Behind those who wait even when the link is there by now, so that commands go in the order of asking.
-        if self._link is None or self._link.closed or self._queued:
+        if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
             try:
                 async with self._opening:
                     if self._closed:
                         raise ServerUnreachable(f"the connection to {self._server} was closed on our side")
-                    if self._link is None or self._link.closed:
-                        link = await self._connect()
+                    if self._raw is None or self._raw.closed:
+                        raw = await self._connect()
                         if self._closed:
-                            link.close()
-                        self._link = link
+                            raw.close()
+                        self._raw = raw
             finally:
                 self._queued -= 1
-        return self._link
+        return self._raw
 
-    async def wait_for(self, link: L, reply: asyncio.Future[Any]) -> Any:
+    async def wait_for(self, raw: Raw, reply: asyncio.Future[Any]) -> Any:
         """The reply, or ServerError; a server that is silent for `reply_timeout_s` counts as gone."""
         # A timer for each would cost more than the command itself.
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
-        self._awaited[reply] = link, until
+        self._awaited[reply] = raw, until
         if self._timer is None or until < self._looks_at:
             self._look_at(until)
         try:
@@ -208,7 +208,7 @@ class Connection(Generic[L]):
             if isinstance(error, ResponseError) and str(error).startswith("NOSCRIPT"):
                 raise NoScriptError(str(error)) from error
             if isinstance(error, ResponseError):
-                self.check(link, error)
+                self.check(raw, error)
             raise self._server.explain(error) from error
         finally:
             del self._awaited[reply]
@@ -221,13 +221,13 @@ class Connection(Generic[L]):
 
     def hang_up(self, reason: Exception) -> None:
         """Close the link, to open another when it is needed next."""
-        if self._link is not None:
-            self._link.close(reason)
+        if self._raw is not None:
+            self._raw.close(reason)
 
-    def check(self, link: L, error: ResponseError) -> bool:
+    def check(self, raw: Raw, error: ResponseError) -> bool:
         """Whether an answer means to ask again, on another connection: then this one is closed."""
         if found := self._server.is_not_now(error):
-            link.close(self._server.explain(error))
+            raw.close(self._server.explain(error))
         return found
 
     def _look_at(self, when: float) -> None:
@@ -241,9 +241,9 @@ class Connection(Generic[L]):
         """Give up links whose replies are late; look again when the next one may be."""
         self._timer = None
         awaited = [one for reply, one in self._awaited.items() if not reply.done()]
-        for link, until in awaited:
+        for raw, until in awaited:
             if until <= self._looks_at:
-                link.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
+                raw.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
         if later := [until for _, until in awaited if until > self._looks_at]:
             self._look_at(min(later))
 
@@ -253,8 +253,8 @@ class Connection(Generic[L]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._link is not None:
-            self._link.close()
+        if self._raw is not None:
+            self._raw.close()
 
 
 class CommandConnection(Connection[RawCommandConnection]):
@@ -282,5 +282,5 @@ class CommandConnection(Connection[RawCommandConnection]):
             NoScriptError: the server does not know the script.
             ServerError: the server refuses, or cannot be used.
         """
-        link = await self.open()
-        return await self.wait_for(link, link.call(arguments))
+        raw = await self.open()
+        return await self.wait_for(raw, raw.call(arguments))

@@ -189,7 +189,7 @@ class AdapterRegistry:
         made: bytes = await scripts.ADOPT(self._redis, keys, args)
         return Generation.parse(_text(made)) if made else None
 
-    async def confirm(self, line: CommandConnection, known: Registered, replicas: int, wait_s: float) -> int:
+    async def confirm(self, connection: CommandConnection, known: Registered, replicas: int, wait_s: float) -> int:
         """How many replicas have a state of the registry, or a later one; 0 when it is not what the server has.
 
         Args:
@@ -201,12 +201,12 @@ class AdapterRegistry:
         Raises:
             ServerError: the server refuses, or cannot be used.
         """
-        link = await line.open()
+        link = await connection.open()
         # The same once more.
         write = (b"EVAL", scripts.SWAP.source, 1, self._keys[0], GENERATION_FIELD, known.named, known.named)
-        if not await line.wait_for(link, link.call(write)):
+        if not await connection.wait_for(link, link.call(write)):
             return 0
-        return int(await line.wait_for(link, link.call((b"WAIT", replicas, int(wait_s * 1000)))))
+        return int(await connection.wait_for(link, link.call((b"WAIT", replicas, int(wait_s * 1000)))))
 
     async def known_for(self, name: str) -> float:
         """For how many seconds from now clients may still use another adapter of this name than what is in service.

@@ -142,13 +142,13 @@ async def read_doubt(server: Server) -> str | None:
 
     HELLO is allowed to every user, and tells Valkey's own version, where INFO shows much that is nobody's business.
     """
-    line = CommandConnection(server)
+    connection = CommandConnection(server)
     try:
-        told = _told(await line.call(b"HELLO"))
+        told = _told(await connection.call(b"HELLO"))
     except LMPoolError:
         return None  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
     finally:
-        line.close()
+        connection.close()
     return doubt_of(told.get("server", ""), told.get("version", ""))
 
 

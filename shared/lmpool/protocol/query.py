@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
-from lmpool.protocol.row import check_largest
+from lmpool.protocol.row import Row, check_largest
 from lmpool.settings import shown
 from lmpool.trie.kernels import OPS, Op
-
-Row = NDArray[np.float32]
 
 MOST_SEED = 2**64 - 1
 """Largest seed of a sampling."""

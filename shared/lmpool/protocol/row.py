@@ -70,6 +70,12 @@ def encoded_size(vocab_size: int, encoding: Encoding) -> int:
     return HEADER_SIZE + vocab_size * encoding.dtype.itemsize
 
 
+Row = NDArray[np.float32]
+"""A row, float32 log-probabilities of shape (V,); several of them, of shape (n, V)."""
+
+Values = NDArray[np.float32]
+"""Weights of tokens or values of trie nodes, of any shape."""
+
 Encoded = tuple[bytes, memoryview]
 """An encoded row: header and numbers."""
 

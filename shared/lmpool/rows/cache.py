@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
@@ -23,11 +22,20 @@ from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Block, Encoding, RowBlock, VectorBlock, check_row, decode_row, decode_rows, encoded_size
+from lmpool.protocol.row import (
+    Block,
+    Encoding,
+    Row,
+    RowBlock,
+    VectorBlock,
+    check_row,
+    decode_row,
+    decode_rows,
+    encoded_size,
+)
 from lmpool.rows.connection import Bulk, RawRowConnection, RowConnection, RowConnections, RowWrite, fresh_bulk
 from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
 
-Row = NDArray[np.float32]
 Found = Row | CorruptRow | None
 """A row, None when there is none, or why what is there is no row (an error is a value here)."""
 Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
@@ -179,11 +187,11 @@ class ChunkReader:
     def __init__(
         self,
         server: Server,
-        line: RowConnection,
+        connection: RowConnection,
         apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError,
     ) -> None:
         self._server = server
-        self._line = line
+        self._connection = connection
         self._apart = apart
         self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
 
@@ -198,17 +206,17 @@ class ChunkReader:
             ServerError: the server cannot be used.
         """
         async with self._window:
-            link = await self._line.open()
+            raw = await self._connection.open()
             try:
-                values: Sequence[object] = await self._line.wait_for(link, link.mget(keys))
+                values: Sequence[object] = await self._connection.wait_for(raw, raw.mget(keys))
             except (
                 self._apart
             ):  # A ProtocolError is what a value over the limit ends the link with, for the others too.
-                bounded = await self._line.get_ranges(keys, most or [self._line.max_bulk] * len(keys))
+                bounded = await self._connection.get_ranges(keys, most or [self._connection.max_bulk] * len(keys))
                 # An empty string is what GETRANGE finds where there is nothing.
                 values = [bytes(one) or None if isinstance(one, (bytes, np.ndarray)) else one for one in bounded]
         for value in values:
-            if isinstance(value, ResponseError) and self._line.check(link, value):
+            if isinstance(value, ResponseError) and self._connection.check(raw, value):
                 raise self._server.explain(value)
         return values
 
@@ -246,12 +254,14 @@ class RedisRows:
         self._ttl_ms = space.ttl_ms
         # A script's reply must fit too where rows are tiny.
         # And a row that is too long must be told from one of the right length.
-        self._line = RowConnection(server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate)
+        self._connection = RowConnection(
+            server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate
+        )
         self._commands = CommandConnection(server)
-        self._line.reply_timeout_s = self._commands.reply_timeout_s = space.reply_timeout_s
+        self._connection.reply_timeout_s = self._commands.reply_timeout_s = space.reply_timeout_s
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(space.vocab_size, space.encoding)
-        self._reader = ChunkReader(server, self._line)
+        self._reader = ChunkReader(server, self._connection)
 
     async def put(
         self,
@@ -265,14 +275,14 @@ class RedisRows:
         Raises:
             ServerError: the server cannot be used; nothing is known of the rows.
         """
-        link = await self._line.open()
+        raw = await self._connection.open()
         writes = _writes(self._prefix, block, overwrite, some)
         ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
-        stored = link.set(writes, ttl_ms)
+        stored = raw.set(writes, ttl_ms)
         if then is not None:
-            await then(partial(self._line.call_on, link), ())
+            await then(partial(self._connection.call_on, raw), ())
         digests = block.digests if some is None else [block.digests[index] for index in some]
-        return self._refused(link, digests, await self._line.wait_for(link, stored))
+        return self._refused(raw, digests, await self._connection.wait_for(raw, stored))
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """See `RowCache.put_weights`.
@@ -280,29 +290,29 @@ class RedisRows:
         Raises:
             ServerError: the server cannot be used.
         """
-        link = await self._line.open()
+        raw = await self._connection.open()
         block = VectorBlock([one.name for one in weights], [one.values for one in weights])
         writes = [
             write._replace(header=one.secret + write.header)
             for one, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
         ]
-        stored = link.set(writes, _WEIGHTS_TTL_MS)
-        return self._refused(link, block.digests, await self._line.wait_for(link, stored))
+        stored = raw.set(writes, _WEIGHTS_TTL_MS)
+        return self._refused(raw, block.digests, await self._connection.wait_for(raw, stored))
 
-    def _refused(self, link: RawRowConnection, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
+    def _refused(self, raw: RawRowConnection, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
         """What the server refused for good; raises ServerError when it refused something for now."""
         refused = {
             digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
         }
         for reply in refused.values():
-            if self._line.check(link, reply):
+            if self._connection.check(raw, reply):
                 raise self._server.explain(reply)
         return {digest: str(reply) for digest, reply in refused.items()}
 
     @property
     def queue(self) -> Call:
         """See `RowCache.queue`."""
-        return self._line.call
+        return self._connection.call
 
     async def there(self, digests: Sequence[bytes]) -> list[bytes]:
         """See `RowCache.there`.
@@ -310,7 +320,7 @@ class RedisRows:
         Raises:
             ServerError: the server cannot be used.
         """
-        sizes = await asyncio.gather(*(self._line.call(b"STRLEN", self._prefix + digest) for digest in digests))
+        sizes = await asyncio.gather(*(self._connection.call(b"STRLEN", self._prefix + digest) for digest in digests))
         return [digest for digest, size in zip(digests, sizes, strict=True) if size]
 
     async def entries(
@@ -341,7 +351,7 @@ class RedisRows:
             ServerError: the server cannot be used.
         """
         # On the connection that weights take: behind those that are still on their way.
-        await self._line.call(b"UNLINK", *keys)
+        await self._connection.call(b"UNLINK", *keys)
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
@@ -353,7 +363,7 @@ class RedisRows:
         """
         lengths = lengths or {}
         if lengths:
-            self._line.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
+            self._connection.allow(encoded_size(max(lengths.values()), Encoding.F32) + 1)
         chunks = list(self._chunks(digests, lengths))
         if len(chunks) == 1:
             return await self._get_chunk(chunks[0], deliver, lengths)
@@ -408,7 +418,7 @@ class RedisRows:
 
     def close(self) -> None:
         """Close the connections; what is under way fails."""
-        self._line.close()
+        self._connection.close()
         self._commands.close()
 
 
@@ -449,7 +459,7 @@ class Sources:
     def __init__(self, server: Server, keys: Keys, reply_timeout_s: float) -> None:
         self._server = server
         self._keys = keys
-        self._lines = RowConnections(server, 0, reply_timeout_s)
+        self._connections = RowConnections(server, 0, reply_timeout_s)
         self._readers: dict[RowConnection, ChunkReader] = {}
 
     async def get_many(self, sources: Sequence[Source]) -> tuple[dict[Source, Row | LMPoolError], int]:
@@ -466,22 +476,22 @@ class Sources:
         """
         if not sources:
             return {}, 0
-        self._lines.allow(max(one.most_bytes for one in sources))
+        self._connections.allow(max(one.most_bytes for one in sources))
         parts: list[tuple[RowConnection, list[Source]]] = []
-        for line, numbers in await self._lines.of([self._key(one) for one in sources]):
+        for connection, numbers in await self._connections.of([self._key(one) for one in sources]):
             ours = [sources[number] for number in numbers]
-            parts += [(line, ours[part]) for part in cut_chunks([one.most_bytes for one in ours])]
-        found = await asyncio.gather(*(self._read(line, part) for line, part in parts))
+            parts += [(connection, ours[part]) for part in cut_chunks([one.most_bytes for one in ours])]
+        found = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
         values = [value for some in found for value in some]
         size = sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
         asked = [one for _, part in parts for one in part]
         return {one: _decoded(one, value) for one, value in zip(asked, values, strict=True)}, size
 
-    async def _read(self, line: RowConnection, part: Sequence[Source]) -> Sequence[object]:
-        reader = self._readers.get(line)
+    async def _read(self, connection: RowConnection, part: Sequence[Source]) -> Sequence[object]:
+        reader = self._readers.get(connection)
         if reader is None:
             # One that this worker may not read must not keep it from what other jobs name.
-            reader = self._readers[line] = ChunkReader(self._server, line, (ServerError, ProtocolError))
+            reader = self._readers[connection] = ChunkReader(self._server, connection, (ServerError, ProtocolError))
         return await reader.read([self._key(one) for one in part], [one.most_bytes for one in part])
 
     def _key(self, source: Source) -> bytes:
@@ -489,7 +499,7 @@ class Sources:
 
     def close(self) -> None:
         """Close the connections."""
-        self._lines.close()
+        self._connections.close()
 
 
 def _decoded(source: Source, value: object) -> Row | LMPoolError:

@@ -422,8 +422,8 @@ class RowConnection(Connection[RawRowConnection]):
         """Accept values of up to `size` bytes from now on, if that is more than until now."""
         if size > self._max_bulk:
             self._max_bulk = size
-            if self._link is not None:
-                self._link.max_bulk = size
+            if self._raw is not None:
+                self._raw.max_bulk = size
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command whose reply is not an array.
@@ -444,19 +444,19 @@ class RowConnection(Connection[RawRowConnection]):
         Raises:
             ServerError: the server cannot be used.
         """
-        link = await self.open()
-        replies = [link.call((b"GETRANGE", key, 0, size - 1)) for key, size in zip(keys, most, strict=True)]
-        values = [value for reply in replies for value in await self.wait_for(link, reply)]
+        raw = await self.open()
+        replies = [raw.call((b"GETRANGE", key, 0, size - 1)) for key, size in zip(keys, most, strict=True)]
+        values = [value for reply in replies for value in await self.wait_for(raw, reply)]
         for value in values:
-            if isinstance(value, ResponseError) and self.check(link, value):
+            if isinstance(value, ResponseError) and self.check(raw, value):
                 raise self._server.explain(value)
         return values
 
-    async def call_on(self, link: RawRowConnection, *arguments: Argument) -> Any:
+    async def call_on(self, raw: RawRowConnection, *arguments: Argument) -> Any:
         """Run a command on this very link: behind what was sent there, or not at all."""
-        (reply,) = await self.wait_for(link, link.call(arguments))
+        (reply,) = await self.wait_for(raw, raw.call(arguments))
         if isinstance(reply, ResponseError):
-            self.check(link, reply)
+            self.check(raw, reply)
             raise NoScriptError(str(reply)) if str(reply).startswith("NOSCRIPT") else self._server.explain(reply)
         return reply.tobytes() if isinstance(reply, np.ndarray) else reply
 
@@ -474,7 +474,7 @@ class RowConnections:
         self._server = server
         self._reply_timeout_s = reply_timeout_s
         self._max_bulk = max_bulk
-        self._lines: dict[Server, RowConnection] = {}
+        self._connections: dict[Server, RowConnection] = {}
 
     async def of(self, keys: Sequence[bytes]) -> list[tuple[RowConnection, list[int]]]:
         """Which line goes to which of some keys, by their numbers.
@@ -490,17 +490,17 @@ class RowConnections:
     def allow(self, size: int) -> None:
         """Accept values of up to `size` bytes from now on, if that is more than until now."""
         self._max_bulk = max(self._max_bulk, size)
-        for line in self._lines.values():
-            line.allow(size)
+        for connection in self._connections.values():
+            connection.allow(size)
 
     def _to(self, server: Server) -> RowConnection:
-        line = self._lines.get(server)
-        if line is None:
-            line = self._lines[server] = RowConnection(server, self._max_bulk)
-            line.reply_timeout_s = self._reply_timeout_s
-        return line
+        connection = self._connections.get(server)
+        if connection is None:
+            connection = self._connections[server] = RowConnection(server, self._max_bulk)
+            connection.reply_timeout_s = self._reply_timeout_s
+        return connection
 
     def close(self) -> None:
         """Close all lines."""
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()

@@ -18,6 +18,7 @@ from lmpool.producer.client.session import Session
 from lmpool.protocol.keys import GROUP
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.query import Sampling, sample, top
+from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
@@ -27,8 +28,6 @@ from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_
 LEASE_S = 1.0
 TIMEOUT_S = 15.0
 A_BATCH = 40
-
-Row = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def row(prompt: list[int]) -> Row:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmpool.producer.client.requests import RowLRU
-from lmpool.rows.cache import Row
+from lmpool.protocol.row import Row
 
 
 def row(size: int = 4, value: float = 0.0) -> Row:

@@ -31,7 +31,8 @@ from lmpool.producer.client.submit import CacheClient, Submitter
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
-from lmpool.rows.cache import Deliver, Row
+from lmpool.protocol.row import Row
+from lmpool.rows.cache import Deliver
 from tests.support.pool import DEADLINE_S
 
 

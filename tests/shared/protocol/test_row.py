@@ -37,7 +37,7 @@ def block_of(encoding: Encoding, numbers: NDArray[Any], log_z: float = 0.0) -> R
 
 
 def received(data: bytes) -> NDArray[np.uint8]:
-    """Bytes as the row link hands them on: an array that owns writeable memory."""
+    """Bytes as the connection for rows hands them on: an array that owns writeable memory."""
     return np.frombuffer(data, np.uint8).copy()
 
 

@@ -16,7 +16,6 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker.connection import Argument, RawCommandConnection
 from lmpool.errors import ProtocolError
-from lmpool.rows import connection
 from lmpool.rows.connection import RawRowConnection, RowWrite
 
 MAX_BULK = 1_000_000
@@ -25,7 +24,7 @@ Reply = asyncio.Future[Any]
 
 
 class Transport:
-    """Takes what a link writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
+    """Takes what a connection writes, and feeds it as an event loop does: `get_buffer`, then `buffer_updated`."""
 
     def __init__(self) -> None:
         self.protocol: asyncio.BufferedProtocol | None = None
@@ -54,7 +53,7 @@ class Transport:
             self.write(bytes(chunk))
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Hand bytes over, at most `sizes` at a time, then as many as the link has room for."""
+        """Hand bytes over, at most `sizes` at a time, then as many as the connection has a buffer for."""
         assert self.protocol is not None
         steps = iter(sizes)
         at = 0
@@ -68,38 +67,38 @@ class Transport:
 
 
 class Connection:
-    """A link on a transport."""
+    """A connection for rows on a transport."""
 
     def __init__(self, max_bulk: int = MAX_BULK) -> None:
         self.transport = Transport()
         connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.link = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
+        self.raw = RawRowConnection(cast(AbstractConnection, connection), max_bulk)
 
     def mget(self, count: int) -> Reply:
-        return self.link.mget([b"key-%d" % index for index in range(count)])
+        return self.raw.mget([b"key-%d" % index for index in range(count)])
 
     def set(self, count: int, *, size: int = 8) -> Reply:
         writes = [RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)]
-        return self.link.set(writes, 1000)
+        return self.raw.set(writes, 1000)
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
         self.transport.feed(data, sizes)
 
 
 class Commands:
-    """A link for any commands on a transport."""
+    """A connection for any commands on a transport."""
 
     def __init__(self) -> None:
         self.transport = Transport()
         connection = SimpleNamespace(_writer=SimpleNamespace(transport=self.transport))
-        self.link = RawCommandConnection(cast(AbstractConnection, connection))
+        self.raw = RawCommandConnection(cast(AbstractConnection, connection))
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
         """Hand bytes over, at most `sizes` at a time."""
         steps, at = iter(sizes), 0
-        while at < len(data) and not self.link.closed:
+        while at < len(data) and not self.raw.closed:
             count = next(steps, len(data))
-            self.link.data_received(data[at : at + count])
+            self.raw.data_received(data[at : at + count])
             at += count
 
 
@@ -139,11 +138,11 @@ cuts = st.lists(st.integers(1, 12), max_size=60)
 @given(values, nulls, cuts)
 def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], null: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        line = Connection()
-        reply = line.mget(len(found))
-        line.feed(array(found, null), sizes)
+        connection = Connection()
+        reply = connection.mget(len(found))
+        connection.feed(array(found, null), sizes)
         assert plain(reply) == found
-        assert not line.link.closed
+        assert not connection.raw.closed
 
     in_a_loop(work)
 
@@ -153,27 +152,27 @@ def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["mget", "set", "call"]), min_size=1, max_size=6))
 
     async def work() -> None:
-        line, stream = Connection(), b""
+        connection, stream = Connection(), b""
         expected: list[Any] = []
         replies: list[Reply] = []
         for kind in kinds:
             if kind == "call":
                 value = data.draw(st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=30))
                 stream += b":%d\r\n" % value if isinstance(value, int) else bulk(value, data.draw(nulls))
-                replies.append(line.link.call(["EVALSHA", b"sha", 0]))
+                replies.append(connection.raw.call(["EVALSHA", b"sha", 0]))
                 expected.append([value])
                 continue
             if kind == "mget":
                 found: list[Any] = data.draw(values)
                 stream += array(found, data.draw(nulls))
-                replies.append(line.mget(len(found)))
+                replies.append(connection.mget(len(found)))
             else:
                 outcomes = data.draw(st.lists(st.sampled_from(["+OK", "$-1", "_", "-OOM no room"]), min_size=1))
                 stream += b"".join(outcome.encode() + b"\r\n" for outcome in outcomes)
                 found = [outcome[1:] if outcome.startswith("-") else None for outcome in outcomes]
-                replies.append(line.set(len(outcomes)))
+                replies.append(connection.set(len(outcomes)))
             expected.append(found)
-        line.feed(stream, data.draw(cuts))
+        connection.feed(stream, data.draw(cuts))
         assert [plain(reply) for reply in replies] == expected
 
     in_a_loop(work)
@@ -187,9 +186,9 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
     steps = data.draw(st.lists(st.sampled_from([1, 2, 3, 1000, 70_000]), max_size=40))
 
     async def work() -> None:
-        line = Connection()
-        first, second = line.mget(len(found)), line.mget(1)
-        line.feed(array(found) + array([b"after"]), steps)
+        connection = Connection()
+        first, second = connection.mget(len(found)), connection.mget(1)
+        connection.feed(array(found) + array([b"after"]), steps)
         assert plain(first) == found
         assert plain(second) == [b"after"]
 
@@ -198,44 +197,44 @@ def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 5, 3000])
 async def test_a_reply_that_comes_byte_by_byte(size: int) -> None:
-    line = Connection()
-    reply = line.mget(3)
-    line.feed(array([b"x" * size, None, b""]), iter(lambda: 1, 0))
+    connection = Connection()
+    reply = connection.mget(3)
+    connection.feed(array([b"x" * size, None, b""]), iter(lambda: 1, 0))
     assert plain(reply) == [b"x" * size, None, b""]
 
 
 async def test_many_small_rows_fill_the_window_many_times() -> None:
-    line = Connection()
+    connection = Connection()
     found: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
-    reply = line.mget(1000)
-    line.feed(array(found))
+    reply = connection.mget(1000)
+    connection.feed(array(found))
     assert plain(reply) == found
 
 
 async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() -> None:
-    line = Connection()
-    line.mget(1)
-    line.feed(array([bytes(100_000)]))
-    assert len(line.link.get_buffer(-1)) < 100_000, "what comes behind a large value is mostly another one"
-    narrow = len(line.link.get_buffer(-1))
-    reply = line.mget(2)
-    line.feed(array([b"one", b"two"]))
+    connection = Connection()
+    connection.mget(1)
+    connection.feed(array([bytes(100_000)]))
+    assert len(connection.raw.get_buffer(-1)) < 100_000, "what comes behind a large value is mostly another one"
+    narrow = len(connection.raw.get_buffer(-1))
+    reply = connection.mget(2)
+    connection.feed(array([b"one", b"two"]))
     assert plain(reply) == [b"one", b"two"]
-    assert len(line.link.get_buffer(-1)) > 10 * narrow
+    assert len(connection.raw.get_buffer(-1)) > 10 * narrow
 
 
 async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
-    line = Connection()
+    connection = Connection()
     found: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
-    reply = line.mget(4)
-    line.feed(array(found), iter(lambda: 2, 0))
+    reply = connection.mget(4)
+    connection.feed(array(found), iter(lambda: 2, 0))
     assert plain(reply) == found
 
 
 async def test_each_value_is_fresh_memory_of_its_own() -> None:
-    line = Connection()
-    first, second = line.mget(4), line.mget(1)
-    line.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
+    connection = Connection()
+    first, second = connection.mget(4), connection.mget(1)
+    connection.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
     *small, one, other = first.result()
     assert [type(value) for value in (*small, *second.result())] == [bytes] * 3
     assert one.dtype == np.uint8
@@ -247,17 +246,17 @@ async def test_each_value_is_fresh_memory_of_its_own() -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 70_000, 10**9])
 async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) -> None:
-    line = Connection()
+    connection = Connection()
     large, other = b"x" * LARGE, b"y" * (LARGE - 1)
     found: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
-    replies = [line.mget(len(found)), line.mget(2), line.set(1), line.mget(1)]
-    line.feed(array(found) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
+    replies = [connection.mget(len(found)), connection.mget(2), connection.set(1), connection.mget(1)]
+    connection.feed(array(found) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
     assert [plain(reply) for reply in replies] == [found, [large, None], [None], [large]]
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**9])
 async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
-    line = Connection()
+    connection = Connection()
     found: list[bytes | None] = [
         b"ab",
         b"cd",
@@ -272,25 +271,25 @@ async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> 
         b"x" * 5000,
         b"op",
     ]
-    replies = [line.mget(len(found)), line.mget(2), line.mget(3)]
-    line.feed(array(found) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
+    replies = [connection.mget(len(found)), connection.mget(2), connection.mget(3)]
+    connection.feed(array(found) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
     assert [plain(reply) for reply in replies] == [found, [b"ab", b"cd"], [b"ef", b"gh", b"ij"]]
 
 
 @pytest.mark.parametrize("at", range(4))
 async def test_a_value_among_others_of_its_size_that_does_not_end_is_noticed(at: int) -> None:
-    line = Connection()
-    reply = line.mget(4)
+    connection = Connection()
+    reply = connection.mget(4)
     values = [b"$2\r\nab\r\n"] * 4
     values[at] = b"$2\r\nabcd"
-    line.feed(b"*4\r\n" + b"".join(values))
-    assert_broken(line, [reply], ProtocolError)
+    connection.feed(b"*4\r\n" + b"".join(values))
+    assert_broken(connection, [reply], ProtocolError)
 
 
 async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_end() -> None:
-    line = Connection()
-    reply = line.mget(2)
-    line.feed(array([b"one" * 30_000, b"two" * 30_000]))
+    connection = Connection()
+    reply = connection.mget(2)
+    connection.feed(array([b"one" * 30_000, b"two" * 30_000]))
     received = [cast(np.ndarray[Any, Any], value.base) for value in reply.result()]
     assert [value.size for value in reply.result()] == [90_000, 90_000]
     assert not np.shares_memory(received[0], received[1])
@@ -298,13 +297,13 @@ async def test_a_value_that_comes_in_parts_is_received_in_place_with_its_line_en
 
 
 async def test_nothing_is_answered_before_the_last_value_has_come() -> None:
-    line = Connection()
-    reply = line.mget(2)
+    connection = Connection()
+    reply = connection.mget(2)
     whole = array([b"abc", b"def"])
     for byte in whole[:-1]:
-        line.feed(bytes([byte]))
+        connection.feed(bytes([byte]))
         assert not reply.done()
-    line.feed(whole[-1:])
+    connection.feed(whole[-1:])
     assert plain(reply) == [b"abc", b"def"]
 
 
@@ -315,51 +314,51 @@ async def test_bytes_that_are_lost_within_the_last_value_are_not_replaced_by_tho
     size: int, lost: int, step: int
 ) -> None:
     """Whatever comes behind it takes the place of what was lost, and the line end is not where it should be."""
-    line = Connection()
-    replies = [line.mget(1), line.mget(1)]
+    connection = Connection()
+    replies = [connection.mget(1), connection.mget(1)]
     first, second = array([b"a" * size]), array([b"b" * size])
-    line.feed(first[: -2 - lost] + first[-2:] + second, iter(lambda: step, 0))
-    assert_broken(line, replies, ProtocolError)
+    connection.feed(first[: -2 - lost] + first[-2:] + second, iter(lambda: step, 0))
+    assert_broken(connection, replies, ProtocolError)
 
 
 async def test_one_value_that_does_not_end_answers_no_call() -> None:
-    line = Connection()
-    reply = line.link.call([b"GETRANGE", b"k", 0, 5])
-    line.feed(b"$5\r\nabc\r\n")
+    connection = Connection()
+    reply = connection.raw.call([b"GETRANGE", b"k", 0, 5])
+    connection.feed(b"$5\r\nabc\r\n")
     assert not reply.done()
-    line.feed(b"$5\r\nother\r\n")
-    assert_broken(line, [reply], ProtocolError)
+    connection.feed(b"$5\r\nother\r\n")
+    assert_broken(connection, [reply], ProtocolError)
 
 
 # Errors that the server answers with
 
 
 async def test_a_row_that_is_refused_is_an_error_of_that_row_alone() -> None:
-    line = Connection()
-    reply = line.set(3)
-    line.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
+    connection = Connection()
+    reply = connection.set(3)
+    connection.feed(b"+OK\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n$-1\r\n")
     stored, refused, kept = reply.result()
     assert (stored, kept) == (None, None)
     assert isinstance(refused, ResponseError)
     assert str(refused) == "OOM command not allowed when used memory > 'maxmemory'."
-    assert not line.link.closed
+    assert not connection.raw.closed
 
 
 async def test_an_mget_that_is_refused_raises_and_the_next_one_gets_its_values() -> None:
-    line = Connection()
-    refused, good = line.mget(3), line.mget(1)
-    line.feed(b"-LOADING Redis is loading the dataset in memory\r\n" + array([b"v"]), [5, 5, 5])
+    connection = Connection()
+    refused, good = connection.mget(3), connection.mget(1)
+    connection.feed(b"-LOADING Redis is loading the dataset in memory\r\n" + array([b"v"]), [5, 5, 5])
     with pytest.raises(ResponseError, match="^LOADING"):
         await refused
     assert plain(good) == [b"v"]
-    assert not line.link.closed
+    assert not connection.raw.closed
 
 
 async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
-    line = Connection()
-    first, second = line.mget(1), line.mget(1)
+    connection = Connection()
+    first, second = connection.mget(1), connection.mget(1)
     text = "ERR " + "x" * 5000
-    line.feed(array([bytes(LARGE)]) + f"-{text}\r\n".encode())
+    connection.feed(array([bytes(LARGE)]) + f"-{text}\r\n".encode())
     assert plain(first) == [bytes(LARGE)]
     with pytest.raises(ResponseError) as caught:
         await second
@@ -367,22 +366,22 @@ async def test_an_error_longer_than_the_narrow_window_is_read_whole() -> None:
 
 
 async def test_an_error_that_is_no_utf8_is_an_error_too() -> None:
-    line = Connection()
-    reply = line.mget(1)
-    line.feed(b"-ERR \xff\xfe\r\n")
+    connection = Connection()
+    reply = connection.mget(1)
+    connection.feed(b"-ERR \xff\xfe\r\n")
     with pytest.raises(ResponseError):
         await reply
 
 
 async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    line = Connection()
-    gone, stays = line.mget(1), line.mget(1)
+    connection = Connection()
+    gone, stays = connection.mget(1), connection.mget(1)
     gone.cancel()
-    line.feed(array([b"for the first"]) + array([b"for the second"]))
+    connection.feed(array([b"for the first"]) + array([b"for the second"]))
     assert plain(stays) == [b"for the second"]
-    refused, after = line.mget(1), line.mget(1)
+    refused, after = connection.mget(1), connection.mget(1)
     refused.cancel()
-    line.feed(b"-ERR no\r\n" + array([b"x"]))
+    connection.feed(b"-ERR no\r\n" + array([b"x"]))
     assert plain(after) == [b"x"]
 
 
@@ -395,16 +394,16 @@ async def test_a_request_that_was_cancelled_leaves_its_reply_to_nobody_else() ->
      (b"_\r\n", None), (b"$70000\r\n" + b"x" * 70_000 + b"\r\n", b"x" * 70_000)],
 )  # fmt: skip
 async def test_a_call_gives_a_number_or_bytes_or_nothing(data: bytes, value: object) -> None:
-    line = Connection()
-    call = line.link.call([b"EVALSHA", "sha", 0])
-    line.feed(data)
+    connection = Connection()
+    call = connection.raw.call([b"EVALSHA", "sha", 0])
+    connection.feed(data)
     assert plain(call) == [value]
 
 
-async def test_a_call_that_is_refused_gives_the_error_and_the_link_stays_open() -> None:
-    line = Connection()
-    call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
-    line.feed(b"-NOSCRIPT No matching script.\r\n" + array([b"v"]))
+async def test_a_call_that_is_refused_gives_the_error_and_the_connection_stays_open() -> None:
+    connection = Connection()
+    call, after = connection.raw.call([b"EVALSHA", "sha", 0]), connection.mget(1)
+    connection.feed(b"-NOSCRIPT No matching script.\r\n" + array([b"v"]))
     (error,) = call.result()
     assert isinstance(error, ResponseError)
     assert str(error) == "NOSCRIPT No matching script."
@@ -412,27 +411,27 @@ async def test_a_call_that_is_refused_gives_the_error_and_the_link_stays_open() 
 
 
 async def test_a_call_on_a_closed_link_fails_and_writes_nothing() -> None:
-    line = Connection()
-    line.link.close()
+    connection = Connection()
+    connection.raw.close()
     with pytest.raises(ConnectionError, match="closed"):
-        await line.link.call([b"PING"])
-    assert line.transport.written == b""
+        await connection.raw.call([b"PING"])
+    assert connection.transport.written == b""
 
 
 async def test_a_call_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
-    line = Connection()
-    call, after = line.link.call([b"EVALSHA", "sha", 0]), line.mget(1)
+    connection = Connection()
+    call, after = connection.raw.call([b"EVALSHA", "sha", 0]), connection.mget(1)
     call.cancel()
-    line.feed(b":7\r\n" + array([b"v"]))
+    connection.feed(b":7\r\n" + array([b"v"]))
     assert plain(after) == [b"v"]
 
 
-# What breaks a link
+# What breaks a connection
 
 
-def assert_broken(line: Connection, replies: list[Reply], kind: type[Exception]) -> None:
-    assert line.link.closed
-    assert "abort" in line.transport.calls
+def assert_broken(connection: Connection, replies: list[Reply], kind: type[Exception]) -> None:
+    assert connection.raw.closed
+    assert "abort" in connection.transport.calls
     for reply in replies:
         assert isinstance(reply.exception(), kind)
 
@@ -467,72 +466,72 @@ BROKEN: dict[str, bytes] = {
 
 @pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("size", [3, 10**9])
-async def test_what_answers_no_mget_closes_the_link_and_fails_all_that_wait(data: bytes, size: int) -> None:
-    line = Connection()
-    replies = [line.mget(2), line.mget(2), line.set(2)]
-    line.feed(data, iter(lambda: size, 0))
-    assert_broken(line, replies, ProtocolError)
+async def test_what_answers_no_mget_closes_the_connection_and_fails_all_that_wait(data: bytes, size: int) -> None:
+    connection = Connection()
+    replies = [connection.mget(2), connection.mget(2), connection.set(2)]
+    connection.feed(data, iter(lambda: size, 0))
+    assert_broken(connection, replies, ProtocolError)
 
 
 @pytest.mark.parametrize(
     "data", [b"+OK\r\n", b"-ERR no\r\n", b":1\r\n", b"$-1\r\n", b"$3\r\nabc\r\n", b"*1\r\n", b"_\r\n"]
 )
 @pytest.mark.parametrize("size", [1, 10**9])
-async def test_a_reply_that_nobody_asked_for_closes_the_link(data: bytes, size: int) -> None:
-    line = Connection()
-    line.feed(data, iter(lambda: size, 0))
-    assert_broken(line, [], ProtocolError)
+async def test_a_reply_that_nobody_asked_for_closes_the_connection(data: bytes, size: int) -> None:
+    connection = Connection()
+    connection.feed(data, iter(lambda: size, 0))
+    assert_broken(connection, [], ProtocolError)
 
 
 @pytest.mark.parametrize("data", [b"*1\r\n", b"*2\r\n", b"*-1\r\n"])
 async def test_an_array_answers_no_set_and_no_call(data: bytes) -> None:
     for ask in ("set", "call"):
-        line = Connection()
-        reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
-        line.feed(data)
-        assert_broken(line, [reply], ProtocolError)
+        connection = Connection()
+        reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
+        connection.feed(data)
+        assert_broken(connection, [reply], ProtocolError)
 
 
 @pytest.mark.parametrize(("ask", "data"), [("set", b"$1\r\nx\r\n"), ("set", b":1\r\n"), ("call", b"+OK\r\n")])
-async def test_a_reply_of_another_kind_breaks_the_link(ask: str, data: bytes) -> None:
+async def test_a_reply_of_another_kind_breaks_the_connection(ask: str, data: bytes) -> None:
     # A reply was lost: what follows would be taken for those of other commands.
-    line = Connection()
-    reply = line.set(1) if ask == "set" else line.link.call([b"DBSIZE"])
-    line.feed(data)
-    assert_broken(line, [reply], ProtocolError)
+    connection = Connection()
+    reply = connection.set(1) if ask == "set" else connection.raw.call([b"DBSIZE"])
+    connection.feed(data)
+    assert_broken(connection, [reply], ProtocolError)
 
 
 @pytest.mark.parametrize("size", [MAX_BULK + 1, 2**40])
 async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = Connection()
-    reply = line.mget(1)
+    connection = Connection()
+    reply = connection.mget(1)
     taken: list[int] = []
     monkeypatch.setattr(connection, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
-    line.feed(b"*1\r\n$%d\r\n" % size)
+    connection.feed(b"*1\r\n$%d\r\n" % size)
     assert taken == []
-    assert_broken(line, [reply], ProtocolError)
+    assert_broken(connection, [reply], ProtocolError)
     assert f"{size} bytes" in str(reply.exception())
     assert str(MAX_BULK) in str(reply.exception())
 
 
 async def test_a_value_of_exactly_the_limit_is_taken() -> None:
-    line = Connection(max_bulk=10)
-    reply = line.mget(1)
-    line.feed(array([b"x" * 10]))
+    connection = Connection(max_bulk=10)
+    reply = connection.mget(1)
+    connection.feed(array([b"x" * 10]))
     assert plain(reply) == [b"x" * 10]
 
 
 @given(st.binary(min_size=1, max_size=200), cuts)
 def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: bytes, sizes: list[int]) -> None:
     async def work() -> None:
-        line = Connection()
-        replies = [line.mget(2), line.set(1)]
-        line.feed(data, sizes)
-        if line.link.closed:
+        connection = Connection()
+        replies = [connection.mget(2), connection.set(1)]
+        connection.feed(data, sizes)
+        if connection.raw.closed:
             assert all(reply.done() for reply in replies)
-        line.link.close()
+        connection.raw.close()
         for reply in replies:
             reply.exception()
 
@@ -541,57 +540,57 @@ def test_garbage_never_raises_in_the_event_loop_and_answers_nothing_wrong(data: 
 
 @pytest.mark.parametrize("reason", [None, OSError("cable cut")])
 async def test_a_lost_connection_fails_all_that_wait(reason: Exception | None) -> None:
-    line = Connection()
-    replies = [line.mget(1), line.set(2), line.mget(3)]
-    line.feed(b"*1\r\n$100\r\npart of a row")
-    line.link.connection_lost(reason)
-    assert_broken(line, replies, ConnectionError)
+    connection = Connection()
+    replies = [connection.mget(1), connection.set(2), connection.mget(3)]
+    connection.feed(b"*1\r\n$100\r\npart of a row")
+    connection.raw.connection_lost(reason)
+    assert_broken(connection, replies, ConnectionError)
     assert ("cable cut" if reason else "closed") in str(replies[0].exception())
 
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
     # A false answer makes the event loop close it, and `connection_lost` follows.
-    assert Connection().link.eof_received() is False
+    assert Connection().raw.eof_received() is False
 
 
 async def test_closing_fails_what_waits_with_the_reason() -> None:
-    line = Connection()
-    reply = line.mget(1)
-    line.link.close(OSError("enough"))
-    assert_broken(line, [reply], OSError)
+    connection = Connection()
+    reply = connection.mget(1)
+    connection.raw.close(OSError("enough"))
+    assert_broken(connection, [reply], OSError)
     assert str(reply.exception()) == "enough"
 
 
 async def test_closing_twice_keeps_the_first_reason() -> None:
-    line = Connection()
-    reply = line.mget(1)
-    line.link.close(ProtocolError("first"))
-    line.link.close(OSError("second"))
-    line.link.connection_lost(None)
+    connection = Connection()
+    reply = connection.mget(1)
+    connection.raw.close(ProtocolError("first"))
+    connection.raw.close(OSError("second"))
+    connection.raw.connection_lost(None)
     assert str(reply.exception()) == "first"
-    assert line.transport.calls.count("abort") == 1
+    assert connection.transport.calls.count("abort") == 1
 
 
 async def test_what_comes_after_the_close_is_ignored() -> None:
-    line = Connection()
-    reply = line.mget(1)
-    buffer = line.link.get_buffer(-1)
+    connection = Connection()
+    reply = connection.mget(1)
+    buffer = connection.raw.get_buffer(-1)
     data = array([b"late"])
     buffer[: len(data)] = data
-    line.link.close()
-    line.link.buffer_updated(len(data))
+    connection.raw.close()
+    connection.raw.buffer_updated(len(data))
     assert isinstance(reply.exception(), ConnectionError)
-    assert len(line.link.get_buffer(-1)) > 0
+    assert len(connection.raw.get_buffer(-1)) > 0
 
 
 async def test_a_closed_link_fails_every_request_and_writes_nothing() -> None:
-    line = Connection()
-    line.link.close()
-    replies = [line.mget(1), line.set(1), line.set(1, size=LARGE)]
+    connection = Connection()
+    connection.raw.close()
+    replies = [connection.mget(1), connection.set(1), connection.set(1, size=LARGE)]
     for reply in replies:
         with pytest.raises(ConnectionError, match="closed"):
             await reply
-    assert line.transport.written == b""
+    assert connection.transport.written == b""
 
 
 async def test_a_connection_that_is_not_open_is_refused() -> None:
@@ -599,7 +598,7 @@ async def test_a_connection_that_is_not_open_is_refused() -> None:
         RawRowConnection(cast(AbstractConnection, SimpleNamespace(_writer=None)), MAX_BULK)
 
 
-# A link for any commands
+# A connection for any commands
 
 NESTED = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=12),
@@ -619,7 +618,7 @@ def resp(value: Any) -> bytes:
 def test_replies_of_commands_come_in_order_wherever_they_are_cut(found: list[Any], sizes: list[int]) -> None:
     async def work() -> None:
         commands = Commands()
-        replies = [commands.link.call([b"X"]) for _ in found]
+        replies = [commands.raw.call([b"X"]) for _ in found]
         commands.feed(b"".join(map(resp, found)), sizes)
         assert [reply.result() for reply in replies] == found
 
@@ -628,7 +627,7 @@ def test_replies_of_commands_come_in_order_wherever_they_are_cut(found: list[Any
 
 async def test_a_command_that_is_refused_raises_and_the_next_one_gets_its_reply() -> None:
     commands = Commands()
-    refused, good = commands.link.call([b"X"]), commands.link.call([b"Y"])
+    refused, good = commands.raw.call([b"X"]), commands.raw.call([b"Y"])
     commands.feed(b"-NOGROUP No such key\r\n:3\r\n")
     with pytest.raises(ResponseError, match="^NOGROUP No such key$"):
         await refused
@@ -637,7 +636,7 @@ async def test_a_command_that_is_refused_raises_and_the_next_one_gets_its_reply(
 
 async def test_a_command_that_was_cancelled_leaves_its_reply_to_nobody_else() -> None:
     commands = Commands()
-    gone, refused, stays = (commands.link.call([b"X"]) for _ in range(3))
+    gone, refused, stays = (commands.raw.call([b"X"]) for _ in range(3))
     gone.cancel()
     refused.cancel()
     commands.feed(b":1\r\n-ERR no\r\n:3\r\n")
@@ -645,29 +644,29 @@ async def test_a_command_that_was_cancelled_leaves_its_reply_to_nobody_else() ->
 
 
 @pytest.mark.parametrize("data", [b"hello\r\n", b"*x\r\n", b"$-9\r\n", b"\r\n\r\n"])
-async def test_garbage_closes_a_link_for_commands(data: bytes) -> None:
+async def test_garbage_closes_a_connection_for_commands(data: bytes) -> None:
     commands = Commands()
-    replies = [commands.link.call([b"X"]), commands.link.call([b"Y"])]
+    replies = [commands.raw.call([b"X"]), commands.raw.call([b"Y"])]
     commands.feed(data)
-    assert commands.link.closed
+    assert commands.raw.closed
     assert commands.transport.calls[-1] == "abort"
     assert [type(reply.exception()) for reply in replies] == [ProtocolError, ProtocolError]
 
 
-async def test_a_reply_to_no_command_closes_the_link() -> None:
+async def test_a_reply_to_no_command_closes_the_connection() -> None:
     commands = Commands()
-    reply = commands.link.call([b"X"])
+    reply = commands.raw.call([b"X"])
     commands.feed(b":1\r\n:2\r\n")
     assert reply.result() == 1
-    assert commands.link.closed
+    assert commands.raw.closed
 
 
 async def test_a_lost_connection_fails_all_commands_and_a_closed_link_writes_nothing() -> None:
     commands = Commands()
-    before = commands.link.call([b"X"])
-    commands.link.connection_lost(OSError("cable cut"))
+    before = commands.raw.call([b"X"])
+    commands.raw.connection_lost(OSError("cable cut"))
     commands.transport.written = b""
-    after = commands.link.call([b"Y"])
+    after = commands.raw.call([b"Y"])
     assert commands.transport.written == b""
     for reply in (before, after):
         with pytest.raises(ConnectionError, match="cable cut"):
@@ -682,9 +681,9 @@ async def test_the_protocol_is_changed_while_nothing_is_read() -> None:
 
 
 async def test_mget_on_the_wire() -> None:
-    line = Connection()
-    line.link.mget([b"a", b"\x00\r\n\xff"])
-    assert line.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
+    connection = Connection()
+    connection.raw.mget([b"a", b"\x00\r\n\xff"])
+    assert connection.transport.written == b"*3\r\n$4\r\nMGET\r\n$1\r\na\r\n$4\r\n\x00\r\n\xff\r\n"
 
 
 CALL: list[Argument] = [b"EVALSHA", "shä", 2, b"\xff\r\n", "", -15]
@@ -692,10 +691,10 @@ CALL_ON_THE_WIRE = b"*6\r\n$7\r\nEVALSHA\r\n$4\r\nsh\xc3\xa4\r\n$1\r\n2\r\n$3\r\
 
 
 async def test_a_call_on_the_wire() -> None:
-    line, commands = Connection(), Commands()
-    line.link.call(CALL)
-    commands.link.call(CALL)
-    assert line.transport.written == commands.transport.written == CALL_ON_THE_WIRE
+    connection, commands = Connection(), Commands()
+    connection.raw.call(CALL)
+    commands.raw.call(CALL)
+    assert connection.transport.written == commands.transport.written == CALL_ON_THE_WIRE
 
 
 SET = b"*6\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000\r\n$2\r\nNX\r\n"
@@ -704,27 +703,27 @@ OVERWRITE = b"*5\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n$2\r\nPX\r\n$5\r\n60000
 
 @pytest.mark.parametrize("size", [0, 1, 8, 32 * 1024 - 1, 32 * 1024, LARGE])
 async def test_set_on_the_wire(size: int) -> None:
-    line, numbers = Connection(), np.random.default_rng(0).bytes(size)
+    connection, numbers = Connection(), np.random.default_rng(0).bytes(size)
     value = b"header--" + numbers
     first = RowWrite(b"k", b"header--", memoryview(numbers), False)
-    line.link.set([first], 60_000)
-    assert line.transport.written == SET % (len(value), value)
-    line.transport.written = b""
-    line.link.set([first, first._replace(overwrite=True), first], 60_000)
+    connection.raw.set([first], 60_000)
+    assert connection.transport.written == SET % (len(value), value)
+    connection.transport.written = b""
+    connection.raw.set([first, first._replace(overwrite=True), first], 60_000)
     kept, replaced = SET % (len(value), value), OVERWRITE % (len(value), value)
-    assert line.transport.written == kept + replaced + kept
+    assert connection.transport.written == kept + replaced + kept
 
 
 async def test_rows_of_several_sizes_in_one_call_are_sent_whole() -> None:
     for sizes in ((1, LARGE, 5), (LARGE, 0, 1), (0, 5, LARGE)):
-        line = Connection()
-        line.link.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
-        assert "writelines" in line.transport.calls, "the large one was copied"
-        assert line.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
+        connection = Connection()
+        connection.raw.set([RowWrite(b"k", b"", memoryview(bytes(size)), False) for size in sizes], 60_000)
+        assert "writelines" in connection.transport.calls, "the large one was copied"
+        assert connection.transport.written == b"".join(SET % (size, bytes(size)) for size in sizes)
 
 
 async def test_asking_for_nothing_is_answered_at_once_and_sends_nothing() -> None:
-    line = Connection()
-    assert await line.link.mget([]) == []
-    assert await line.link.set([], 1000) == []
-    assert line.transport.written == b""
+    connection = Connection()
+    assert await connection.raw.mget([]) == []
+    assert await connection.raw.set([], 1000) == []
+    assert connection.transport.written == b""

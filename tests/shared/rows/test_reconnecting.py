@@ -14,7 +14,7 @@ from lmpool.errors import ServerUnreachable
 
 
 class Deaf:
-    """A link to a server that answers nothing by itself."""
+    """A connection to a server that answers nothing by itself."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -37,17 +37,17 @@ def deaf() -> Deaf:
 
 
 @pytest.fixture
-async def line(deaf: Deaf) -> Connection[Any]:
+async def connection(deaf: Deaf) -> Connection[Any]:
     async def connect() -> Any:
         return deaf
 
     return Connection(Server("redis://localhost:1"), connect)
 
 
-async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Connection[Any], deaf: Deaf) -> None:
-    line.reply_timeout_s = 0.05
+async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(connection: Connection[Any], deaf: Deaf) -> None:
+    connection.reply_timeout_s = 0.05
     for _ in range(2):
-        answered, unanswered = (asyncio.ensure_future(line.wait_for(deaf, deaf.ask())) for _ in range(2))
+        answered, unanswered = (asyncio.ensure_future(connection.wait_for(deaf, deaf.ask())) for _ in range(2))
         await asyncio.sleep(0)
         deaf.asked[-2].set_result("there")
         assert await answered == "there"
@@ -57,25 +57,25 @@ async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(line: Con
         deaf.closed = False
 
 
-async def test_a_server_that_answers_in_time_is_not_given_up(line: Connection[Any], deaf: Deaf) -> None:
-    line.reply_timeout_s, loop = 0.05, asyncio.get_running_loop()
+async def test_a_server_that_answers_in_time_is_not_given_up(connection: Connection[Any], deaf: Deaf) -> None:
+    connection.reply_timeout_s, loop = 0.05, asyncio.get_running_loop()
     began = loop.time()
     # Longer than the first one's deadline.
-    while loop.time() < began + 3 * line.reply_timeout_s:
+    while loop.time() < began + 3 * connection.reply_timeout_s:
         loop.call_soon(deaf.ask().set_result, "there")
-        assert await line.wait_for(deaf, deaf.asked[-1]) == "there"
+        assert await connection.wait_for(deaf, deaf.asked[-1]) == "there"
     assert not deaf.closed
 
 
 async def test_a_shorter_patience_counts_though_others_wait_with_a_longer_one(
-    line: Connection[Any], deaf: Deaf
+    connection: Connection[Any], deaf: Deaf
 ) -> None:
-    line.reply_timeout_s = 3600
-    patient = asyncio.ensure_future(line.wait_for(deaf, deaf.ask()))
+    connection.reply_timeout_s = 3600
+    patient = asyncio.ensure_future(connection.wait_for(deaf, deaf.ask()))
     await asyncio.sleep(0)
-    line.reply_timeout_s = 0.01
+    connection.reply_timeout_s = 0.01
     with pytest.raises(ServerUnreachable, match=r"has not answered for 0\.01 s"):
-        await asyncio.wait_for(line.wait_for(deaf, deaf.ask()), 60)
+        await asyncio.wait_for(connection.wait_for(deaf, deaf.ask()), 60)
     with pytest.raises(ServerUnreachable):
         await patient
 
@@ -88,12 +88,12 @@ async def test_nobody_overtakes_those_who_wait_for_a_connection() -> None:
         await connected.wait()
         return SimpleNamespace(closed=False)
 
-    line: Connection[Any] = Connection(Server("redis://localhost:1"), connect)
+    connection: Connection[Any] = Connection(Server("redis://localhost:1"), connect)
     order: list[int] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def use(number: int) -> None:
-        await line.open()
+        await connection.open()
         order.append(number)
         if len(tasks) < 12:
             tasks.append(asyncio.create_task(use(len(tasks))))

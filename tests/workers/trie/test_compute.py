@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lmpool.protocol.query import Selection, TrieQuery
-from lmpool.protocol.row import VectorBlock, decode_row
+from lmpool.protocol.row import Values, VectorBlock, decode_row
 from lmpool.settings import count_cores
 from lmpool.trie.kernels import OPS, Kernels, Op
 from lmpool.vocabulary import Vocabulary
@@ -19,7 +19,7 @@ from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs
 from lmpool.workers.trie.backend import TrieBackend, TrieSettings, answer
 from lmpool.workers.trie.inputs import ByteLRU, LazyTrie, TrieInput, ValuesCache
-from tests.support.trie_answers import Values, answers, assert_right, draw_weights, words
+from tests.support.trie_answers import answers, assert_right, draw_weights, words
 
 V = 200
 FP = "f" * 32

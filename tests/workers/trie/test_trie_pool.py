@@ -21,6 +21,7 @@ from lmpool.producer import trie as trie_module
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import Values
 from lmpool.rows.connection import RawRowConnection
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
@@ -32,7 +33,6 @@ from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import adapted, expected, serving, write_adapters
 from tests.support.pool import DEADLINE_S, Pool, until_async, until_done
 from tests.support.trie_answers import (
-    Values,
     answers,
     answers_of,
     assert_right,

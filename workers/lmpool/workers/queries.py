@@ -14,8 +14,7 @@ from lmpool.errors import CorruptRow, SourceMissing, WorkerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PickQuery, TopQuery, TrieQuery, pack_token, pack_top, sample, top
-from lmpool.protocol.row import RowBlock, VectorBlock, decode_row
-from lmpool.rows.cache import Row
+from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer

@@ -16,8 +16,7 @@ from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE
-from lmpool.protocol.row import decode_alike, decode_entries, entry_ranges
-from lmpool.rows.cache import Row
+from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges
 
 FoundEntries = Row | CorruptRow | None
 """float32 of shape (k,); None when the row is not in the cache (an error is a value here)."""

@@ -21,7 +21,8 @@ from lmpool.aio import own
 from lmpool.errors import CorruptRow, ModelMismatch
 from lmpool.metrics import Histogram
 from lmpool.protocol.prompt import Prompt
-from lmpool.rows.cache import Found, Row
+from lmpool.protocol.row import Row
+from lmpool.rows.cache import Found
 from lmpool.trie.weights import SentWeights
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")

@@ -40,7 +40,7 @@ from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
-from lmpool.rows.cache import Row
+from lmpool.protocol.row import Row
 from lmpool.trie.weights import SentWeights
 
 WhenFull = Literal["wait", "raise"]

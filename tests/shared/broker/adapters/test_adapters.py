@@ -13,7 +13,6 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
@@ -33,6 +32,7 @@ from lmpool.protocol.adapter import (
 from lmpool.protocol.job import Failure, Job, unpack_failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers import worker as worker_module
 from lmpool.workers.backend.contract import Backend, Finished
@@ -43,8 +43,6 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, until
 
 V = 64
 NAMES = ("", "one", "other")
-
-Row = NDArray[np.float32]
 
 
 @pytest.fixture

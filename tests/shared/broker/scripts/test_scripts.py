@@ -528,15 +528,17 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     control = redis_async.Redis.from_url(server)
     await control.flushall()
     await control.script_flush()
-    line = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 4096)
+    connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 4096)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
-            assert await scripts.SUBMIT.on(line.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
+            assert (
+                await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
+            )
         assert await control.script_exists(scripts.SUBMIT.sha) == [True]
-        assert await scripts.CANCEL.on(line.call, [JOBS, A, waiting(1)], [GROUP]) == 1
+        assert await scripts.CANCEL.on(connection.call, [JOBS, A, waiting(1)], [GROUP]) == 1
         with pytest.raises(ServerError, match="WRONGTYPE"):
-            await scripts.SUBMIT.on(line.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
+            await scripts.SUBMIT.on(connection.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
     finally:
-        line.close()
+        connection.close()
         await control.aclose()

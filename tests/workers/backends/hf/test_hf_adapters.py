@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmpool.errors import AdapterRefused, SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.prompt import digest_of
-from lmpool.protocol.row import decode_row
+from lmpool.protocol.row import Row, decode_row
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, Chunk, choose
@@ -27,7 +26,6 @@ from lmpool.workers.backends.settings import HfSettings
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
 
-Row = NDArray[np.float32]
 QueryAnswerer = tuple[list[int], str]
 
 _numbers = count()

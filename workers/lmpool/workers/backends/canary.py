@@ -7,15 +7,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
-from lmpool.protocol.row import Encoding, decode_row
+from lmpool.protocol.row import Encoding, Row, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
-
-Row = NDArray[np.float32]
 
 _MOST_STEPS = 1000
 _SUM_TOLERANCE = 1e-2

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.protocol.row import VectorBlock
+from lmpool.protocol.row import Values, VectorBlock
 from lmpool.settings import check_number, count_threads
 from lmpool.trie.kernels import Kernels, Op, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
-from lmpool.workers.trie.inputs import TrieInput, Values, input_of
+from lmpool.workers.trie.inputs import TrieInput, input_of
 
 REVISION: Final = "1"
 """Changes when the numbering of nodes or the meaning of an operation does."""

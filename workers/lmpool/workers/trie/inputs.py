@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import MOST_BYTES, unpack_known
@@ -18,7 +17,8 @@ from lmpool.errors import InvalidWeights, LMPoolError, UnknownVocabulary
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.query import TrieQuery
-from lmpool.rows.cache import Row, Source, Sources
+from lmpool.protocol.row import Row, Values
+from lmpool.rows.cache import Source, Sources
 from lmpool.rows.connection import RowConnections
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.kernels.plan import most_bytes
@@ -27,8 +27,6 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.settings import WorkerSettings
-
-Values = NDArray[np.float32]
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T", bound="SupportsNbytes")
