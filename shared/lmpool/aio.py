@@ -1,4 +1,4 @@
-"""Awaiting: pauses between tries, tasks that end for certain, several requests as one, one task for several who ask."""
+"""Helpers of asyncio: pauses between tries, tasks that end for certain, and results that several await."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ import random
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+_log = logging.getLogger("lmpool")
+
 _FIRST_S = 0.05
 _LONGEST_S = 2.0
+_AGAIN_S = 0.1
+_MOST_AGAIN_S = 1.0
+_WARN_EVERY_S = 10.0
 
 
 def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
@@ -20,27 +28,20 @@ def delays(longest_s: float = _LONGEST_S) -> Iterator[float]:
         ceiling = min(longest_s, ceiling * 2)
 
 
-_log = logging.getLogger("lmpool")
-
-_AGAIN_S = 0.1
-_MOST_AGAIN_S = 1.0
-_TELL_S = 10.0
-
-
 async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended; what they raise is dropped.
 
     A cancellation is repeated until it takes: `asyncio.wait_for` of Python 3.11, which redis-py uses, loses
-    one that comes together with the result. Who waits here may be cancelled too, even more than once: that is raised
-    when all have ended, for they use what the caller is about to close. Those that take long are told in the log.
+    one that comes together with the result. The caller may be cancelled too, even more than once: that is raised
+    when all have ended, for they use what the caller is about to close. Tasks that take long are named in the log.
 
     Raises:
-        CancelledError: who waits was cancelled.
+        CancelledError: the caller was cancelled.
     """
     pending = {task for task in tasks if not task.done()}
     interrupted: asyncio.CancelledError | None = None
     pause, loop = _AGAIN_S, asyncio.get_running_loop()
-    tell_at = loop.time() + _TELL_S
+    warn_at = loop.time() + _WARN_EVERY_S
     while pending:
         for task in pending:
             task.cancel()
@@ -53,15 +54,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             if not task.cancelled():
                 task.exception()  # Seen, so that it is not reported as never retrieved.
         pause = min(2 * pause, _MOST_AGAIN_S)
-        if pending and loop.time() >= tell_at:
+        if pending and loop.time() >= warn_at:
             _log.warning("still waits for what was cancelled to end: %s", ", ".join(map(repr, pending)))
-            tell_at += _TELL_S
+            warn_at += _WARN_EVERY_S
     if interrupted is not None:
         raise interrupted
-
-
-T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -78,7 +75,7 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def join_task(task: asyncio.Task[T]) -> T:
-    """Await a task that others await too: who gives up leaves it to them, and its failure is each one's own."""
+    """Await a task that others await too: a caller that gives up leaves it to them, and each has its own failure."""
     await ended(task)
     return outcome(task)
 
@@ -88,29 +85,29 @@ async def ended(task: asyncio.Task[Any]) -> None:
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
-        task.add_done_callback(_seen)
+        task.add_done_callback(_retrieve)
         raise
 
 
 def outcome(task: asyncio.Task[T]) -> T:
     """The result of a task that has ended; an exception is one of the caller's own."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        raise own(error)
+        raise copy_error(error)
     return task.result()
 
 
-def _seen(task: asyncio.Task[Any]) -> None:
-    """Take note of a failure that perhaps nobody waits for any more, so that it is not reported as never retrieved."""
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Retrieve a failure that perhaps nobody waits for any more, so that it is not reported as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
-def own(error: E) -> E:
-    """Another exception that says the same, for one of several who are told: notes and tracebacks are added to it."""
+def copy_error(error: E) -> E:
+    """Another exception that says the same, for one of several callers: notes and tracebacks are added to it."""
     kind = type(error)
-    # Not by its constructor, which may take something else than `args`. Those of an OSError lack its file.
-    made_of: tuple[Any, ...] = error.__reduce__()[1]  # type: ignore[assignment]
-    other = kind.__new__(kind, *made_of)
+    # Not by its constructor, which may take something else than `args`. The `args` of an OSError lack its file.
+    arguments: tuple[Any, ...] = error.__reduce__()[1]  # type: ignore[assignment]
+    other = kind.__new__(kind, *arguments)
     other.args = error.args
     other.__dict__.update(error.__dict__)
     if notes := getattr(error, "__notes__", None):

@@ -1,4 +1,4 @@
-"""Where a server is: its URL, the files that TLS needs, and which master of a cluster has a key."""
+"""The address of a server: its URL, the options and errors of TLS, and which master of a cluster has a key."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from lmpool.errors import ServerUnreachable, SettingsError
 Place = tuple[str, int]
 """Host and port of a node."""
 
+CLUSTER = "+cluster"
+"""What the scheme of a cluster's URL ends with."""
+
 # What a client's own options may hold that connections to any node take.
 _OPTIONS = ("username", "password", "credential_provider", "client_name", "protocol", "socket_connect_timeout",
             "socket_keepalive", "socket_keepalive_options")  # fmt: skip
@@ -35,6 +38,17 @@ _TRUST = ("ssl_cert_reqs", "ssl_check_hostname")
 _WITH_TLS = (AsyncSSLConnection, SSLConnection)
 
 _MOST_NODES = 100
+
+_SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
+# What may be told of an address: a host with a port that is a number, and a path.
+_PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
+
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+# What a server says of our certificate, by the names that OpenSSL has for its alerts.
+_ALERTS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
+           "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
+# What a client does that was told nothing of it: redis-py 5 takes any host's certificate.
+_CHECKS_HOST: bool = inspect.signature(Redis).parameters["ssl_check_hostname"].default
 
 # No CLIENT SETINFO, which users with few rights may not send: see `lmpool.broker.server`.
 _UNNAMED: dict[str, Any] = (
@@ -115,9 +129,9 @@ class Cluster:
             async with self._reading:
                 places = self._places
                 if places is None:
-                    asked = self._forgotten
+                    forgotten = self._forgotten
                     places = await self._read()
-                    if asked == self._forgotten:  # Else somebody has been told meanwhile that they have changed.
+                    if forgotten == self._forgotten:  # Else somebody has been told meanwhile that they have changed.
                         self._places = places
         slot = key_slot(key)
         place = places.get(slot)
@@ -150,14 +164,6 @@ class Cluster:
         return f"{host}:{port}"
 
 
-CLUSTER = "+cluster"
-"""What the scheme of a cluster's URL ends with."""
-
-_SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
-# What may be told of an address: a host with a port that is a number, and a path.
-_PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
-
-
 def parse_url(url: str) -> dict[str, Any]:
     """What redis-py is to be told of the server that a URL names.
 
@@ -175,7 +181,7 @@ def parse_url(url: str) -> dict[str, Any]:
 
 
 def _fault(url: str) -> str:
-    """What is wrong with the address in a URL, in our words: urllib's repeat the password. "" when it is good."""
+    """What is wrong with the address in a URL, not in urllib's words, which repeat the password. "" when it is good."""
     scheme, mark, _ = url.partition("://")
     if not mark or scheme.lower() not in _SCHEMES:
         return f"it must begin with redis://, rediss://, unix:// or redis{CLUSTER}://"
@@ -204,10 +210,10 @@ def cluster_nodes(url: str) -> tuple[list[Place], str]:
     place, *tail = re.split("([/?#].*)", rest, maxsplit=1)
     user, at, hosts = place.rpartition("@")
     urls = [f"{scheme[: -len(CLUSTER)]}{mark}{user}{at}{host}{''.join(tail)}" for host in hosts.split(",")]
-    parsed = [parse_url(one) for one in urls]
-    if any(one.get("db") for one in parsed):
+    parsed = [parse_url(node_url) for node_url in urls]
+    if any(options.get("db") for options in parsed):
         raise SettingsError(f"redis: {mask(url)!r}: a cluster has one database only, number 0")
-    return [(one.get("host", "localhost"), one.get("port", 6379)) for one in parsed], urls[0]
+    return [(options.get("host", "localhost"), options.get("port", 6379)) for options in parsed], urls[0]
 
 
 def mask(url: str) -> str:
@@ -222,14 +228,6 @@ def mask(url: str) -> str:
     if not _PLACE.fullmatch(place):
         place = place.partition(":")[0] + ":…"
     return f"{scheme}{mark}{'…@' if at else ''}{place}{'?…' if options else ''}"
-
-
-_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-# What a server says of our certificate, by the names that OpenSSL has for its alerts.
-_OURS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
-         "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
-# What a client does that was told nothing of it: redis-py 5 takes any host's certificate.
-_CHECKS_HOST: bool = inspect.signature(Redis).parameters["ssl_check_hostname"].default
 
 
 def check_files(settings: Mapping[str, Any]) -> None:
@@ -267,7 +265,7 @@ def check_host(settings: dict[str, Any], *, of_client: bool) -> None:
 def refusal(chain: Iterable[BaseException]) -> str:
     """What a server has against our certificate, and what to do; "" when that is not the matter."""
     reason = _reason(chain)
-    if not any(name in reason for name in _OURS):
+    if not any(name in reason for name in _ALERTS):
         return ""
     if "CERTIFICATE_REQUIRED" in reason:
         return "it wants a client certificate: name one with ssl_certfile= and ssl_keyfile="

@@ -1,4 +1,4 @@
-"""Connections of our own for the path of a request, and those that open themselves again when they broke.
+"""Connections for the path of a request: raw ones, and ones that open themselves again when they broke.
 
 redis-py knows addresses, TLS, users and databases; what it does per command (pooling, retrying, decoding for
 any command there is) costs more than a whole request may. So it opens a connection, and its transport is taken over.
@@ -20,9 +20,16 @@ from lmpool.errors import LMPoolError, ProtocolError, ServerUnreachable
 from lmpool.settings import shown
 
 Argument = bytes | str | int
+"""One word of a command."""
+
 CRLF = b"\r\n"
+"""The end of a line of RESP."""
+
 MAX_REPLY = 256 * 1024 * 1024
-"""Bytes: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
+"""Most bytes of a reply: a batch of the longest prompts, or of the largest queries for nodes, is smaller."""
+
+_LEAST_REPLY_TIMEOUT_S = 2.0
+_MOST_REPLY_TIMEOUT_S = 30.0
 
 
 def pack_command(arguments: Sequence[Argument]) -> bytes:
@@ -32,10 +39,10 @@ def pack_command(arguments: Sequence[Argument]) -> bytes:
 
 
 class RawConnection(asyncio.BaseProtocol):
-    """An open connection whose bytes are ours.
+    """An open connection to the server, whose transport was taken over from redis-py.
 
     Args:
-        connection: an open redis-py connection; the link owns it from now on.
+        connection: an open redis-py connection, which is owned from now on.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:
@@ -81,16 +88,17 @@ class RawConnection(asyncio.BaseProtocol):
 
 
 class RawCommandConnection(RawConnection, asyncio.Protocol):
-    """Any commands, their replies parsed by hiredis; replies come in order.
+    """A connection for any commands; hiredis parses the replies, which come in order.
 
     Args:
-        connection: an open redis-py connection; the link owns it from now on.
-        max_reply: most bytes of a reply; a larger one closes the link, for what others have stored may be of any size.
+        connection: an open redis-py connection, which is owned from now on.
+        max_reply: most bytes of a reply; a larger one closes the connection, for values that others have stored may be
+            of any size.
     """
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
         self._max_reply = max_reply
-        self._got = 0
+        self._received = 0
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -109,13 +117,13 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
         """Bytes have come."""
         if self._closed is not None:
             return
-        self._got += len(data)
+        self._received += len(data)
         try:
-            if self._got > self._max_reply:
+            if self._received > self._max_reply:
                 raise ProtocolError(f"a reply of over {self._max_reply} bytes")
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                self._got = 0
+                self._received = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply that was not asked for: {reply!r:.80}")
                 future = self._pending.popleft()
@@ -135,9 +143,6 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
 
 Raw = TypeVar("Raw", bound=RawConnection)
 
-_LEAST_REPLY_TIMEOUT_S = 2.0
-_MOST_REPLY_TIMEOUT_S = 30.0
-
 
 def reply_timeout(lease_s: float) -> float:
     """Seconds after which a server that is silent counts as gone, in a pool whose workers have such a lease.
@@ -149,15 +154,15 @@ def reply_timeout(lease_s: float) -> float:
 
 
 class Connection(Generic[Raw]):
-    """Opens a link on demand.
+    """A connection that is opened on demand, and again after it broke.
 
     Args:
         server: where to, and what explains errors.
-        connect: opens a link.
+        connect: opens a raw connection.
 
     Attributes:
-        reply_timeout_s: seconds of silence after which the link counts as broken and is opened anew; may be changed at
-            any time.
+        reply_timeout_s: seconds of silence after which the raw connection counts as broken and is opened anew;
+            may be changed at any time.
     """
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
@@ -168,18 +173,18 @@ class Connection(Generic[Raw]):
         self._opening = asyncio.Lock()
         self._queued = 0
         self._closed = False
-        # Reply that is awaited -> on which link, and until which loop time; and one timer for all of them.
+        # Reply that is awaited -> its raw connection, and until which loop time; and one timer for all of them.
         self._awaited: dict[asyncio.Future[Any], tuple[Raw, float]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._looks_at = 0.0
+        self._timer_at = 0.0
 
     async def open(self) -> Raw:
-        """The open link.
+        """The open raw connection.
 
         Raises:
             ServerUnreachable, AuthenticationFailed: it cannot be opened.
         """
-        # Behind those who wait even when the link is there by now, so that commands go in the order of asking.
+        # Behind the callers that wait even when it is open by now, so that commands go in the order of the calls.
         if self._raw is None or self._raw.closed or self._queued:
             self._queued += 1
             try:
@@ -196,12 +201,17 @@ class Connection(Generic[Raw]):
         return self._raw
 
     async def wait_for(self, raw: Raw, reply: asyncio.Future[Any]) -> Any:
-        """The reply, or ServerError; a server that is silent for `reply_timeout_s` counts as gone."""
+        """Wait for a reply; a server that is silent for `reply_timeout_s` counts as gone.
+
+        Raises:
+            NoScriptError: the server does not know the script.
+            ServerError: the server refuses, or cannot be used.
+        """
         # A timer for each would cost more than the command itself.
         until = asyncio.get_running_loop().time() + self.reply_timeout_s
         self._awaited[reply] = raw, until
-        if self._timer is None or until < self._looks_at:
-            self._look_at(until)
+        if self._timer is None or until < self._timer_at:
+            self._set_timer(until)
         try:
             return await reply
         except (RedisError, OSError, LMPoolError) as error:
@@ -214,41 +224,42 @@ class Connection(Generic[Raw]):
             del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
-        """A reply cannot be that of its command, so no later one can be either: closes the link; returns why."""
+        """A reply cannot be that of its command, so no later one can be either: closes the connection; returns why."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
         self.hang_up(error)
         return error
 
     def hang_up(self, reason: Exception) -> None:
-        """Close the link, to open another when it is needed next."""
+        """Close the raw connection, to open another when it is needed next."""
         if self._raw is not None:
             self._raw.close(reason)
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
-        """Whether an answer means to ask again, on another connection: then this one is closed."""
-        if found := self._server.is_not_now(error):
+        """Whether an error means to ask again, on another connection: then this one is closed."""
+        is_not_now = self._server.is_not_now(error)
+        if is_not_now:
             raw.close(self._server.explain(error))
-        return found
+        return is_not_now
 
-    def _look_at(self, when: float) -> None:
-        """Look at a loop time whether a reply is late, instead of at a later one."""
+    def _set_timer(self, when: float) -> None:
+        """Check at a loop time whether a reply is late, instead of at a later one."""
         if self._timer is not None:
             self._timer.cancel()
-        self._looks_at = when
-        self._timer = asyncio.get_running_loop().call_at(when, self._look)
+        self._timer_at = when
+        self._timer = asyncio.get_running_loop().call_at(when, self._close_late)
 
-    def _look(self) -> None:
-        """Give up links whose replies are late; look again when the next one may be."""
+    def _close_late(self) -> None:
+        """Close connections whose replies are late; check again when the next one may be."""
         self._timer = None
-        awaited = [one for reply, one in self._awaited.items() if not reply.done()]
+        awaited = [deadline for reply, deadline in self._awaited.items() if not reply.done()]
         for raw, until in awaited:
-            if until <= self._looks_at:
+            if until <= self._timer_at:
                 raw.close(ServerUnreachable(f"{self._server} has not answered for {self.reply_timeout_s:g} s"))
-        if later := [until for _, until in awaited if until > self._looks_at]:
-            self._look_at(min(later))
+        if later := [until for _, until in awaited if until > self._timer_at]:
+            self._set_timer(min(later))
 
     def close(self) -> None:
-        """Close the link for good; what is under way fails."""
+        """Close the connection for good; what is under way fails."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -258,14 +269,15 @@ class Connection(Generic[Raw]):
 
 
 class CommandConnection(Connection[RawCommandConnection]):
-    """A line for any commands.
+    """A connection for any commands that opens itself.
 
     Args:
         server: where to.
-        key: the line goes to who has this key, which commands must be about; b"" where there is no cluster.
+        key: the connection goes to the master that has this key, which commands must be about; b"" where there is no
+            cluster.
 
     Attributes:
-        key: as above; counts from the next time that the line opens.
+        key: as above; counts from the next time that the connection opens.
     """
 
     def __init__(self, server: Server, key: bytes = b"") -> None:

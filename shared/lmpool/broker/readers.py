@@ -1,4 +1,4 @@
-"""Reading what anybody may have written to the server: streams, hashes, how long a queue is and who reads it."""
+"""Readers of streams, hashes and queues on the server, which anybody may have written to."""
 
 from __future__ import annotations
 
@@ -15,9 +15,19 @@ from lmpool.protocol.model_info import LIMITS
 from lmpool.settings import shown
 
 Fields = dict[bytes, bytes]
-"""What an entry of a stream says, by name."""
+"""The fields of an entry of a stream."""
+
+MOST_FIELD_BYTES = 1024 * 1024
+"""Most bytes of a field of a heartbeat: more than the names and refusals of all adapters take."""
+
+MOST_WORKERS = 4000
+"""Most workers of a model that are told apart; more are counted."""
 
 _BYTES = {bytes}
+_MOST_FIELDS = 4096
+# What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
+_NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
+_LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 
 
 def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
@@ -28,7 +38,7 @@ def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
     """
     if not reply:
         return []
-    found = []
+    entries = []
     try:
         for entry, fields in next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]:
             # An entry that was deleted while it was pending has no fields.
@@ -36,16 +46,10 @@ def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
                 continue
             if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
                 raise TypeError
-            found.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
+            entries.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
     except (TypeError, ValueError, LookupError) as error:
         raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
-    return found
-
-
-MOST_FIELD_BYTES = 1024 * 1024
-"""Most bytes of a field of a heartbeat: more than the names and refusals of all adapters take."""
-
-_MOST_FIELDS = 4096
+    return entries
 
 
 async def read_hashes(
@@ -67,18 +71,18 @@ async def read_hashes(
         ProtocolError: there is something else than a hash, or one of too many fields.
         RedisError, OSError: the server cannot be used.
     """
-    found: list[dict[bytes, bytes | int]] = [{} for _ in keys]
+    hashes: list[dict[bytes, bytes | int]] = [{} for _ in keys]
     begin, is_whole = 0, False
     while not is_whole:
         replies: list[Any]
         begin, replies = await scripts.FIELDS(redis, keys, [most_fields, most_bytes, begin, *fields])
-        for key, reply, own in zip(keys, replies, found, strict=True):
+        for key, reply, values in zip(keys, replies, hashes, strict=True):
             if not isinstance(reply, list):
-                what = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
-                raise ProtocolError(f"{shown(key)} has {what}; remove it if it is not yours")
-            own.update(zip(reply[::2], reply[1::2], strict=True))
+                content = "something else than a hash" if reply < 0 else f"{reply} fields: there can be {most_fields}"
+                raise ProtocolError(f"{shown(key)} has {content}; remove it if it is not yours")
+            values.update(zip(reply[::2], reply[1::2], strict=True))
         is_whole = not begin
-    return found
+    return hashes
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:
@@ -87,18 +91,9 @@ async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> di
     Raises:
         ProtocolError, RedisError, OSError: as `read_hashes`.
     """
-    (found,) = await read_hashes(redis, [key], most_bytes=MOST_FIELD_BYTES, fields=fields)
-    values = [(name, value) for name, value in found.items() if isinstance(value, bytes)]
-    return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in values}
-
-
-# What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
-_NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
-
-MOST_WORKERS = 4000
-"""Most workers of a model that are told apart; more are counted."""
-
-_LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
+    (values,) = await read_hashes(redis, [key], most_bytes=MOST_FIELD_BYTES, fields=fields)
+    texts = [(name, value) for name, value in values.items() if isinstance(value, bytes)]
+    return {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in texts}
 
 
 class QueueState(NamedTuple):
@@ -153,8 +148,8 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
         RedisError, OSError: the server cannot be used.
     """
     args = [_LONGEST_LEASE_MS, MOST_WORKERS if names else 0]
-    serving, loading, found = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
-    return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in found)))
+    serving, loading, workers = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
+    return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
@@ -164,9 +159,9 @@ async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
         RedisError, OSError: the server cannot be used.
     """
     try:
-        found = await redis.xinfo_consumers(keys.jobs, GROUP)
+        consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
     except ResponseError as error:
         if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
             raise
         return []
-    return [consumer["name"] for consumer in found]
+    return [consumer["name"] for consumer in consumers]

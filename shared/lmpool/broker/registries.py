@@ -1,4 +1,4 @@
-"""What a pool knows beside its models: vocabularies, and the adapters of each model.
+"""The registries of a pool: vocabularies, and the adapters of each model.
 
 Adapters are changed over the very state that was read.
 """
@@ -29,9 +29,16 @@ from lmpool.protocol.adapter import (
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.vocabulary import Vocabulary
 
-_TTL_MS = 24 * 3_600_000
 MOST_BYTES = 64 * 1024 * 1024
 """More than any packed vocabulary takes."""
+
+KNOWN_FOR_S = 2.0
+"""Seconds for which a client may use what it has read of a model's adapters; a change of one waits for as long."""
+
+MARGIN_S = 0.5
+"""Seconds that a change of an adapter waits beyond that, for rates of clocks differ."""
+
+_TTL_MS = 24 * 3_600_000
 
 
 async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
@@ -88,13 +95,6 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
     return vocabulary
 
 
-KNOWN_FOR_S = 2.0
-"""For so long a client may use what it has read of a model's adapters; who replaces one waits for as long."""
-
-MARGIN_S = 0.5
-"""So much longer does who replaces an adapter wait: rates of clocks differ."""
-
-
 class AdapterRegistry:
     """Reads and changes which adapters a model has.
 
@@ -111,7 +111,7 @@ class AdapterRegistry:
         self.fingerprint = fingerprint
 
     async def read(self) -> Registered:
-        """What the server knows now.
+        """The state of the registry that the server has now.
 
         Raises:
             ProtocolError: more than there can be, or something that is none.
@@ -193,7 +193,7 @@ class AdapterRegistry:
         """How many replicas have a state of the registry, or a later one; 0 when it is not what the server has.
 
         Args:
-            line: a connection of the caller's own: a server answers for what was written on the same one.
+            connection: one of the caller's own: a server answers for what was written on the same one.
             known: what the server has.
             replicas: do not wait for more.
             wait_s: do not wait for longer.
@@ -201,12 +201,12 @@ class AdapterRegistry:
         Raises:
             ServerError: the server refuses, or cannot be used.
         """
-        link = await connection.open()
+        raw = await connection.open()
         # The same once more.
         write = (b"EVAL", scripts.SWAP.source, 1, self._keys[0], GENERATION_FIELD, known.named, known.named)
-        if not await connection.wait_for(link, link.call(write)):
+        if not await connection.wait_for(raw, raw.call(write)):
             return 0
-        return int(await connection.wait_for(link, link.call((b"WAIT", replicas, int(wait_s * 1000)))))
+        return int(await connection.wait_for(raw, raw.call((b"WAIT", replicas, int(wait_s * 1000)))))
 
     async def known_for(self, name: str) -> float:
         """For how many seconds from now clients may still use another adapter of this name than what is in service.
@@ -224,8 +224,8 @@ class AdapterRegistry:
 
     async def loading(self, nonce: str) -> set[str]:
         """The workers that have begun to load an offer and have not told how that ended."""
-        (found,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ENTRY_BYTES)
-        return {worker.decode("utf-8", "replace") for worker in found}
+        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ENTRY_BYTES)
+        return {worker.decode("utf-8", "replace") for worker in workers}
 
     async def withdraw(self, name: str, nonce: str) -> None:
         """Take an offer back, if it is still this one."""
@@ -268,6 +268,6 @@ class AdapterRegistry:
         return bool(await scripts.RESTORE(self._redis, keys, args))
 
 
-def _text(found: bytes | int) -> str:
-    """A field of ours; "?" for what is too large to be one."""
-    return found.decode("ascii", "replace") if isinstance(found, bytes) else "?"
+def _text(value: bytes | int) -> str:
+    """A field of the registry itself; "?" for a value that is too large to be one."""
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else "?"

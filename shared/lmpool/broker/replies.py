@@ -88,10 +88,10 @@ _CODE = re.compile("[A-Z]+(?= |$)")
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """An exception and those that led to it: redis-py may wrap a refusal in a lost connection."""
-    one: BaseException | None = error
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def was_cut(error: BaseException) -> bool:
@@ -114,8 +114,8 @@ def code_of(error: BaseException) -> str:
     for begin, code in _AUTH_WORDS.items():
         if begin in text:
             return code
-    found = _CODE.match(text)
-    return found[0] if found and found[0] != "ERR" else ""
+    code_word = _CODE.match(text)
+    return code_word[0] if code_word and code_word[0] != "ERR" else ""
 
 
 def is_not_now(error: BaseException) -> bool:
@@ -126,7 +126,7 @@ def is_not_now(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Whether a server refuses a user, a password or a command."""
     kinds = (AuthenticationError, AuthorizationError, NoPermissionError)
-    return code_of(error) in _REFUSED or any(isinstance(one, kinds) for one in chain(error))
+    return code_of(error) in _REFUSED or any(isinstance(link, kinds) for link in chain(error))
 
 
 def meaning(error: BaseException) -> str:
@@ -134,7 +134,7 @@ def meaning(error: BaseException) -> str:
     code, text = code_of(error), words(error)
     if code:
         return _MEANINGS.get(code, "")
-    return next((what for begin, what in _OTHERS.items() if begin in text), "")
+    return next((sentence for begin, sentence in _OTHERS.items() if begin in text), "")
 
 
 def loss(error: BaseException) -> str:
@@ -145,5 +145,5 @@ def loss(error: BaseException) -> str:
 
 def sentence(error: BaseException, who: str = "the server") -> str:
     """What a server's error means, with its own words behind; these alone where nothing is known of it."""
-    what = meaning(error)
-    return f"{who} {what} ({words(error)})" if what else words(error)
+    known = meaning(error)
+    return f"{who} {known} ({words(error)})" if known else words(error)

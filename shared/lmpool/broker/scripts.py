@@ -15,19 +15,22 @@ from lmpool.broker.connection import Argument
 from lmpool.broker.replies import is_refusal
 
 Call = Callable[..., Awaitable[Any]]
-"""Runs one command: `call` of a line."""
+"""Runs one command: `call` of a connection."""
+
+MOST_AT_ONCE = 200
+"""Most prompts in one call of a script: while it runs, the server serves nobody else."""
 
 # In folders by what they work on; names are unique all the same.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
 
 
-def _text(name: str, told: set[str]) -> str:
-    """A file with the texts of those that it includes, each where it is first named."""
-    if name in told:
+def _text(name: str, included: set[str]) -> str:
+    """A file with the texts of the files that it includes, each where it is first named."""
+    if name in included:
         return ""
-    told.add(name)
-    return _INCLUDE.sub(lambda found: _text(found[1], told), _FILES[name].read_text("utf-8"))
+    included.add(name)
+    return _INCLUDE.sub(lambda match: _text(match[1], included), _FILES[name].read_text("utf-8"))
 
 
 class Script:
@@ -70,7 +73,7 @@ class Script:
             except NoScriptError:
                 return await redis.eval(self.source, len(keys), *keys, *args)
         except ResponseError as error:
-            # Servers tell of it as of any other error in a script.
+            # Servers report a refusal as any other error in a script.
             if is_refusal(error):
                 raise NoPermissionError(str(error)) from error
             raise
@@ -101,6 +104,3 @@ KEEP = Script("keep")
 RETIRE = Script("retire")
 TRIAL = Script("trial")
 CLEAR = Script("clear")
-
-MOST_AT_ONCE = 200
-"""Prompts in one call of a script: while it runs, the server serves nobody else."""

@@ -31,8 +31,8 @@ REPLY_TIMEOUT_S = 15.0
 """Seconds after which a server that is silent counts as gone, where the pool's lease is not known."""
 
 _CONNECT_TIMEOUT_S = 5.0
-# What a client's own connections may carry that ours must not.
-_NOT_OURS = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
+# Options of a client's own connections that are not taken over.
+_NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler")  # fmt: skip
 # redis-py tells a server its own name and version, for which users with few rights have none; the log of refusals is
@@ -98,7 +98,7 @@ class Server:
             self._class = _TlsConnection
         if self._is_tls:
             address.check_host(kwargs, of_client=redis is not None and not isinstance(redis, str))
-        for name in (*_NOT_OURS, *_OWN_NAME):
+        for name in (*_NOT_TAKEN, *_OWN_NAME):
             kwargs.pop(name, None)
         if kwargs.get("socket_connect_timeout") is None:  # So it is in a client of redis-py 5.3.
             kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
@@ -160,10 +160,10 @@ class Server:
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether a server's answer means to ask again, on a new connection; then places are looked up anew too."""
-        found = replies.is_not_now(error)
-        if found:
+        is_not_now = replies.is_not_now(error)
+        if is_not_now:
             self.forget_places()
-        return found
+        return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
         """Have a client open new connections after an answer that means so: the address may be another's by now."""
@@ -198,7 +198,7 @@ class Server:
         """
         connection = self._connection()
         try:
-            # What redis-py says and asks first on a new connection waits for replies without a limit of its own.
+            # What redis-py sends first on a new connection waits for replies without a limit of its own.
             async with asyncio.timeout(self._kwargs["socket_connect_timeout"]):
                 await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
@@ -222,10 +222,10 @@ class Server:
         """The exception of our tree for one of redis-py's or the system's."""
         if isinstance(error, LMPoolError):
             return error
-        text, what, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
+        text, meaning, links = replies.words(error), replies.meaning(error), list(replies.chain(error))
         if replies.is_refusal(error):
             hint = "; is this the prefix of its pool, and a user for this part of it?" if " key" in text else ""
-            return AuthenticationFailed(f"{self} {what or 'refuses this user, password or command'} ({text}){hint}")
+            return AuthenticationFailed(f"{self} {meaning or 'refuses this user, password or command'} ({text}){hint}")
         if why := address.refusal(links):
             return AuthenticationFailed(f"{self} refuses this client: {why}")
         if self._is_tls and (why := address.fault(links, has_certificate=bool(self._kwargs.get("ssl_certfile")))):
@@ -239,8 +239,8 @@ class Server:
                 f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
             )
         is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
-        if what:
-            return (ServerUnreachable if is_lost else ServerError)(f"{self} {what} ({text})")
+        if meaning:
+            return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
             # A server without TLS says nothing to whoever greets it so. "reading": on a connection that was there.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
@@ -253,7 +253,7 @@ class Server:
 
 
 def where(redis: RedisLike | None) -> str:
-    """Where the server is that somebody has named, without password; nothing but the environment is read.
+    """Where a named server is, without password; nothing but the environment is read.
 
     Args:
         redis: as `Server` takes it, good or not.

@@ -1,4 +1,4 @@
-"""Whether a server suits a pool: its memory, and a version that nobody can take over by running scripts."""
+"""Checks of a server: whether its memory suits a pool, and its version lacks fixes that scripts could exploit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 
+Version = tuple[int, int, int]
+
 _SECTIONS = ("memory", "stats")
-_NEARLY = 0.75
+_NEARLY_FULL = 0.75
+# The first of each branch without CVE-2025-49844 and CVE-2025-46817, and so without CVE-2024-46981, which is older.
+# Branches after the last have begun without them.
+_FIXED: dict[str, tuple[Version, ...]] = {
+    "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
+    "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
+}
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
+_MOST_TEXT = 64
 
 
 class ServerMemory(NamedTuple):
@@ -40,8 +50,8 @@ class ServerMemory(NamedTuple):
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether a value more may cost another: behind an eviction there is room for a while."""
-        return self.used_bytes > _NEARLY * self.limit_bytes > 0
+        """Whether one more value may cost another: right after an eviction there is free memory for a while."""
+        return self.used_bytes > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
         """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""
@@ -66,51 +76,39 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     try:
         for section in _SECTIONS:
-            for node, told in (await _info(redis, section)).items():
-                found.setdefault(node, {}).update(told)
+            for node, reply in (await _info(redis, section)).items():
+                figures.setdefault(node, {}).update(reply)
     except ResponseError:
         return None
-    masters = [memory for told in found.values() if (memory := _read(told)) is not None]
+    masters = [memory for reply in figures.values() if (memory := _read(reply)) is not None]
     if not masters:
         return None
     # Another one may have evicted: what is lost on one master is lost.
-    fullest = max(masters, key=lambda one: one.used_bytes / (one.limit_bytes or float("inf")))
-    return fullest._replace(evicted_keys=sum(one.evicted_keys for one in masters))
+    fullest = max(masters, key=lambda memory: memory.used_bytes / (memory.limit_bytes or float("inf")))
+    return fullest._replace(evicted_keys=sum(memory.evicted_keys for memory in masters))
 
 
 async def _info(redis: Redis, section: str) -> dict[str, dict[str, Any]]:
-    """What each master tells."""
+    """A section of INFO of each master."""
     if not isinstance(redis, RedisCluster):
         return {"": dict(await redis.info(section))}
-    told: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
-    return told if all(isinstance(one, dict) for one in told.values()) else {"": told}
+    replies: Any = await cast(Any, redis).info(section, target_nodes=RedisCluster.PRIMARIES)
+    return replies if all(isinstance(reply, dict) for reply in replies.values()) else {"": replies}
 
 
-def _read(told: Mapping[str, Any]) -> ServerMemory | None:
+def _read(info: Mapping[str, Any]) -> ServerMemory | None:
     try:
-        numbers = [int(told[name]) for name in ("used_memory", "maxmemory", "evicted_keys")]
-        return ServerMemory(numbers[0], numbers[1], str(told["maxmemory_policy"]), numbers[2])
+        numbers = [int(info[name]) for name in ("used_memory", "maxmemory", "evicted_keys")]
+        return ServerMemory(numbers[0], numbers[1], str(info["maxmemory_policy"]), numbers[2])
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-Version = tuple[int, int, int]
-
-# The first of each branch without CVE-2025-49844 and CVE-2025-46817, and so without CVE-2024-46981, which is older.
-# Branches after the last have begun without them.
-_FIXED: dict[str, tuple[Version, ...]] = {
-    "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
-    "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
-}
-_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
-_MOST_TEXT = 64
 
 
 def doubt_of(product: str, version: str) -> str | None:
@@ -123,13 +121,13 @@ def doubt_of(product: str, version: str) -> str | None:
     Returns:
         A sentence without an end, or None when there is nothing to say.
     """
-    found, fixed = _VERSION.match(version), _FIXED.get(product)
-    if found is None or fixed is None:
+    numbers, fixed = _VERSION.match(version), _FIXED.get(product)
+    if numbers is None or fixed is None:
         return None
-    major, minor, patch = map(int, found.groups())
-    if (major, minor) > fixed[-1][:2] or any((major, minor) == one[:2] and patch >= one[2] for one in fixed):
+    major, minor, patch = map(int, numbers.groups())
+    if (major, minor) > fixed[-1][:2] or any((major, minor) == least[:2] and patch >= least[2] for least in fixed):
         return None
-    levels = ", ".join(".".join(map(str, one)) for one in fixed)
+    levels = ", ".join(".".join(map(str, least)) for least in fixed)
     return (
         f"the server is {product.capitalize()} {version} and may lack the fixes of CVE-2025-49844, CVE-2025-46817 and "
         f"CVE-2024-46981, which let whoever may run scripts take it over: run {levels} or newer, unless your "
@@ -144,12 +142,12 @@ async def read_doubt(server: Server) -> str | None:
     """
     connection = CommandConnection(server)
     try:
-        told = _told(await connection.call(b"HELLO"))
+        fields = _fields(await connection.call(b"HELLO"))
     except LMPoolError:
         return None  # A proxy may know no HELLO. A server that cannot be used is told of by whoever needs it.
     finally:
         connection.close()
-    return doubt_of(told.get("server", ""), told.get("version", ""))
+    return doubt_of(fields.get("server", ""), fields.get("version", ""))
 
 
 async def read_doubts(server: Server) -> list[str]:
@@ -171,7 +169,7 @@ async def read_doubts(server: Server) -> list[str]:
     return [doubt for doubt in doubts if doubt]
 
 
-def _told(reply: Any) -> dict[str, str]:
+def _fields(reply: Any) -> dict[str, str]:
     """What a server says of itself; RESP2 and RESP3 nest it differently. What is no short text is left out."""
     if isinstance(reply, list):
         reply = dict(zip(reply[::2], reply[1::2], strict=False)) if all(map(_is_plain, reply[::2])) else {}

@@ -1,4 +1,4 @@
-"""Where rows live: one small interface, and the Redis strings behind it today.
+"""The cache of rows: one small interface, and the Redis strings behind it today.
 
 Neither the producer nor the worker's loop knows that a row is a Redis string; a shared-memory plane for
 clients on the worker's own host can stand behind the same interface.
@@ -7,6 +7,7 @@ clients on the worker's own host can stand behind the same interface.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +39,12 @@ from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
 
 Found = Row | CorruptRow | None
 """A row, None when there is none, or why what is there is no row (an error is a value here)."""
+
 Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 """Called with digests and what was found of each; once for each digest."""
 
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
-"""Called with what calls scripts on the model's queue, and with the digests that are known to be refused."""
+"""Called with what calls scripts on the model's queue, and with the digests whose rows are known to be refused."""
 
 # A chunk costs its client some 90 µs, whatever is in it; what is under way takes memory of the server.
 _CHUNK_BYTES = 4 * 1024 * 1024
@@ -50,8 +52,9 @@ _CHUNK_ROWS = 512
 _CHUNKS_UNDER_WAY = 2
 _MOST_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
+# Answers to queries live shorter than rows: they are computed again from the row in no time.
 _ANSWER_TTL_MS = 60_000
-"""Answers to queries live shorter than rows: computed again from the row in no time."""
+_GLOB = re.compile(rb"[\\*?\[\]]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class RowSpace:
 
     @classmethod
     def of(cls, keys: Keys, info: ModelInfo) -> RowSpace:
-        """That of a model.
+        """The place of the rows of a model.
 
         Args:
             keys: the deployment's key names.
@@ -93,6 +96,12 @@ class RowSpace:
             ttl_ms=int(info.row_ttl_s * 1000),
             reply_timeout_s=reply_timeout(info.lease_s),
         )
+
+
+def scan_pattern(keys: Keys, info: ModelInfo | None = None) -> bytes:
+    """The pattern that SCAN finds all rows and answers of a model by; without a model, those of all."""
+    prefix = keys.rows() if info is None else keys.row(info.fingerprint)
+    return _GLOB.sub(rb"\\\g<0>", prefix) + b"*"
 
 
 class RowCache(Protocol):
@@ -143,7 +152,7 @@ class RowCache(Protocol):
         ...
 
     async def there(self, digests: Sequence[bytes]) -> list[bytes]:
-        """Those digests whose rows are there."""
+        """The digests whose rows are in the cache."""
         ...
 
     async def entries(
@@ -176,11 +185,11 @@ class RowCache(Protocol):
 
 
 class ChunkReader:
-    """Reads values in chunks, of which two are under way at a time, over one line.
+    """Reads values in chunks, of which two are under way at a time, over one connection.
 
     Args:
         server: what explains errors.
-        line: where to; values that are larger than it accepts are cut.
+        connection: where to; values that are larger than it accepts are cut.
         apart: what refuses a whole chunk for the sake of one value: each is then asked for by itself.
     """
 
@@ -200,7 +209,8 @@ class ChunkReader:
 
         Args:
             keys: whose values.
-            most: bytes that each may have, and one more; what is longer may be cut to that. None for the line's limit.
+            most: bytes that each may have, and one more; a longer value may be cut to that. None for the connection's
+                limit.
 
         Raises:
             ServerError: the server cannot be used.
@@ -209,12 +219,13 @@ class ChunkReader:
             raw = await self._connection.open()
             try:
                 values: Sequence[object] = await self._connection.wait_for(raw, raw.mget(keys))
-            except (
-                self._apart
-            ):  # A ProtocolError is what a value over the limit ends the link with, for the others too.
+            except self._apart:
+                # A value over the limit ends the connection with a ProtocolError, for the others too.
                 bounded = await self._connection.get_ranges(keys, most or [self._connection.max_bulk] * len(keys))
                 # An empty string is what GETRANGE finds where there is nothing.
-                values = [bytes(one) or None if isinstance(one, (bytes, np.ndarray)) else one for one in bounded]
+                values = [
+                    bytes(value) or None if isinstance(value, (bytes, np.ndarray)) else value for value in bounded
+                ]
         for value in values:
             if isinstance(value, ResponseError) and self._connection.check(raw, value):
                 raise self._server.explain(value)
@@ -224,11 +235,11 @@ class ChunkReader:
 def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
     """Parts of values of these sizes, each as large as one chunk may be."""
     begin = size = 0
-    for at, own in enumerate(sizes):
-        if at > begin and (size + own > _CHUNK_BYTES or at - begin == _CHUNK_ROWS):
+    for at, value_size in enumerate(sizes):
+        if at > begin and (size + value_size > _CHUNK_BYTES or at - begin == _CHUNK_ROWS):
             yield slice(begin, at)
             begin, size = at, 0
-        size += own
+        size += value_size
     if begin < len(sizes):
         yield slice(begin, len(sizes))
 
@@ -252,8 +263,7 @@ class RedisRows:
         self._weights_prefix = space.weights_prefix
         self._vocab_size = space.vocab_size
         self._ttl_ms = space.ttl_ms
-        # A script's reply must fit too where rows are tiny.
-        # And a row that is too long must be told from one of the right length.
+        # Where rows are tiny a script's reply must fit too, and a row that is too long must be told from a right one.
         self._connection = RowConnection(
             server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate
         )
@@ -291,16 +301,20 @@ class RedisRows:
             ServerError: the server cannot be used.
         """
         raw = await self._connection.open()
-        block = VectorBlock([one.name for one in weights], [one.values for one in weights])
+        block = VectorBlock([sent.name for sent in weights], [sent.values for sent in weights])
         writes = [
-            write._replace(header=one.secret + write.header)
-            for one, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
+            write._replace(header=sent.secret + write.header)
+            for sent, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
         ]
         stored = raw.set(writes, _WEIGHTS_TTL_MS)
         return self._refused(raw, block.digests, await self._connection.wait_for(raw, stored))
 
     def _refused(self, raw: RawRowConnection, digests: Sequence[bytes], replies: Sequence[object]) -> dict[bytes, str]:
-        """What the server refused for good; raises ServerError when it refused something for now."""
+        """The rows that the server refused for good, with its reasons.
+
+        Raises:
+            ServerError: it refused one for now.
+        """
         refused = {
             digest: reply for digest, reply in zip(digests, replies, strict=True) if isinstance(reply, ResponseError)
         }
@@ -332,8 +346,8 @@ class RedisRows:
             ServerError: the server cannot be used.
         """
         keys = [self._prefix + digest for digest in digests]
-        found: list[bytes | None] = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
-        return found
+        entries: list[bytes | None] = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
+        return entries
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """See `RowCache.keys_of`."""
@@ -374,22 +388,25 @@ class RedisRows:
             count = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // self._row_size))
             yield from (digests[at : at + count] for at in range(0, len(digests), count))
             return
-        sizes = [encoded_size(lengths[one], Encoding.F32) if one in lengths else self._row_size for one in digests]
+        sizes = [
+            encoded_size(lengths[digest], Encoding.F32) if digest in lengths else self._row_size for digest in digests
+        ]
         yield from (digests[part] for part in cut_chunks(sizes))
 
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
         values = await self._reader.read(self.keys_of(digests))
-        # Read when all have come: the server would have to wait for room in the socket with each.
+        # Decoded when all have come: else the server would have to wait for a free socket buffer with each.
         rows = None if lengths else decode_rows(values, self._vocab_size)
         if rows is None:
-            found = [self._found(digest, value, lengths) for digest, value in zip(digests, values, strict=True)]
-            deliver(digests, found)
+            deliver(
+                digests, [self._read(digest, value, lengths) for digest, value in zip(digests, values, strict=True)]
+            )
         else:
             deliver(digests, rows)
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
 
-    def _found(self, digest: bytes, value: object, lengths: Mapping[bytes, int]) -> Found:
-        """What was found of one row, or one answer."""
+    def _read(self, digest: bytes, value: object, lengths: Mapping[bytes, int]) -> Found:
+        """Read a value of the server as a row, or as an answer."""
         if isinstance(value, (bytes, np.ndarray)):
             return self._decode(digest, value, lengths.get(digest, self._vocab_size), is_answer=digest in lengths)
         if isinstance(value, ResponseError):
@@ -429,7 +446,7 @@ def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes], some: Seq
 
 
 class Source(NamedTuple):
-    """What a trie job may name.
+    """A row or weights that a trie job may name.
 
     Attributes:
         fingerprint: of the model whose row it is; "" for weights.
@@ -443,7 +460,7 @@ class Source(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """What it may take, and one byte more: what is too long must be told from what is right."""
+        """Most bytes of it, and one more: a value that is too long must be told from one that is right."""
         return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
 
 
@@ -463,7 +480,7 @@ class Sources:
         self._readers: dict[RowConnection, ChunkReader] = {}
 
     async def get_many(self, sources: Sequence[Source]) -> tuple[dict[Source, Row | LMPoolError], int]:
-        """Fetch in chunks bounded by bytes.
+        """Fetch sources in chunks bounded by bytes.
 
         Args:
             sources: which; each once.
@@ -476,23 +493,23 @@ class Sources:
         """
         if not sources:
             return {}, 0
-        self._connections.allow(max(one.most_bytes for one in sources))
+        self._connections.allow(max(source.most_bytes for source in sources))
         parts: list[tuple[RowConnection, list[Source]]] = []
-        for connection, numbers in await self._connections.of([self._key(one) for one in sources]):
-            ours = [sources[number] for number in numbers]
-            parts += [(connection, ours[part]) for part in cut_chunks([one.most_bytes for one in ours])]
-        found = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
-        values = [value for some in found for value in some]
+        for connection, numbers in await self._connections.of([self._key(source) for source in sources]):
+            held = [sources[number] for number in numbers]
+            parts += [(connection, held[part]) for part in cut_chunks([source.most_bytes for source in held])]
+        chunks = await asyncio.gather(*(self._read(connection, part) for connection, part in parts))
+        values = [value for chunk in chunks for value in chunk]
         size = sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
-        asked = [one for _, part in parts for one in part]
-        return {one: _decoded(one, value) for one, value in zip(asked, values, strict=True)}, size
+        fetched = [source for _, part in parts for source in part]
+        return {source: _decoded(source, value) for source, value in zip(fetched, values, strict=True)}, size
 
     async def _read(self, connection: RowConnection, part: Sequence[Source]) -> Sequence[object]:
         reader = self._readers.get(connection)
         if reader is None:
-            # One that this worker may not read must not keep it from what other jobs name.
+            # A source that this worker may not read must not keep it from those that other jobs name.
             reader = self._readers[connection] = ChunkReader(self._server, connection, (ServerError, ProtocolError))
-        return await reader.read([self._key(one) for one in part], [one.most_bytes for one in part])
+        return await reader.read([self._key(source) for source in part], [source.most_bytes for source in part])
 
     def _key(self, source: Source) -> bytes:
         return (self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()) + source.name
@@ -504,16 +521,16 @@ class Sources:
 
 def _decoded(source: Source, value: object) -> Row | LMPoolError:
     is_row = bool(source.fingerprint)
-    what = f"the row of prompt {source.name.hex()}" if is_row else f"the weights {source.name.hex()}"
+    label = f"the row of prompt {source.name.hex()}" if is_row else f"the weights {source.name.hex()}"
     if isinstance(value, bytes):
         value = np.frombuffer(value, np.uint8)
     if not isinstance(value, np.ndarray):
-        return SourceMissing(f"{what} is not in the cache" if is_row else f"{what} are not in the cache")
+        return SourceMissing(f"{label} is not in the cache" if is_row else f"{label} are not in the cache")
     try:
         if is_row:
             return check_row(decode_row(value, source.length))
         if name_of(value[:SECRET_SIZE].tobytes()) != source.name:
-            return SourceMissing(f"{what} are not in the cache: somebody else has written there")
+            return SourceMissing(f"{label} are not in the cache: somebody else has written there")
         return decode_row(value[SECRET_SIZE:], source.length)
     except ProtocolError as error:
-        return CorruptRow(f"{what}: {error}")
+        return CorruptRow(f"{label}: {error}")

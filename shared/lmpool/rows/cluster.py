@@ -1,4 +1,4 @@
-"""Where rows live on a Redis Cluster: on all of its masters, each row where its key belongs."""
+"""The cache of rows on a Redis Cluster: on all of its masters, each row where its key belongs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ClusterRows:
         return self._queue.call
 
     async def _split(self, keys: Sequence[bytes]) -> list[tuple[RedisRows, list[int]]]:
-        """Which master has which of some keys, by their numbers."""
+        """The masters that have some keys, each with the numbers of its keys."""
         parts: dict[Server, list[int]] = {}
         for index, key in enumerate(keys):
             parts.setdefault(await self._server.at(key), []).append(index)
@@ -64,17 +64,16 @@ class ClusterRows:
     async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
         """See `RowCache.put`."""
         parts = await self._split(self.keys_of(block.digests))
-        found = await asyncio.gather(*(rows.put(block, overwrite, some=numbers) for rows, numbers in parts))
-        refused = _together(found)
+        refused = _merged(await asyncio.gather(*(rows.put(block, overwrite, some=numbers) for rows, numbers in parts)))
         if then is not None:
             await then(self._queue.call, refused)
         return refused
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """See `RowCache.put_weights`."""
-        parts = await self._split(self.keys_of_weights(one.name for one in weights))
+        parts = await self._split(self.keys_of_weights(sent.name for sent in weights))
         stored = [rows.put_weights([weights[index] for index in numbers]) for rows, numbers in parts]
-        return _together(await asyncio.gather(*stored))
+        return _merged(await asyncio.gather(*stored))
 
     async def get_many(
         self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int] | None = None
@@ -83,7 +82,7 @@ class ClusterRows:
         lengths = lengths or {}
 
         async def get(rows: RedisRows, some: list[bytes]) -> int:
-            return await rows.get_many(some, deliver, {one: lengths[one] for one in some if one in lengths})
+            return await rows.get_many(some, deliver, {digest: lengths[digest] for digest in some if digest in lengths})
 
         parts = await self._split(self.keys_of(digests))
         fetched = await asyncio.gather(*(get(rows, [digests[number] for number in numbers]) for rows, numbers in parts))
@@ -92,8 +91,8 @@ class ClusterRows:
     async def there(self, digests: Sequence[bytes]) -> list[bytes]:
         """See `RowCache.there`."""
         parts = await self._split(self.keys_of(digests))
-        found = await asyncio.gather(*(rows.there([digests[one] for one in numbers]) for rows, numbers in parts))
-        return [digest for some in found for digest in some]
+        there = await asyncio.gather(*(rows.there([digests[at] for at in numbers]) for rows, numbers in parts))
+        return [digest for some in there for digest in some]
 
     async def entries(
         self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
@@ -102,7 +101,7 @@ class ClusterRows:
         parts = await self._split(self.keys_of(digests))
         owners = {number: rows for rows, numbers in parts for number in numbers}
         calls = (owners[at].entries([digests[at]], encoding, [ranges[at]]) for at in range(len(digests)))
-        return [one for (one,) in await asyncio.gather(*calls)]
+        return [entries for (entries,) in await asyncio.gather(*calls)]
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """See `RowCache.keys_of`."""
@@ -124,5 +123,5 @@ class ClusterRows:
             rows.close()
 
 
-def _together(found: Sequence[dict[bytes, str]]) -> dict[bytes, str]:
-    return {digest: reason for some in found for digest, reason in some.items()}
+def _merged(refused: Sequence[dict[bytes, str]]) -> dict[bytes, str]:
+    return {digest: reason for some in refused for digest, reason in some.items()}

@@ -1,4 +1,4 @@
-"""A connection for rows: SET and MGET without copying rows more often than the kernel does.
+"""Connections for rows: SET and MGET without copying rows more often than the kernel does.
 
 Rows are written straight from the backend's block, and each is received into the buffer that becomes the row,
 together with the line end behind it: a value counts only when that has been seen, for bytes that were lost on the way
@@ -77,8 +77,8 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
     """Speaks RESP for rows on one connection. Replies come in order; any number may be under way.
 
     Args:
-        connection: an open redis-py connection; the link owns it from now on.
-        max_bulk: largest value in bytes that is accepted; a larger one closes the link.
+        connection: an open redis-py connection, which is owned from now on.
+        max_bulk: largest value in bytes that is accepted; a larger one closes the connection.
         allocate: gives the uint8 array of shape (size,) that a value which comes in parts is received into, with its
             first line and its line end; the value is a view of it.
         one_by_one: fetch values with a GET each: a master of a cluster refuses an MGET of keys in several slots.
@@ -104,18 +104,18 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
         self._bytes = np.frombuffer(self._scratch, np.uint8)
         self._start = self._end = 0
         self._window = _WINDOW
-        # The value that is being received, how much of it has come and where it begins, and its first line as long as
-        # that is only expected.
+        # The value that is being received, how much of it has come and where it begins; and its first line, as long as
+        # that has not come.
         self._bulk: Bulk = _NONE
         self._bulk_got = self._bulk_start = 0
-        self._line_ahead = b""
+        self._expected_line = b""
         super().__init__(connection)
 
     def mget(self, keys: Sequence[bytes]) -> asyncio.Future[list[Any]]:
         """Fetch values; each is a fresh uint8 array of shape (size,) or `bytes`, or None where there is none.
 
-        The future raises ConnectionError when the link breaks and ResponseError when the server refuses; fetched one by
-        one, a value may be the error with which the server refused it.
+        The future raises ConnectionError when the connection breaks and ResponseError when the server refuses; fetched
+        one by one, a value may be the error with which the server refused it.
         """
         future = self._expect(len(keys), is_array=not self._one_by_one)
         if future.done():
@@ -181,7 +181,7 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
 
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
         pending, self._pending = self._pending, deque()
-        return [one.future for one in pending]
+        return [command.future for command in pending]
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: into the row that is being received, else into the scratch buffer."""
@@ -204,7 +204,7 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
         try:
             if self._bulk.size:
                 self._bulk_got += nbytes
-                if (not self._line_ahead or self._comes_as_expected()) and self._bulk_got == self._bulk.size:
+                if (not self._expected_line or self._check_expected_line()) and self._bulk_got == self._bulk.size:
                     self._end_bulk()
                 return
             self._end += nbytes
@@ -328,29 +328,29 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
         self._start = self._end
         self._bulk_got += have
 
-    def _receive(self, size: int, *, is_ahead: bool = False) -> None:
+    def _receive(self, size: int, *, is_line_expected: bool = False) -> None:
         """Have a value received into memory of its own.
 
         Args:
             size: of the value.
-            is_ahead: its first line has not come yet, and may turn out to be another one.
+            is_line_expected: its first line has not come yet, and may turn out to be another one.
         """
         line = b"$%d\r\n" % size
         # Numbers are read where they lie, which must not cost more than elsewhere.
         self._bulk_start = len(line) + -len(line) % _ALIGNMENT
         self._bulk = self._allocate(self._bulk_start + size + _LINE_END)
-        self._line_ahead = line if is_ahead else b""
-        self._bulk_got = self._bulk_start - len(self._line_ahead)
+        self._expected_line = line if is_line_expected else b""
+        self._bulk_got = self._bulk_start - len(self._expected_line)
 
-    def _comes_as_expected(self) -> bool:
+    def _check_expected_line(self) -> bool:
         """Whether what has come of a value is what was expected; if not, it goes where it belongs."""
-        begin, stop = self._bulk_start - len(self._line_ahead), min(self._bulk_got, self._bulk_start)
-        if self._line_ahead.startswith(self._bulk.data[begin:stop]):
+        begin, stop = self._bulk_start - len(self._expected_line), min(self._bulk_got, self._bulk_start)
+        if self._expected_line.startswith(self._bulk.data[begin:stop]):
             if stop == self._bulk_start:
-                self._line_ahead = b""
+                self._expected_line = b""
             return True
         rest = self._bulk[begin : self._bulk_got].data
-        self._bulk, self._line_ahead = _NONE, b""
+        self._bulk, self._expected_line = _NONE, b""
         while rest.nbytes and self._closed is None:
             buffer = self.get_buffer(-1)
             count = min(len(buffer), rest.nbytes)
@@ -367,7 +367,7 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
         self._value(value)
         if value.size >= _LARGE_BULK and len(pending.values) < pending.replies:
             # The next one is mostly another row: it comes in one go, with its first line.
-            self._receive(value.size, is_ahead=True)
+            self._receive(value.size, is_line_expected=True)
 
     def _value(self, value: Bulk) -> None:
         self._element(value.tobytes() if value.size <= _SMALL_BULK else value)
@@ -396,7 +396,7 @@ class RawRowConnection(RawConnection, asyncio.BufferedProtocol):
 
 
 class RowConnection(Connection[RawRowConnection]):
-    """A line for rows, and for scripts that must find them.
+    """A connection for rows, and for scripts that must find them, that opens itself.
 
     Args:
         server: where to.
@@ -410,8 +410,8 @@ class RowConnection(Connection[RawRowConnection]):
         self._allocate = allocate
 
     async def _connect_for_rows(self) -> RawRowConnection:
-        opened = await self._server.open()
-        return RawRowConnection(opened, self._max_bulk, self._allocate, one_by_one=self._server.is_node)
+        connection = await self._server.open()
+        return RawRowConnection(connection, self._max_bulk, self._allocate, one_by_one=self._server.is_node)
 
     @property
     def max_bulk(self) -> int:
@@ -453,7 +453,7 @@ class RowConnection(Connection[RawRowConnection]):
         return values
 
     async def call_on(self, raw: RawRowConnection, *arguments: Argument) -> Any:
-        """Run a command on this very link: behind what was sent there, or not at all."""
+        """Run a command on this very raw connection: behind what was sent there, or not at all."""
         (reply,) = await self.wait_for(raw, raw.call(arguments))
         if isinstance(reply, ResponseError):
             self.check(raw, reply)
@@ -462,7 +462,7 @@ class RowConnection(Connection[RawRowConnection]):
 
 
 class RowConnections:
-    """Lines for rows: one, or one to each master of a cluster.
+    """Connections for rows: one, or one to each master of a cluster.
 
     Args:
         server: where to.
@@ -477,7 +477,7 @@ class RowConnections:
         self._connections: dict[Server, RowConnection] = {}
 
     async def of(self, keys: Sequence[bytes]) -> list[tuple[RowConnection, list[int]]]:
-        """Which line goes to which of some keys, by their numbers.
+        """Which connection goes to which of some keys, by their numbers.
 
         Raises:
             ServerError: the cluster does not say.
@@ -501,6 +501,6 @@ class RowConnections:
         return connection
 
     def close(self) -> None:
-        """Close all lines."""
+        """Close all connections."""
         for connection in self._connections.values():
             connection.close()

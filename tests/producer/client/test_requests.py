@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lmpool import errors
-from lmpool.aio import own
+from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, DeadlineExceeded, LMPoolError, NoWorker, QueueFull, ServerUnreachable, WorkerError
 from lmpool.producer.client.connections import AdoptedModel, Tasks
 from lmpool.producer.client.receive import Receiver
@@ -196,7 +196,7 @@ def test_every_exception_of_the_tree_can_be_made_again() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, LMPoolError)]
     assert len(kinds) > 20
     for error in [*(kind("why") for kind in kinds), Particular(7), TimeoutError(), OSError(2, "none", "here")]:
-        other = own(error)
+        other = copy_error(error)
         assert other is not error
         assert type(other) is type(error)
         assert (str(other), other.args, vars(other)) == (str(error), error.args, vars(error))

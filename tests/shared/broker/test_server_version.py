@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from lmpool import embedded
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import _told, doubt_of, read_doubt
+from lmpool.broker.server_checks import _fields, doubt_of, read_doubt
 from lmpool.embedded import EmbeddedServer
 from lmpool.testing.front import Front
 from tests.producer.cli.test_cli import on
@@ -86,7 +86,7 @@ def test_old_versions_are_told_from_fixed_ones(product: str, version: str, is_do
     ],
 )
 def test_nothing_is_said_of_a_server_that_does_not_say_what_it_is(reply: Any) -> None:
-    told = _told(reply)
+    told = _fields(reply)
     assert doubt_of(told.get("server", ""), told.get("version", "")) is None
 
 

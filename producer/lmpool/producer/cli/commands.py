@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from typing import Annotated, Any, NamedTuple
 
@@ -37,6 +36,7 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer, parse_ids
 from lmpool.protocol.keys import Keys
+from lmpool.rows.cache import scan_pattern
 
 adapters_app = typer.Typer(name="adapters", help="The LoRA adapters of a served model.", no_args_is_help=True)
 
@@ -46,7 +46,6 @@ Replicas = Annotated[
 AdapterName = Annotated[str, typer.Argument(help="What requests call the adapter.")]
 FlushedModel = Annotated[str | None, typer.Option("--model", help="Name of the model (default: all of them).")]
 
-_GLOB = re.compile(rb"[\\*?\[\]]")
 _UNLINKED_AT_ONCE = 500
 # Of `bench`: prompts that are asked one by one, and for how long.
 _ALONE = 50
@@ -154,10 +153,10 @@ def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "
 async def _flush(server: Server, keys: Keys, model: str | None) -> int:
     redis = server.client()
     try:
-        prefix = keys.rows() if model is None else keys.row((await Discovery(redis, keys).info(model)).fingerprint)
+        pattern = scan_pattern(keys, None if model is None else await Discovery(redis, keys).info(model))
         dropped = 0
         batch: list[bytes] = []
-        async for key in redis.scan_iter(match=_GLOB.sub(rb"\\\g<0>", prefix) + b"*", count=1000):
+        async for key in redis.scan_iter(match=pattern, count=1000):
             batch.append(key)
             if len(batch) == _UNLINKED_AT_ONCE:
                 dropped += await redis.unlink(*batch)

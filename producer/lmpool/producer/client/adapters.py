@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lmpool.aio import delays, own
+from lmpool.aio import copy_error, delays
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.errors import DeadlineExceeded, NoWorker, ServerError, UnknownAdapter
@@ -132,7 +132,7 @@ class Adapters:
                 raise ServerError(f"within {deadline.seconds:g} s: {doubt}") from late
             # Who waited for another to read has seen no error.
             if (why := error or self._connections.trouble) is not None:
-                raise own(self._connections.explain(why)) from late
+                raise copy_error(self._connections.explain(why)) from late
             info = self._connections.model.info
             raise NoWorker(
                 f"within {deadline.seconds:g} s no worker has said which adapters {info.name!r} has: "

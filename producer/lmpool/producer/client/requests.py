@@ -17,7 +17,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.aio import own
+from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, ModelMismatch
 from lmpool.metrics import Histogram
 from lmpool.protocol.prompt import Prompt
@@ -419,7 +419,7 @@ class PendingRequests:
         for since in (request.began, *(request.joined_at or ())):
             self.counters.failed(type(error).__name__, since)
         for waiter in waiters:
-            waiter(own(error))
+            waiter(copy_error(error))
 
 
 class SingleWaiter:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from lmpool.aio import delays, end_tasks, ended, outcome, own
+from lmpool.aio import copy_error, delays, end_tasks, ended, outcome
 from lmpool.broker.server import Server
 from lmpool.errors import (
     AdapterChanged,
@@ -187,7 +187,7 @@ class SessionPerLoop:
         except DeadlineExceeded:
             raise
         except TimeoutError as error:
-            raise attempt.deadline_error(error) from own(attempt.lacks or error)
+            raise attempt.deadline_error(error) from copy_error(attempt.lacks or error)
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
