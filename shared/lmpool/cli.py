@@ -29,6 +29,28 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json
 from lmpool.settings import set_openmp_defaults
 
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
+"""The program of the child, for `python -c`."""
+
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
+"""Names a folder that is removed when the parent ends without having ended this process."""
+
+_GROUP = "lmpool.commands"
+_TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
+
+# An argument as messages name it, and options that are called otherwise.
+_ARGUMENT = re.compile(r"\b([a-z_]+)=(?:True\b|\"\w+\")?(?=[\s,;:.)]|$)")
+_CALLED = {"when_absent": "--no-wait"}
+
+# Some releases of typer carry a copy of click of their own: take the classes from typer itself.
+_UsageError: type[Exception]
+_ClickException: type[Exception]
+_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
+
+_STDIN = 0
+# Wider than any table.
+_WHOLE = 1_000_000
+
 
 def say(text: str, *, err: bool = False) -> None:
     """Print one line.
@@ -45,10 +67,6 @@ def say_json(value: Any) -> None:
     typer.echo(to_json(value))
 
 
-# Wider than any table.
-_WHOLE = 1_000_000
-
-
 class Terminal(Console):
     """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain."""
 
@@ -63,18 +81,6 @@ class Terminal(Console):
         """The text that a string becomes; every string in what is printed comes through here."""
         return super().render_str(printable(text), **options)
 
-
-_GROUP = "lmpool.commands"
-_TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
-
-# An argument as messages name it, and options that are called otherwise.
-_ARGUMENT = re.compile(r"\b([a-z_]+)=(?:True\b|\"\w+\")?(?=[\s,;:.)]|$)")
-_CALLED = {"when_absent": "--no-wait"}
-
-# Some releases of typer carry a copy of click of their own: take the classes from typer itself.
-_UsageError: type[Exception]
-_ClickException: type[Exception]
-_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
 
 app = typer.Typer(
     name="lmpool",
@@ -149,7 +155,7 @@ def _fail(message: str) -> int:
 
 
 class _Warnings(LogFormatter):
-    """What a command warns of, with options where the log has arguments of Python."""
+    """Formats the warnings of a command: with options where the log has arguments of Python."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _with_options(super().format(record))
@@ -163,14 +169,14 @@ def _options() -> dict[str, str]:
         command = getattr(command, "commands", {}).get(word, command)
     options = {param.name: max(param.opts, key=len) for param in command.params if param.opts[0].startswith("-")}
     # Some arguments are called otherwise, and messages name what the user has given.
-    found = {option.lstrip("-").replace("-", "_"): option for option in options.values()} | options
+    named = {option.lstrip("-").replace("-", "_"): option for option in options.values()} | options
     others = {option for param in command.params for option in param.secondary_opts}
-    return found | {name: option for name, option in _CALLED.items() if option in others}
+    return named | {name: option for name, option in _CALLED.items() if option in others}
 
 
 def _with_options(text: str) -> str:
     """A message for users of Python, such as "allow more time (timeout=)", for those of the command line."""
-    return _ARGUMENT.sub(lambda found: _options().get(found[1], found[0]), text)
+    return _ARGUMENT.sub(lambda match: _options().get(match[1], match[0]), text)
 
 
 def _with_option(text: str) -> str:
@@ -179,15 +185,6 @@ def _with_option(text: str) -> str:
     option = _options().get(name, "")
     is_given = bool(option) and any(word.partition("=")[0] == option for word in sys.argv)
     return f"{option}{colon}{rest}" if is_given else text
-
-
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"
-"""The program of the child, for `python -c`."""
-
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"
-"""Names a folder that is removed when the parent ends without having ended this process."""
-
-_STDIN = 0
 
 
 def main_as_child() -> None:

@@ -41,13 +41,50 @@ from lmpool.errors import LMPoolError, ServerError, SettingsError
 if sys.platform != "win32":
     import fcntl
 
+BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
+"""The environment variable that names another server program."""
+
+LEAST_MEMORY_BYTES = 4 * 2**20
+"""Least bytes that a server may be told to hold."""
+
 READY_TIMEOUT_S = 10.0
+"""Seconds after which a server that does not answer has failed to start."""
+
 STOP_TIMEOUT_S = 5.0
+"""Seconds that a server has to end before it is killed."""
 
 # sun_path is 108 bytes on Linux and 104 elsewhere, one of them the closing NUL.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103
 _FILES = {"owner.lock", "users.lock", "server.pid", "server.log", "redis.sock", "appendonlydir", "appendonly.aof"}
 _PING_TIMEOUT_S = 2.0
+_DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
+
+# glibc would map each row-sized value afresh and trim the heap after each free; the page faults cost a tenth
+# to a third of the rows per second. Builds with jemalloc ignore these names.
+_MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(64 * 2**20),
+}
+
+# Becomes the server by exec, so that no Python runs between fork and exec of a threaded owner. It asks the
+# kernel to end it with its parent, then looks whether the parent died before that. POSIX locks survive exec
+# and are not inherited by fork: the lock lives exactly as long as the process whose id is in the file.
+_LAUNCH = """
+import fcntl, os, sys
+owner, death_signal, pid_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if death_signal:
+    import ctypes
+    if ctypes.CDLL(None).prctl(1, ctypes.c_ulong(death_signal)):
+        sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != owner:
+    sys.exit("the owner has ended")
+lock = os.open(pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+os.write(lock, b"%d" % os.getpid())
+os.set_inheritable(lock, True)
+os.execv(sys.argv[4], sys.argv[4:])
+"""
 
 
 class AlreadyRunning(ServerError):
@@ -97,6 +134,7 @@ def find() -> str | None:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
+    """Have errors of the system name the folder that they are about."""
     try:
         yield
     except LMPoolError:
@@ -106,10 +144,16 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 def socket_url(path: Path) -> str:
+    """The URL of the server at a socket."""
     return "unix://" + urllib.parse.quote(str(path))
 
 
 def socket_path(folder: Path) -> Path:
+    """The path of the socket in a folder.
+
+    Raises:
+        SettingsError: it is too long for a socket.
+    """
     path = folder / "redis.sock"
     if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
         raise SettingsError(
@@ -120,7 +164,11 @@ def socket_path(folder: Path) -> Path:
 
 
 def secure(folder: Path) -> None:
-    """Refuse a folder that is not ours alone; close one that is to others."""
+    """Refuse a folder that is not this user's and lmpool's alone; else close it to others.
+
+    Raises:
+        ServerError: with the folder and what to do.
+    """
     info = folder.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ServerError(f"{folder} is not a folder: remove it, or set LMPOOL_RUNTIME_DIR to another")
@@ -141,7 +189,7 @@ def secure(folder: Path) -> None:
 
 
 def ping(path: Path) -> bytes:
-    """What the server at the socket answers to PING; nothing when there is no such server of ours."""
+    """The reply of the server at the socket to PING; b"" when this user has no server there."""
     return _ask(path, b"PING")
 
 
@@ -231,6 +279,7 @@ def _read_pid(lock: int) -> int:
 
 
 def clear(folder: Path, *names: str) -> None:
+    """Remove files of a folder, as far as they are there."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
 
@@ -245,48 +294,12 @@ def ending(code: int) -> str:
 
 
 def last_lines(log: Path, count: int = 10) -> str:
+    """The end of a log, for an error."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
         return "it left no log"
     return f"the end of {log} is\n" + "\n".join(lines[-count:])
-
-
-if sys.platform != "win32":
-    import fcntl
-
-BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"
-
-LEAST_MEMORY_BYTES = 4 * 2**20
-
-_DEATH_SIGNAL = int(signal.SIGTERM) if sys.platform == "linux" else 0
-
-# glibc would map each row-sized value afresh and trim the heap after each free; the page faults cost a tenth
-# to a third of the rows per second. Builds with jemalloc ignore these names.
-_MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_TOP_PAD_": str(64 * 2**20),
-}
-
-# Becomes the server by exec, so that no Python runs between fork and exec of a threaded owner. It asks the
-# kernel to end it with its parent, then looks whether the parent died before that. POSIX locks survive exec
-# and are not inherited by fork: the lock lives exactly as long as the process whose id is in the file.
-_LAUNCH = """
-import fcntl, os, sys
-owner, death_signal, pid_file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-if death_signal:
-    import ctypes
-    if ctypes.CDLL(None).prctl(1, ctypes.c_ulong(death_signal)):
-        sys.exit("prctl(PR_SET_PDEATHSIG) failed")
-if os.getppid() != owner:
-    sys.exit("the owner has ended")
-lock = os.open(pid_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-os.write(lock, b"%d" % os.getpid())
-os.set_inheritable(lock, True)
-os.execv(sys.argv[4], sys.argv[4:])
-"""
 
 
 def physical_memory() -> int:
@@ -451,7 +464,7 @@ class EmbeddedServer:
         }
         launch = [sys.executable, "-I", "-S", "-c", _LAUNCH]
         owner = [str(os.getpid()), str(_DEATH_SIGNAL), str(self._folder / "server.pid")]
-        return [*launch, *owner, binary, *(word for k, v in settings.items() for word in (f"--{k}", v))]
+        return [*launch, *owner, binary, *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
     def _keep(self, command: list[str]) -> None:
         """Run the server to its end, then clear the folder for the next owner. Runs in the keeper thread."""
@@ -470,7 +483,7 @@ class EmbeddedServer:
             self._spawned.set()
             code = self._process.wait()
             if not self._stopping:
-                self._leave_word(f"{ending(code)}; {last_lines(self.log_path, 5)}")
+                self._write_reason(f"{ending(code)}; {last_lines(self.log_path, 5)}")
             # The log of a server that ended by itself says why.
             clear(self._folder, "redis.sock", "server.pid", *(("server.log",) if self._stopping else ()))
         except OSError as error:
@@ -479,7 +492,7 @@ class EmbeddedServer:
             self._spawned.set()
             self._release()
 
-    def _leave_word(self, text: str) -> None:
+    def _write_reason(self, text: str) -> None:
         """Say why the server has ended to those who wait for the owner's lock; the next owner clears the log."""
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, text.encode("utf-8", "replace"), 0)

@@ -1,4 +1,4 @@
-"""Histograms, counted at a fraction of a microsecond an observation, and prometheus_client where metrics are wanted."""
+"""Histograms that take a fraction of a microsecond an observation, and prometheus_client where metrics are wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: checks whose failures name the field, the value and what would be right; and the cores that there are."""
+"""Settings: checks whose errors name the field, the value and what would be right; and how many cores there are."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lmpool.errors import SettingsError
 CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
 """Control characters and line breaks, for a set of characters in a regular expression."""
 
+_WAIT_POLICY, _THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 # Redis keys carry names as UTF-8, which lone surrogates have none of, and braces would decide their cluster slot.
 _NAME = re.compile(rf"[^{{}}{CONTROLS}\ud800-\udfff]{{1,200}}")
 
@@ -71,9 +72,6 @@ def check_name(name: str, value: Any) -> None:
         raise SettingsError(
             f"{name}: {shown(value)} must be 1 to 200 characters of UTF-8 without braces and control characters"
         )
-
-
-_WAIT_POLICY, _THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 
 
 def count_cores() -> int:

@@ -1,4 +1,4 @@
-"""Synthetic rows: cheap, made from (seed, adapter, prompt) alone, checkable to the last bit; and a vocabulary.
+"""Synthetic models: rows made from (seed, adapter, prompt) alone, checkable to the last bit; and a vocabulary.
 
 A row is made of the rotated quarters of one of a few base rows. Rotating permutes the values, so logZ is
 that of the base row, and drawing a row costs one copy. The logits of the base rows are bfloat16 numbers, so
@@ -68,7 +68,12 @@ def _draw_base(generator: np.random.Generator, vocab_size: int) -> BaseRow:
 
 
 class Draw(NamedTuple):
-    """Which row a prompt has: the base row, and by how much each quarter is rotated."""
+    """The row of a prompt.
+
+    Attributes:
+        base: the base row that it is made of.
+        shifts: by how much each quarter is rotated.
+    """
 
     base: BaseRow
     shifts: tuple[int, ...]
@@ -124,7 +129,7 @@ def synthetic_row(
 def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
     """The vocabulary of a synthetic worker.
 
-    It looks like a real one: token 0 is empty, the 256 single bytes follow if there is room for words beside them,
+    It looks like a real one: token 0 is empty, the 256 single bytes follow where V leaves some for words,
     and the rest are words of 2 to 12 bytes with shared prefixes. Half of them begin with a space, some occur twice.
 
     Args:
@@ -164,8 +169,8 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
         lengths[new] = ends
         done = new.stop
     # numpy's byte strings end before the zeros.
-    found: list[bytes] = words.view(f"S{_LONGEST}")[:, 0].tolist()
-    return found
+    tokens: list[bytes] = words.view(f"S{_LONGEST}")[:, 0].tolist()
+    return tokens
 
 
 def _draw_letters(generator: np.random.Generator, count: int) -> NDArray[np.uint8]:

@@ -37,6 +37,20 @@ from numpy.typing import NDArray
 from lmpool.errors import InvalidVocabulary, ProtocolError, SettingsError
 from lmpool.settings import check_choice, shown
 
+MAX_TOKENS = 4_000_000
+"""Most tokens of a vocabulary."""
+
+MAX_BYTES = 32 * 1024 * 1024
+"""Most bytes of all byte strings of a vocabulary together."""
+
+MAX_TOKEN_BYTES = 64 * 1024
+"""Most bytes of one token."""
+
+_MAGIC = b"LMPV"
+_WIRE_VERSION = 1
+_HEADER = struct.Struct("<4sBBHII")
+_LENGTHS = np.dtype("<u4")
+_FALLBACKS = ("tokenizer", "latin1", "replace")
 _MOST_SHOWN = 120
 _DEEPEST = 4
 # What the innermost of nested tokenizers has; one that has only tokenizers inside is opened up.
@@ -48,7 +62,7 @@ _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 25
 
 
 class TokenBytes(NamedTuple):
-    """What a tokenizer's tokens are.
+    """The tokens of a tokenizer.
 
     Attributes:
         tokens: the byte string of each id; b"" where the tokenizer has no token of that id.
@@ -182,8 +196,8 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
     """The spelling of a tokenizer that has no decoder to look at."""
     if hasattr(tokenizer, "sp_model"):
         return _SENTENCEPIECE
-    if own := getattr(tokenizer, "byte_decoder", None):
-        return _byte_level(own)
+    if byte_of := getattr(tokenizer, "byte_decoder", None):
+        return _byte_level(byte_of)
     # Any English word is spelled in GPT-2's alphabet; only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
         raise InvalidVocabulary(
@@ -193,7 +207,7 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
 
 
 def _sentencepiece(piece: str) -> bytes:
-    named = _BYTE_PIECE.sub(lambda found: bytes([int(found[1], 16)]), piece.encode())
+    named = _BYTE_PIECE.sub(lambda match: bytes([int(match[1], 16)]), piece.encode())
     return named.replace(_SPACE, b" ")
 
 
@@ -246,25 +260,11 @@ def _ids(count: int, most: int) -> range:
 
 
 def _or_none(name: Callable[[int], Any], token: int) -> Any:
-    """What the id is called; None where the ids have a gap."""
+    """The name of an id; None where the ids have a gap."""
     try:
         return name(token)
     except LookupError:
         return None
-
-
-MAX_TOKENS = 4_000_000
-"""Most tokens of a vocabulary."""
-MAX_BYTES = 32 * 1024 * 1024
-"""Most bytes of all byte strings of a vocabulary together."""
-MAX_TOKEN_BYTES = 64 * 1024
-"""Most bytes of one token."""
-
-_MAGIC = b"LMPV"
-_WIRE_VERSION = 1
-_HEADER = struct.Struct("<4sBBHII")
-_LENGTHS = np.dtype("<u4")
-_FALLBACKS = ("tokenizer", "latin1", "replace")
 
 
 class Vocabulary:

@@ -80,7 +80,7 @@ async def test_who_is_cancelled_while_it_ends_tasks_goes_on_only_when_they_have_
 async def test_tasks_that_take_long_to_end_are_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(aio, "_TELL_S", 0.05)
+    monkeypatch.setattr(aio, "_WARN_EVERY_S", 0.05)
     await end_tasks([await begun(Deaf(3))])
     assert "still waits for what was cancelled to end: <Task " in caplog.text
     assert "Deaf.run" in caplog.text

@@ -1,4 +1,4 @@
-"""Adapters: their names, and what is written down of them: which a model's workers serve, and which they are to load.
+"""Adapters: their names, and the state of the registry that has those in service and those on offer.
 
 People name an adapter; a job names the very weights, as "name@revision". So rows of different weights never have one
 digest, and what is cached for those that were replaced is never asked for again.
@@ -20,7 +20,7 @@ MAX_ADAPTERS = 64
 """Adapters that one model may have."""
 
 GENERATION_FIELD = "@"
-"""What a state of the registry is called stands under this field, which no adapter can be called."""
+"""The field of the registry that has its generation; no adapter can have this name."""
 
 MOST_ENTRY_BYTES = 16 * 1024
 """Most bytes of an encoded adapter or offer."""
@@ -63,7 +63,7 @@ def check_source(field: str, source: object) -> str:
 
 
 def qualify(name: str, revision: str) -> str:
-    """What a job calls an adapter: its name and the digest of its weights."""
+    """The name of an adapter in jobs: its name and the digest of its weights."""
     return f"{name}@{revision}"
 
 
@@ -78,7 +78,7 @@ def revision_of(qualified: str) -> str:
 
 
 def is_qualified(text: str) -> bool:
-    """Whether a job may call an adapter so."""
+    """Whether a text can be the name of an adapter in jobs."""
     name, _, revision = text.rpartition("@")
     return bool(_NAME.fullmatch(name) and _REVISION.fullmatch(revision))
 
@@ -136,10 +136,10 @@ class Generation(NamedTuple):
         """
         if not text:
             return cls()
-        found = _GENERATION.fullmatch(text)
-        if not found:
+        match = _GENERATION.fullmatch(text)
+        if not match:
             raise ProtocolError(f"{shown(text)} is no generation of a registry of adapters")
-        return cls(int(found[1]), found[2])
+        return cls(int(match[1]), match[2])
 
     @property
     def is_of_a_start(self) -> bool:
@@ -176,19 +176,19 @@ class Registered(NamedTuple):
         return self.generation != seen.generation and self.base < seen.generation
 
 
-def decode_entries(found: dict[bytes, bytes | int], kind: type[_Entry]) -> dict[str, _Entry]:
-    """The adapters or offers of a hash that anybody may have written to; of what is too large there is the size.
+def decode_entries(values: dict[bytes, bytes | int], kind: type[_Entry]) -> dict[str, _Entry]:
+    """The adapters or offers of a hash that anybody may have written to; a value that is too large is its size.
 
     Raises:
         ProtocolError: something in it is none.
     """
     decoded = {}
-    for key, data in found.items():
+    for key, data in values.items():
         name = key.decode("utf-8", "replace")
         if isinstance(data, int):
             raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"the server has an adapter {shown(name)}, which is no name of one")
-        values = unpack_flat(data, MOST_ENTRY_BYTES, "registered adapter")
-        decoded[name] = checked(kind, values, f"an adapter, which the server has as {shown(name)}")
+        fields = unpack_flat(data, MOST_ENTRY_BYTES, "registered adapter")
+        decoded[name] = checked(kind, fields, f"an adapter, which the server has as {shown(name)}")
     return decoded

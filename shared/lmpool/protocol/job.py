@@ -1,4 +1,4 @@
-"""Control messages: MessagePack with explicit size limits, never pickle."""
+"""Jobs and failures: messages in MessagePack with explicit size limits, never pickle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_FIELDS = 8
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """What travels as a MessagePack array: its tag, if the class has one, and then its fields."""
+    """A message that travels as a MessagePack array: its tag, if the class has one, and then its fields."""
 
     def pack(self) -> bytes:
         """The message as MessagePack; bytes are one `bin` each."""
@@ -33,11 +33,11 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
         return packed
 
 
-_M = TypeVar("_M", bound=Message)
+M = TypeVar("M", bound=Message)
 
 
 class Job(Message, frozen=True, tag=WIRE_VERSION):
-    """What a producer asks of a worker. The digest is not carried: the worker derives it from the ids.
+    """A prompt that a client has a worker compute. The digest is not carried: the worker derives it from the ids.
 
     Attributes:
         ids: the prompt as little-endian uint32 bytes.
@@ -55,7 +55,7 @@ class Job(Message, frozen=True, tag=WIRE_VERSION):
 
 
 def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
-    """Jobs as MessagePack; at a fraction of the time of one by one, for each packer has a large buffer."""
+    """Jobs as MessagePack, faster than one by one: each packer has a large buffer."""
     packer = msgpack.Packer()
     # Field by field it takes half the time of `Message.pack`.
     return [
@@ -117,22 +117,22 @@ def other_version(what: str, version: int) -> str:
     return f"{what} wire version {version}, and this release of lmpool speaks {WIRE_VERSION}: run the same on all sides"
 
 
-def checked(kind: type[_M], values: Any, what: str) -> _M:
-    """What `unpack_flat` has read as a message.
+def checked(kind: type[M], values: Any, what: str) -> M:
+    """Values that `unpack_flat` has read as a message.
 
     Raises:
         ProtocolError: another tag, too few or too many fields, or one of another type or out of its bounds.
     """
     try:
         # Unless it is told that bytes come as bytes, msgspec takes a text for their base64.
-        found = msgspec.convert(values, kind, builtin_types=(bytes,))
+        message = msgspec.convert(values, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise ProtocolError(f"not {what}: {described(values)}: {error}") from error
     # For msgspec, fields with defaults may be missing, and others may follow.
     expected = len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
     if len(values) != expected:
         raise ProtocolError(f"not {what}: {described(values)}: expected {expected} fields, got {len(values)}")
-    return found
+    return message
 
 
 def _flat(values: list[Any]) -> list[Any]:
@@ -144,7 +144,7 @@ def _flat(values: list[Any]) -> list[Any]:
 
 
 def described(value: object) -> str:
-    """What a message holds, for an error: texts and bytes are cut before they are printed, for each may have 16 MB."""
+    """The values of a message for an error: texts and bytes are cut before they are printed: each may have 16 MB."""
     if isinstance(value, list):
         return f"[{', '.join(map(described, value))}]"[:80]
     return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:80]

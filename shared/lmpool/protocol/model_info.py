@@ -1,4 +1,4 @@
-"""The model info: what workers promise about a model, and what decides the value of its rows."""
+"""The info of a model: what its workers promise, and what decides the value of its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "lease_s": (0.1, 3600),
     "row_ttl_s": (1, 10**9),
 }
-"""Least and most of each number on a info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
+"""Least and most of each number in an info, so that the wire (uint32) and Redis (int64 milliseconds) can carry it."""
 
 TRIE_SERVICE = "trie"
 """The name under which trie workers serve; no model can have it."""
@@ -124,7 +124,7 @@ class ModelInfo:
 
     @property
     def start_command(self) -> str:
-        """What starts a worker that serves this."""
+        """The command that starts a worker that serves this."""
         return "lmpool trie-worker" if self.is_trie else "lmpool worker"
 
     @property
@@ -144,7 +144,7 @@ class ModelInfo:
 
     @classmethod
     def unpack(cls, data: bytes) -> ModelInfo:
-        """Read a info.
+        """Read an info.
 
         Raises:
             ProtocolError: too large, not MessagePack, of another wire version, or fields missing, unknown, of the

@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
     length: int = 0
 
     def with_query(self, query: bytes, length: int) -> Prompt:
-        """The same prompt, of which something else is wanted."""
+        """The same prompt with a query, whose answer has `length` entries."""
         return Prompt(self.ids, query_digest(self.digest, query), self.adapter, query, length)
 
 
@@ -106,7 +106,7 @@ def list_prompts(prompts: Iterable[Any]) -> list[Any]:
 
 
 def not_token_ids(ids: Any) -> NotTokenIds:
-    """What is wrong with something that is no sequence of token ids at all, and where it may have some."""
+    """The error for a value that is no sequence of token ids at all; it says where the value may have some."""
     if isinstance(ids, _TEXT):
         return NotTokenIds(
             f"the prompt is text, {_described(ids)}: encode it with the model's tokenizer and pass the token ids, "
@@ -114,8 +114,8 @@ def not_token_ids(ids: Any) -> NotTokenIds:
         )
     hint = ""
     if isinstance(ids, Mapping) and "input_ids" in ids:
-        found = ids["input_ids"]
-        has_rows = getattr(found, "ndim", 1) == 2 or (isinstance(found, list) and list in map(type, found))
+        inputs = ids["input_ids"]
+        has_rows = getattr(inputs, "ndim", 1) == 2 or (isinstance(inputs, list) and list in map(type, inputs))
         hint = f'; pass its ["input_ids"]{"[0]" if has_rows else ""}'
     elif isinstance(getattr(ids, "ids", None), list):
         hint = "; pass its .ids"  # What the library `tokenizers` gives.

@@ -18,8 +18,14 @@ from lmpool.trie.kernels import OPS, Op
 MOST_SEED = 2**64 - 1
 """Largest seed of a sampling."""
 
+Selection = Literal["inner", "values", "nodes", "under"]
+"""Which values of a trie are wanted; see `TrieQuery`."""
+
+_SELECTIONS = get_args(Selection)
+_MOST_BYTES = 8 * 1024 * 1024
+_DIGEST_DIGITS = 32
+# Tokens that nearly always have what `top_p` asks for: sorting all takes far longer.
 _FEW = 1024
-"""Tokens that nearly always have what `top_p` asks for: sorting all takes far longer."""
 
 
 class TopK(NamedTuple):
@@ -89,9 +95,9 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     return ids[: int(np.searchsorted(mass, wanted)) + 1]
 
 
-def pack_top(found: TopK) -> NDArray[np.float32]:
+def pack_top(largest: TopK) -> NDArray[np.float32]:
     """A result as an answer travels: float32 of shape (2k,), the values and then the bits of the ids."""
-    return np.concatenate((found.values, found.ids.astype("<u4").view(np.float32)))
+    return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)))
 
 
 def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
@@ -128,13 +134,6 @@ def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
     return token
 
 
-Selection = Literal["inner", "values", "nodes", "under"]
-
-_SELECTIONS = get_args(Selection)
-_MOST_BYTES = 8 * 1024 * 1024
-_DIGEST_DIGITS = 32
-
-
 class TrieQuery(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
@@ -169,7 +168,7 @@ class SampleQuery(Message, frozen=True, tag="sample"):
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
-    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `picks.MOST_SEED`.
+    seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MOST_SEED`.
 
     @property
     def how(self) -> Sampling:

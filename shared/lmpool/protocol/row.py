@@ -32,13 +32,15 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 
 ROW_VERSION = 1
+"""Version of the layout of rows; caches have them for longer than a release lives."""
+
 MAGIC = b"LMPR"
 HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12
-_LEAST_TOGETHER = 4
+_LEAST_BATCH = 4
+# How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from.
 _MOST_LOGPROB = 1.0
-"""How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from."""
 
 
 class Encoding(IntEnum):
@@ -61,8 +63,8 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 _F32, _BF16 = Encoding.F32, Encoding.BF16
-_ENCODINGS = {int(one): one for one in Encoding}
-"""By number; to look a member up in the class costs ten times as much."""
+# By number; to look a member up in the class costs ten times as much.
+_ENCODINGS = {int(encoding): encoding for encoding in Encoding}
 
 
 def encoded_size(vocab_size: int, encoding: Encoding) -> int:
@@ -167,6 +169,7 @@ class VectorBlock:
 
 
 Block = RowBlock | VectorBlock
+"""What a backend has computed: rows, or answers to queries."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
@@ -198,20 +201,20 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
     return row
 
 
-def decode_rows(found: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
+def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
     """As `decode_row` and `check_row` for many small rows at once, at a fraction of their time.
 
     Args:
-        found: the encoded rows.
+        values: the encoded rows.
         vocab_size: the V that the model info promises.
 
     Returns:
         read-only rows, float32 (V,); None for a few, and when not all are `bytes` and sound rows in the same encoding:
         then each must be looked at by itself.
     """
-    if len(found) < _LEAST_TOGETHER or set(map(type, found)) != {bytes}:
+    if len(values) < _LEAST_BATCH or set(map(type, values)) != {bytes}:
         return None
-    rows = decode_alike(found, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
+    rows = decode_alike(values, vocab_size, vocab_size)  # type: ignore[arg-type]  # all are bytes
     if rows is None or not (rows.max(axis=1) >= _least_top(vocab_size)).all():
         return None
     # Each with memory of its own, which numpy lets nobody write to.
@@ -247,21 +250,21 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
     return check_logprobs(entries)
 
 
-def decode_alike(found: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
+def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
     """As `decode_entries` for many rows at once, at a fraction of its time.
 
     Returns:
         float32 log-probabilities of shape (n, count); None when not all are sound rows in the same encoding: then each
         must be looked at by itself.
     """
-    first = found[0]
+    first = values[0]
     if first is None or len(first) < HEADER_SIZE or first[5] not in _ENCODINGS:
         return None
     encoding = _ENCODINGS[first[5]]
     size = encoded_size(count, encoding)
-    if any(data is None or len(data) != size for data in found):
+    if any(data is None or len(data) != size for data in values):
         return None
-    block = np.frombuffer(b"".join(found), np.uint8).reshape(len(found), size)  # type: ignore[arg-type]  # none is None
+    block = np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)  # type: ignore[arg-type]  # none is None
     expected = _HEADER.pack(MAGIC, ROW_VERSION, encoding, 0, vocab_size, 0.0)[:_LOG_Z_AT]
     log_z = np.ascontiguousarray(block[:, _LOG_Z_AT:HEADER_SIZE]).view("<f4")
     numbers = block[:, HEADER_SIZE:].copy().view(encoding.dtype)
@@ -299,7 +302,7 @@ def check_largest(most: float | np.float32, vocab_size: int) -> None:
 
 @lru_cache(64)
 def _least_top(vocab_size: int) -> float:
-    """What the largest entry of a row of V is at least; see `check_row`."""
+    """The least that the largest entry of a row of V can be; see `check_row`."""
     return -math.log(vocab_size) - _MOST_LOGPROB
 
 

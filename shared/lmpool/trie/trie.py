@@ -1,8 +1,8 @@
 """The prefix tree over the byte strings of a vocabulary, as flat arrays.
 
 Nodes are the distinct prefixes of the tokens, numbered in the order of their bytes. The sorted tokens enter one after
-the other: each adds a node for every byte behind what it has in common with the one before it, so numbers, depths and
-labels are running sums.
+the other: each adds a node for every byte behind the prefix that it shares with the one before it, so numbers, depths
+and labels are running sums.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lmpool.errors import UnknownNode
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
+_MOST_SHOWN = 120
 _WINDOW = 8
 _BLOCK = 1 << 22
 
@@ -46,7 +47,7 @@ def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
     lengths = vocabulary.lengths.astype(np.int64)
     starts = (np.cumsum(lengths) - lengths)[order]
     lengths = lengths[order]
-    # Room for a window at every byte.
+    # With bytes behind the last token, so that a window fits at every byte.
     data = np.frombuffer(vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
     added = lengths - _common_prefixes(data, starts, lengths)
     last = np.cumsum(added)
@@ -67,7 +68,7 @@ def build_arrays(vocabulary: Vocabulary) -> TrieArrays:
 
 
 def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
-    """The length of what each token has in common with the one before it, 0 at the first: int64 (V,).
+    """The length of the prefix that each token shares with the one before it, 0 at the first: int64 (V,).
 
     All pairs that are equal so far are compared at once, a window of bytes at a time. The window grows as pairs drop
     out, so that a few long tokens cost as little as many short ones.
@@ -82,8 +83,8 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
         windows = np.lib.stride_tricks.sliding_window_view(data, width)
         differs = windows[starts[rows - 1] + at] != windows[starts[rows] + at]
         ended = differs.any(axis=1)
-        found = rows[ended]
-        common[found] = np.minimum(limit[found], at + differs[ended].argmax(axis=1))
+        decided = rows[ended]
+        common[decided] = np.minimum(limit[decided], at + differs[ended].argmax(axis=1))
         at += width
         rows = rows[~ended]
         rows = rows[limit[rows] > at]
@@ -123,8 +124,9 @@ def _plan(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,): nodes with the value of another, or of one token, left out.
 
-    What has one child and no token has its child's value, and its child is the next node. So every node has the value
-    of the first node from itself on that is not such a link, and the links right before a node are its chain.
+    A link is a node with one child and no token: it has its child's value, and its child is the next node. So every
+    node has the value of the first node from itself on that is no link, and the links right before a node are its
+    chain.
     """
     n_tokens = np.bincount(leaf, minlength=parent.size)
     kept = (n_children != 1) | (n_tokens != 0)
@@ -143,9 +145,6 @@ def _plan(
     above[1:] = index[parent[ends[:-1] + 1]]
     home = np.where(inner[leaf], index[leaf], above[end[leaf]])
     return home, above[inner[ends]], value[end]
-
-
-_MOST_SHOWN = 120
 
 
 class Trie:
@@ -231,13 +230,13 @@ class Trie:
         node = 0
         for at, byte in enumerate(bytes(prefix)):
             low, high = self._starts[node], self._starts[node + 1]
-            found = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
-            if found == high or self._labels[self._children[found]] != byte:
+            place = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
+            if place == high or self._labels[self._children[place]] != byte:
                 raise UnknownNode(
                     f"no token begins with {shown(bytes(prefix), _MOST_SHOWN)}; the most of it that one begins with "
                     f"is {shown(bytes(prefix[:at]), _MOST_SHOWN)}, node {node}"
                 )
-            node = self._children[found]
+            node = self._children[place]
         return node
 
     def children(self, node: int | np.integer[Any]) -> NDArray[np.int32]:

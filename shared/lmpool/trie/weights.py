@@ -22,7 +22,7 @@ _MOST_SHOWN = 120
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """What one trie job works on, stored where any client of the pool may write and only trie workers may read.
+    """The weights of one trie job, stored where any client of the pool may write and only trie workers may read.
 
     Jobs can be read by every client, so every client knows the name. Since it is the digest of a secret that is stored
     with the weights, trie workers see whether somebody else has written there.
@@ -37,7 +37,7 @@ class SentWeights:
 
     @property
     def name(self) -> bytes:
-        """Where they are stored, and how the job names them."""
+        """The name under which they are stored, and by which the job names them."""
         return name_of(self.secret)
 
 

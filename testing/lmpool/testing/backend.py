@@ -1,4 +1,4 @@
-"""What a pool in memory serves: synthetic models, by a backend whose steps pass through a gate."""
+"""The models of a pool in memory: synthetic ones, served by a backend whose steps pass through a gate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from lmpool.workers.backend.contract import Backend, Finished
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 
+_V = 512
+
 
 class Gate:
-    """What steps pass through; another thread may close it. It starts open."""
+    """A gate that the steps of a backend pass through; another thread may close it. It starts open."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -51,9 +53,6 @@ class Gate:
         with self._changed:
             while not self._is_over and (self._is_shut or (rest := end - time.monotonic()) > 0):
                 self._changed.wait(None if self._is_shut else rest)
-
-
-_V = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""What a Redis server is to its clients: fakeredis behind a socket.
+"""A Redis server in memory: fakeredis behind a socket.
 
 fakeredis brings a server for TCP, but it answers short strings as status replies, which a `RawRowConnection` rightly
-drops,
-looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event loop.
+refuses, looks for input a hundred times a second, and takes a thread for each connection. This one runs in an event
+loop.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ def _append(parts: list[bytes], value: Any, protocol: int) -> None:
         case dict():
             parts.append(b"%%%d\r\n" % len(value) if protocol == 3 else b"*%d\r\n" % (2 * len(value)))
             for pair in value.items():
-                for one in pair:
-                    _append(parts, one, protocol)
+                for item in pair:
+                    _append(parts, item, protocol)
         case list() | tuple() | set() | frozenset():
             parts.append(
                 (b"~%d\r\n" if protocol == 3 and isinstance(value, (set, frozenset)) else b"*%d\r\n") % len(value)
             )
-            for one in value:
-                _append(parts, one, protocol)
+            for item in value:
+                _append(parts, item, protocol)
         case _:
             raise TypeError(f"a reply of the type {type(value).__name__} cannot be sent")
 
 
 Shape = Callable[[Any], Any]
+"""Makes a reply of what a command has found."""
 
 
 def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _is_nothing(found: Any) -> bool:
+def _is_nothing(result: Any) -> bool:
     """Whether a blocking command has found nothing: XREADGROUP then brings no streams, the others None."""
-    return found is None or found == {}
+    return result is None or result == {}
 
 
-class Session(AsyncFakeSocket):
+class FakeClient(AsyncFakeSocket):
     """One client's state in fakeredis; its replies go to a transport instead of into a queue.
 
     Args:
@@ -112,19 +113,19 @@ class Session(AsyncFakeSocket):
         longest is served first; and XREADGROUP with COUNT waits too.
         """
         shaped = shape or _as_it_is
-        found = func(True)
-        if not _is_nothing(found) or self._in_transaction:
-            return shaped(found)
+        result = func(True)
+        if not _is_nothing(result) or self._in_transaction:
+            return shaped(result)
 
-        def look() -> None:
+        def retry() -> None:
             try:
                 with self._server.lock:
-                    found = func(False)
-                    reply = None if _is_nothing(found) else shaped(found)
+                    result = func(False)
+                    reply = None if _is_nothing(result) else shaped(result)
             except SimpleError as error:
                 answer(error)
             else:
-                if not _is_nothing(found):
+                if not _is_nothing(result):
                     answer(reply)
 
         def expire() -> None:
@@ -139,7 +140,7 @@ class Session(AsyncFakeSocket):
 
         self.pause()
         self._blocked = True
-        self._front.wait(self, self._db, look, expire, timeout or None)
+        self._front.wait(self, self._db, retry, expire, timeout or None)
         return NoResponse()
 
     def stop_waiting(self) -> None:
@@ -168,34 +169,34 @@ class Session(AsyncFakeSocket):
         self.close()
 
 
-class _Connection(asyncio.Protocol):
-    """Hands a client's bytes to its session."""
+class _ClientProtocol(asyncio.Protocol):
+    """Hands a client's bytes to its client."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self._session = Session(self._front, self.transport)
+        self._client = FakeClient(self._front, self.transport)
         self._front.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        self._session.feed(data)
+        self._client.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._front.connections.discard(self)
-        self._session.end()
+        self._client.end()
 
 
 class Waiting(NamedTuple):
     """A blocking command that has found nothing yet.
 
     Attributes:
-        look: look again, and answer if there is something.
+        retry: runs it again, and answers if there is something.
         timer: answers when the time is up; None without a limit.
     """
 
-    look: Callable[[], None]
+    retry: Callable[[], None]
     timer: asyncio.TimerHandle | None
 
 
@@ -212,14 +213,14 @@ class Front:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: dict[Session, Waiting] = {}
-        self._is_looking = False
+        self._waiting: dict[FakeClient, Waiting] = {}
+        self._is_retrying = False
         self.engine = FakeServer(version=(7, 4))
-        self.connections: set[_Connection] = set()
+        self.connections: set[_ClientProtocol] = set()
 
     async def __aenter__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = await self._loop.create_unix_server(lambda: _Connection(self), self._path)
+        self._server = await self._loop.create_unix_server(lambda: _ClientProtocol(self), self._path)
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
@@ -230,31 +231,31 @@ class Front:
 
     def wait(
         self,
-        session: Session,
+        client: FakeClient,
         database: Any,
-        look: Callable[[], None],
+        retry: Callable[[], None],
         expire: Callable[[], None],
         timeout: float | None,
     ) -> None:
-        """Have a session look again whenever a key of its database changes, until it is forgotten."""
+        """Have a client's command run again whenever a key of its database changes, until it is forgotten."""
         timer = self._loop.call_later(timeout, expire) if timeout else None
-        self._waiting[session] = Waiting(look, timer)
+        self._waiting[client] = Waiting(retry, timer)
         database.add_change_callback(self._on_change)
 
-    def forget(self, session: Session) -> None:
-        """The session waits no longer."""
-        waiting = self._waiting.pop(session, None)
+    def forget(self, client: FakeClient) -> None:
+        """The client waits no longer."""
+        waiting = self._waiting.pop(client, None)
         if waiting is not None and waiting.timer is not None:
             waiting.timer.cancel()
 
     def _on_change(self) -> None:
         # Later: the engine's lock is held here, and the command that changes something is not through.
-        if self._waiting and not self._is_looking:
-            self._is_looking = True
-            self._loop.call_soon(self._look)
+        if self._waiting and not self._is_retrying:
+            self._is_retrying = True
+            self._loop.call_soon(self._retry_all)
 
-    def _look(self) -> None:
-        self._is_looking = False
-        for session, waiting in list(self._waiting.items()):
-            if self._waiting.get(session) is waiting:
-                waiting.look()
+    def _retry_all(self) -> None:
+        self._is_retrying = False
+        for client, waiting in list(self._waiting.items()):
+            if self._waiting.get(client) is waiting:
+                waiting.retry()

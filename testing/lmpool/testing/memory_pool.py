@@ -27,6 +27,8 @@ from lmpool.workers.worker import Worker
 
 T = TypeVar("T")
 
+_LONGEST_FOLDER = 75
+
 
 class LoopThread:
     """Runs an asynchronous context manager in a thread, and coroutines beside it.
@@ -98,9 +100,9 @@ class MemoryWorker:
         ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._worker = worker
         self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
-        both: list[asyncio.Future[Any]] = [ready, self._task]
+        first: list[asyncio.Future[Any]] = [ready, self._task]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self.end()
             raise
@@ -159,9 +161,6 @@ class MemoryWorker:
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-_LONGEST_FOLDER = 75
 
 
 class MemoryPool:
@@ -330,7 +329,7 @@ def _front() -> Callable[[Path], AbstractAsyncContextManager[None]]:
 
 
 def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:
-    """An in-memory pool, open as long as its context: `with pool() as it:` or `async with pool() as it:`.
+    """An in-memory pool, open as long as its context: `with pool() as memory:` or `async with pool() as memory:`.
 
     See `MemoryPool` for the arguments and errors.
     """

@@ -6,15 +6,12 @@ the first-level cache. Several rows go through together, side by side in memory 
 row waits for the latency of every addition.
 
 A block's weights are brought into the order in which the sweep meets the tokens, the sweep gives the inner nodes, and
-the result is gathered from both. All sums are float64, in an order that neither the
-width of the block nor the number of threads changes.
+the result is gathered from both. All sums are float64, in an order that neither the width of the block nor the number
+of threads changes: the lanes of a block never meet.
 
-Blocks are shared out over threads of our own: the compiled loops let go of the interpreter lock. Numba's parallel loops
-would do it too, but its default layer kills the process when two threads use it at once, and the others depend on what
-is installed.
-
-The loops let go of the interpreter lock, and each row's sums are in one order whatever the width: the lanes of a block
-never meet.
+Blocks are shared out over a pool of threads, for the compiled loops let go of the interpreter lock. Numba's parallel
+loops would do it too, but its default layer kills the process when two threads use it at once, and the others depend on
+what is installed.
 """
 
 from __future__ import annotations
@@ -41,11 +38,11 @@ WIDTHS = (1, 4, WIDEST)
 LEAST, MOST = -700.0, 600.0
 
 
-def _given(kind: Any, ndim: int) -> Any:
+def _read_only(kind: Any, ndim: int) -> Any:
     return types.Array(kind, ndim, "C", readonly=True)
 
 
-_INTS, _WEIGHTS = _given(types.uint32, 1), _given(types.float32, 2)
+_INTS, _WEIGHTS = _read_only(types.uint32, 1), _read_only(types.float32, 2)
 _PAIR = types.UniTuple(types.float64, 2)  # type: ignore[no-untyped-call]
 _SINGLES, _DOUBLES, _STACK = types.float32[:, ::1], types.float64[:, ::1], types.float64[::1]
 
@@ -85,7 +82,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return p * power.view(np.float64)
 
 
-@_compiled(_given(types.float32, 1), types.float64[::1], returns=types.boolean)
+@_compiled(_read_only(types.float32, 1), types.float64[::1], returns=types.boolean)
 def exps(logs, out):  # type: ignore[no-untyped-def]
     """Exponentials of all numbers; whether one is too far from 0 for that (-inf is not)."""
     far = False
@@ -96,8 +93,9 @@ def exps(logs, out):  # type: ignore[no-untyped-def]
     return far
 
 
-@_compiled(_given(types.float64, 1), types.float32[::1])
+@_compiled(_read_only(types.float64, 1), types.float32[::1])
 def logs(sums, out):  # type: ignore[no-untyped-def]
+    """Logarithms of all numbers."""
     for i in range(sums.shape[0]):
         out[i] = np.log(sums[i])
 
@@ -140,9 +138,10 @@ class BlockLoops(NamedTuple):
 
 @cache
 def block_loops(width: int) -> BlockLoops:
+    """The loops of blocks of a width, compiled."""
     kinds = ((types.float32, _SINGLES), (types.float64, _DOUBLES))
-    single, double = (_sweep(width, False, _given(kind, 2), inner) for kind, inner in kinds)
-    largest = _sweep(width, True, _given(types.float32, 2), _SINGLES)
+    single, double = (_sweep(width, False, _read_only(kind, 2), inner) for kind, inner in kinds)
+    largest = _sweep(width, True, _read_only(types.float32, 2), _SINGLES)
     return BlockLoops(_interleave(width), _permute(width), single, double, largest, _gather(width))
 
 
@@ -163,7 +162,7 @@ def _interleave(width: int) -> Callable[..., bool]:
 
 
 def _permute(width: int) -> Callable[..., None]:
-    @_compiled(_INTS, _given(types.float32, 2), _SINGLES)
+    @_compiled(_INTS, _read_only(types.float32, 2), _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
         # Random reads overtake each other, random writes do not: this is why it is not done while interleaving.
         for rank in range(order.shape[0]):
@@ -203,7 +202,7 @@ def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., 
 
 
 def _gather(width: int) -> Callable[..., None]:
-    @_compiled(_INTS, _given(types.float32, 2), types.int64, _SINGLES)
+    @_compiled(_INTS, _read_only(types.float32, 2), types.int64, _SINGLES)
     def gather(source, numbers, first, out):  # type: ignore[no-untyped-def]
         last = out.shape[0] - 1
         for node in range(source.shape[0]):
@@ -262,7 +261,7 @@ class _Scratch:
         logs(doubles[:split].reshape(-1), numbers[:split].reshape(-1))
         if not far:
             return
-        # Each row by itself: in which company it came must not show.
+        # Each row by itself, for its result must not depend on the rows beside it.
         for lane in range(width):
             row = weights[min(first + lane, len(weights) - 1)]
             if np.any((row > MOST) | ((row < LEAST) & (row > -np.inf))):

@@ -1,4 +1,4 @@
-"""What all kernels have in common: operations, the order in which they sweep a compressed trie, the memory it takes."""
+"""The common part of all kernels: operations, the order in which they sweep a compressed trie, the memory it takes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from lmpool.vocabulary import Vocabulary
 
 Op = Literal["sum", "max", "logsumexp"]
 OPS: tuple[Op, ...] = get_args(Op)
+
+WIDEST = 8
+"""Most rows that go through the loops of the CPU kernels side by side."""
 
 
 class Compressed(Protocol):
@@ -136,10 +139,6 @@ def check_out(out: NDArray[np.float32], shape: tuple[int, int]) -> None:
         )
     if not (out.flags.c_contiguous and out.flags.aligned and out.flags.writeable):
         raise SettingsError("out: the array must be C-contiguous, aligned and writeable")
-
-
-WIDEST = 8
-"""Rows that go through the loops of the CPU kernels side by side, at most."""
 
 
 def most_bytes(vocabulary: Vocabulary, device: str) -> int:

@@ -34,6 +34,15 @@ FUNCTIONS = (
 )  # fmt: skip
 """What torch leaves to MKL, as its `ATen/cpu/vml.h` says; others it computes itself."""
 
+_MOST_BYTES = 1 << 29
+"""Bytes of the pairs and blocks of the rows that go through together."""
+
+_PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "logsumexp": torch.logaddexp,
+}
+
 
 @cache
 def settle() -> None:
@@ -47,19 +56,9 @@ def settle() -> None:
     Once is enough for a process, and costs some microseconds. One element is computed by the thread that calls.
     """
     for dtype in (torch.float32, torch.float64):
-        one = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
         for name in FUNCTIONS:
-            getattr(torch, name)(one)
-
-
-_MOST_BYTES = 1 << 29
-"""Bytes of the pairs and blocks of the rows that go through together."""
-
-_PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "logsumexp": torch.logaddexp,
-}
+            getattr(torch, name)(element)
 
 
 @dataclass(frozen=True, slots=True)
