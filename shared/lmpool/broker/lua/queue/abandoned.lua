@@ -11,7 +11,7 @@ local removed, left, now = {}, {}, now_ms()
 for i = 1, #KEYS - 1 do
   local waiting, entry = KEYS[1 + i], ARGV[2 * i - 1]
   if left[waiting] or not is_wanted(waiting, ARGV[2 * i], now) then
-    -- With the key goes what tells that all have left it, also to other jobs for the same.
+    -- The key tells other jobs for the same prompt that all have left it, and it is removed here.
     left[waiting] = redis.call('UNLINK', waiting) == 1 or left[waiting]
     redis.call('XACK', jobs, GROUP, entry)
     redis.call('XDEL', jobs, entry)

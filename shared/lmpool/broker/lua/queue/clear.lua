@@ -35,7 +35,7 @@ local function a_client(waiting)
 end
 
 local function remove_later(waiting)
-  -- Whatever somebody has put there as one.
+  -- A client may have given anything as a waiting key.
   local digest = string.sub(waiting, #KEYS[2] + 1)
   if not redis.call('ZSCORE', backlog, digest) then
     return true
@@ -55,7 +55,7 @@ local function remove(waiting, entry)
     held = held + 1
     return true
   end
-  -- Whoever waits there may wait for another job for the same.
+  -- The clients there may wait for another job for the same prompt.
   local is_same = redis.pcall('HGET', waiting, 'job') == entry
   if is_same and not notify_all(waiting) then
     return false

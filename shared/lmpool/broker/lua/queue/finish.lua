@@ -13,8 +13,8 @@
 -- A row that was just stored can be missing: the server refused it, or had to evict it at once. Such a job
 -- stays as it is, for the worker to store the row again.
 --
--- A job that failed is left to whoever holds it now, when that is not the caller: a worker that was silent for a lease has
--- no say any more in whether a prompt can be answered. A row is a row, whoever brings it.
+-- A job that failed is left to the worker that holds it now, when that is not the caller: a worker that was silent for a
+-- lease has no say any more in whether a prompt can be answered. A row is a row, whichever worker brings it.
 --
 -- One call notifies a bounded number of clients. A job whose clients are not all notified yet stays as it is: the caller calls
 -- again with it.
@@ -94,7 +94,7 @@ if #ended > 0 then
   redis.call('UNLINK', unpack(ended))
 end
 for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
-  -- For who has looked for the row before it was stored, and asks for it now.
+  -- For a client that has looked for the row before it was stored, and asks for it now.
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end

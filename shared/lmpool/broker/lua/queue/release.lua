@@ -4,8 +4,8 @@
 -- ARGV  consumer group, consumer, idle time to give the jobs in ms, most jobs to hand back in this call, where to begin
 --       ('-' at first), deliveries a job may have, why the worker ends (or ''), for how long that is kept in ms, most reasons
 --
--- The jobs look as if the worker had long been silent, so whoever claims next takes them. Their deliveries are kept.
--- A job that whoever claims it will give up gets the reason, if there is one: it ran alone, so it is the one at fault.
+-- The jobs look as if the worker had long been silent, so the worker that claims next takes them. Their deliveries are kept.
+-- A job that its claimer will give up gets the reason, if there is one: it ran alone, so it is the one at fault.
 --
 -- Returns how many were handed back, then where the next call begins ('' when nothing is left).
 local jobs, reasons = KEYS[1], KEYS[2]

@@ -4,7 +4,7 @@
 -- ARGV  entry id among the dead, encoded job as the caller saw it, queue limit, lifetime of the waiting key in ms
 --
 -- The field 'keep' of the waiting key says that the job is wanted although no client waits for it: its row is to be
--- cached for whoever asks next.
+-- cached for the client that asks next.
 --
 -- Returns Q queued, J a job for the same is under way so that nothing had to be queued, F refused because the queue is
 -- full, G the letter is gone or is another.

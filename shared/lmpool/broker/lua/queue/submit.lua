@@ -11,7 +11,7 @@
 -- again: the caller has waited long; make sure that the job it waits for still exists.
 --
 -- A client that has much in the backlog leaves places in the queue to others: it may have so much there as SHARE times
--- what is free. So one client alone gets nine tenths of the limit, and whoever comes later always finds some places.
+-- what is free. So one client alone gets nine tenths of the limit, and a client that comes later always finds some places.
 --
 -- Returns one character per prompt: Q queued now, J joined a job that exists, F refused because the queue
 -- is full, R the row is in the cache (it was stored after the client looked). A "+" behind them asks the caller to call
@@ -79,7 +79,7 @@ end
 
 local SHARE = 9
 local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
--- Who comes behind others is spared a look at each prompt too, if all of them are new.
+-- Behind the prompts of others, too, a call that has only new prompts need not look at each.
 local is_new = existing == (in_backlog > 0 and 1 or 0)
 local free, more = spare_capacity(depth)
 if free < 0 then
@@ -142,7 +142,7 @@ end
 local function is_there(row)
   local size = row_check == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
-    -- Something else than a string: nobody could read it, and no row could be stored. Who may not write rows leaves
+    -- Something else than a string: nobody could read it, and no row could be stored. A client that may not write rows leaves
     -- it to the worker.
     redis.pcall('UNLINK', row)
     return false

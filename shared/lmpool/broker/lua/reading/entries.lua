@@ -5,8 +5,8 @@
 --       encoding, all with spaces between
 --
 -- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
--- another encoding, or one that is not as long as its header says, has its header alone, for who asked to fetch it as
--- it is. What is there may be anything: who asked checks the header.
+-- another encoding, or one that is not as long as its header says, has its header alone, for the caller to fetch it as
+-- it is. What is there may be anything: the caller checks the header.
 local HEADER, ENCODING, SIZE = 16, 6, 9
 local expected = tonumber(ARGV[1])
 local replies = {}

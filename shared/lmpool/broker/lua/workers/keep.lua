@@ -1,6 +1,6 @@
 -- Keep a model's queue as long as workers serve it: its keys do not expire, and its stream takes jobs.
 --
--- Whoever may queue jobs may choose their ids. After the largest there is, nothing can be added any more; after any other
+-- Clients that may queue jobs may choose their ids. After the largest there is, nothing can be added any more; after any other
 -- that lies far ahead, all entries have its time, so that none is ever old. Ids only grow, so nothing but a new stream
 -- helps. What is in the old one is dropped, not moved: that takes as long however much it is, clients ask again after
 -- a lease, and rows of jobs that workers hold reach who waits for them all the same.
@@ -25,7 +25,7 @@ local function is_ahead(info, name)
 end
 local groups, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)
 if groups.err then
-  -- The server has lost the queue: whoever reads next makes one. What else it says is for the caller.
+  -- The server has lost the queue: the worker that reads next makes one. What else it says is for the caller.
   return string.find(groups.err, 'no such key', 1, true) and -1 or groups
 end
 local is_spoilt = false
