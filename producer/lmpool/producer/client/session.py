@@ -136,27 +136,6 @@ class Session:
         # A task that is cancelled before its first step does not run at all, and this one closes the connections.
         await asyncio.sleep(0)
 
-    async def _find_info(self, model: str | None) -> ModelInfo:
-        try:
-            return await self._discovery.info(model)
-        except UnknownModel as error:
-            if not error.is_loading:
-                # A server that takes no writes has refused a worker's info too, and no further worker helps.
-                await self._connections.check_writes(model or "")
-            raise
-
-    def _adopt(self, info: ModelInfo) -> None:
-        """Use a model, or the same one with other weights."""
-        self._connections.adopt(info)
-        self._requests.restart(self.fingerprint)
-        self._requests.counters.model = info.name
-        self.info = info
-
-    def _renew(self, info: ModelInfo) -> None:
-        """Take over the info of the same weights."""
-        self._connections.renew(info)
-        self.info = info
-
     def check_open(self) -> None:
         """Raise ProducerClosed if it has ended."""
         self._connections.check_open()
@@ -213,14 +192,6 @@ class Session:
         self._stats.cache_hits += 1
         self._requests.counters.seconds["cache_hits"].observe(self.loop.time() - deadline.end + deadline.seconds)
 
-    def _ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
-        """Let `waiter` wait for a prompt's row; joins the request that is under way, or starts one."""
-        self._stats.requests += 1
-        request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
-        if is_new:
-            self._submitter.add(request)
-        return request
-
     async def answer(
         self,
         prompt: Prompt,
@@ -274,13 +245,6 @@ class Session:
                     self._remove_waiter(request, waiter)
         return batch.rows
 
-    def _expire_first(self, waits: Sequence[tuple[PendingRequest, Waiter]], seconds: float) -> None:
-        """A batch's deadline: the first prompt that is still under way says why."""
-        for request, waiter in waits:
-            if waiter in request.waiters:
-                self._expire(request, waiter, seconds)
-                return
-
     def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
         """Ask for a row; the caller awaits the waiter's future and then calls `end`, however that ends.
 
@@ -304,6 +268,14 @@ class Session:
         if request.is_private:
             self._pool_cache.discard([request])
 
+    def _ask(self, prompt: Prompt, waiter: Waiter, until: float, *, warm: bool = False) -> PendingRequest:
+        """Let `waiter` wait for a prompt's row; joins the request that is under way, or starts one."""
+        self._stats.requests += 1
+        request, is_new = self._requests.add(prompt, waiter, until=until, warm=warm)
+        if is_new:
+            self._submitter.add(request)
+        return request
+
     def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
         """Take a waiter off its request, if it is still on it; a request without waiters is cancelled."""
         if waiter in request.waiters and self._requests.remove_waiter(request, waiter, why):
@@ -311,6 +283,13 @@ class Session:
 
     def _on_deadline(self, waiter: SingleWaiter) -> None:
         self._expire(waiter.request, waiter, waiter.seconds)
+
+    def _expire_first(self, waits: Sequence[tuple[PendingRequest, Waiter]], seconds: float) -> None:
+        """A batch's deadline: the first prompt that is still under way says why."""
+        for request, waiter in waits:
+            if waiter in request.waiters:
+                self._expire(request, waiter, seconds)
+                return
 
     def _expire(self, request: PendingRequest, waiter: Waiter, timeout: float) -> None:
         """End a wait whose deadline has passed, with the exception that says why."""
@@ -344,6 +323,15 @@ class Session:
         """As `close`, without waiting for it; of a session that is open."""
         if self._supervisor is not None:
             self._supervisor.cancel()
+
+    async def _find_info(self, model: str | None) -> ModelInfo:
+        try:
+            return await self._discovery.info(model)
+        except UnknownModel as error:
+            if not error.is_loading:
+                # A server that takes no writes has refused a worker's info too, and no further worker helps.
+                await self._connections.check_writes(model or "")
+            raise
 
     async def _supervise(self) -> None:
         """Run the background parts until cancelled, by `close` or by the end of `asyncio.run`."""
@@ -444,6 +432,18 @@ class Session:
         for request in requests:
             self._requests.resolve(request, error)
             self._submitter.cancel(request)
+
+    def _adopt(self, info: ModelInfo) -> None:
+        """Use a model, or the same one with other weights."""
+        self._connections.adopt(info)
+        self._requests.restart(self.fingerprint)
+        self._requests.counters.model = info.name
+        self.info = info
+
+    def _renew(self, info: ModelInfo) -> None:
+        """Take over the info of the same weights."""
+        self._connections.renew(info)
+        self.info = info
 
     def _follow_model(self) -> None:
         """The model has changed under us: read its info and send everything again."""
