@@ -176,8 +176,10 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
         now += 3600 if looks == 3 else seconds
         await asyncio.sleep(0)
 
-    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(engine_thread, "asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task))
+    monkeypatch.setattr("lmpool.workers.backend.engine_thread.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(
+        "lmpool.workers.backend.engine_thread.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
+    )
     async with Watchdog(engine_thread, 8.0, told.append):
 
         async def is_told() -> bool:
