@@ -39,14 +39,14 @@ class Ends:
         self.submitted: list[bytes] = []
         self.aborted: list[bytes] = []
         self.ended: list[InFlightJob] = []
-        self.owed: set[bytes] = set()
+        self.outstanding: set[bytes] = set()
         self.checked: list[JobsByDigest] = []
         self.is_waited_for = False
         self.during_check: Callable[[], Awaitable[None]] | None = None
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         self.submitted += [job.digest for job in jobs]
-        self.owed.update(job.digest for job in jobs)
+        self.outstanding.update(job.digest for job in jobs)
 
     def abort(self, digests: Sequence[bytes]) -> None:
         self.aborted += digests
@@ -181,7 +181,7 @@ async def test_a_prompt_that_is_answered_during_the_look_is_published_as_it_is()
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
 
     async def answer() -> None:
-        ends.owed.clear()
+        ends.outstanding.clear()
 
     ends.during_check = answer
     assert await dispatcher.drop_unwanted() == 0

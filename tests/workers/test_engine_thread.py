@@ -275,7 +275,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         engine_thread.submit([job(1, adapter), job(2), job(3, adapter)])
         engine_thread.drop_adapter(adapter)
         engine_thread.submit([job(4, adapter), job(5)])
-        room = engine_thread.room
+        capacity = engine_thread.capacity
         backend.may_step.set()
 
         async def ended() -> bool:
@@ -285,7 +285,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
         stale = {digest[0] for one in finished for digest in one.stale}
         assert stale == {1, 3, 4}
         assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
-        assert engine_thread.room == room + 6
+        assert engine_thread.capacity == capacity + 6
 
 
 async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(adapter_folder: Path) -> None:
@@ -293,16 +293,16 @@ async def test_prompts_that_are_aborted_are_not_computed_and_can_be_asked_again(
     async with held_back(backend) as (engine_thread, _, broken):
         engine_thread.submit([job(0)])
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
-        room = engine_thread.room
+        capacity = engine_thread.capacity
         engine_thread.submit([job(1), job(2), job(3)])
         # The first is being computed: it is answered all the same.
         engine_thread.abort([job(number).digest for number in (0, 1, 2, 9)])
         engine_thread.submit([job(2)])
-        assert {digest[0] for digest in engine_thread.owed} == {2, 3}
+        assert {digest[0] for digest in engine_thread.outstanding} == {2, 3}
         backend.may_step.set()
 
         async def ended() -> bool:
-            return not engine_thread.is_busy and engine_thread.room == room + 1
+            return not engine_thread.is_busy and engine_thread.capacity == capacity + 1
 
         await until_async(ended, "all have ended and there is room again")
         assert not broken

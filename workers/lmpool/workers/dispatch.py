@@ -177,8 +177,8 @@ class Dispatcher:
             how many prompts that were.
         """
         now, in_flight = time.monotonic(), self._in_flight
-        owed = [digest for digest in self._engine_thread.owed if digest in in_flight]
-        due = [digest for digest in owed if _is_due(in_flight[digest].values(), now)]
+        held = [digest for digest in self._engine_thread.outstanding if digest in in_flight]
+        due = [digest for digest in held if _is_due(in_flight[digest].values(), now)]
         if not due:
             return 0
         jobs = in_flight.by_prompt(due)
@@ -190,7 +190,7 @@ class Dispatcher:
         for digest, some in jobs.items():
             removed = some.keys() - wanted.get(digest, {}).keys()
             # One that has been answered meanwhile is about to be published, as it is.
-            if removed and digest in self._engine_thread.owed and in_flight.remove(digest, removed):
+            if removed and digest in self._engine_thread.outstanding and in_flight.remove(digest, removed):
                 gone.append(digest)
         if gone:
             self._engine_thread.abort(gone)

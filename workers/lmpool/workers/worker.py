@@ -101,15 +101,15 @@ class FetchLoop:
         """
         waits, lifecycle = delays(), self._lifecycle
         while not lifecycle.stopping.is_set():
-            await lifecycle.until(lambda: lifecycle.stopping.is_set() or self._room_for_new() > 0)
+            await lifecycle.until(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
             if lifecycle.stopping.is_set():
                 return
             try:
                 async with self._taking:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
-                    if lifecycle.stopping.is_set() or (room := self._room_for_new()) <= 0:
+                    if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                         continue
-                    jobs = await self._consumer.take(min(room, self._engine_thread.batch), _BLOCK_MS)
+                    jobs = await self._consumer.take(min(capacity, self._engine_thread.batch), _BLOCK_MS)
                     was_idle = not self._in_flight
                     await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:
@@ -131,8 +131,8 @@ class FetchLoop:
         lifecycle = self._lifecycle
         async with self._taking:
             alone, claims = False, 0
-            while not lifecycle.stopping.is_set() and (self._room() > 0 or alone):
-                count = max(1, min(self._room(), self._engine_thread.batch))
+            while not lifecycle.stopping.is_set() and (self._capacity() > 0 or alone):
+                count = max(1, min(self._capacity(), self._engine_thread.batch))
                 claimed = await self._consumer.claim(count, self._in_flight.entry_ids())
                 self._counters.claimed += len(claimed.jobs)
                 if claimed.jobs:
@@ -147,17 +147,17 @@ class FetchLoop:
                     # ended, nothing can be fetched.
                     await lifecycle.until(lambda: not self._in_flight)
 
-    def _room(self) -> int:
-        """How many prompts may be held more."""
+    def _capacity(self) -> int:
+        """How many more prompts may be taken."""
         if self._lifecycle.broken is not None:
             return 0
-        return min(self._engine_thread.room, self._free())
+        return min(self._engine_thread.capacity, self._unpublished_capacity())
 
-    def _room_for_new(self) -> int:
+    def _capacity_for_new(self) -> int:
         # None for a part of a batch: it would be published as a part, and the room that it leaves be one again.
-        return self._room() if self._free() >= self._engine_thread.batch else 0
+        return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
 
-    def _free(self) -> int:
+    def _unpublished_capacity(self) -> int:
         return _UNPUBLISHED_BATCHES * self._engine_thread.batch - len(self._in_flight)
 
 
@@ -410,7 +410,7 @@ class Worker:
             "held": len(serving.in_flight),
             "failures": serving.dispatcher.failures,
             **self._delta.since_heartbeat(stats),
-            **({} if serving.info.is_trie else serving.adapters.shown()),
+            **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
         }
 

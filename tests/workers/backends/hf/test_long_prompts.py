@@ -277,7 +277,7 @@ def backend(tiny: Tiny) -> SteppedBackend:
 def owed_by(worker: Worker) -> Set[bytes]:
     """The prompts that its backend has not answered yet."""
     assert worker._serving is not None
-    return worker._serving.engine_thread.owed
+    return worker._serving.engine_thread.outstanding
 
 
 async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one_is_computed(

@@ -1,4 +1,4 @@
-"""What a backend is: the one protocol that engines that batch and engines that schedule look alike behind."""
+"""The backend contract: one protocol for engines that batch and engines that schedule, and what passes through it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BackendJob(NamedTuple):
         digest: names the prompt; unique among the jobs that the backend holds.
         ids: the token ids as little-endian uint32 bytes (`lmpool.protocol.prompt.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
-        payload: what else the job comes with, which only who made it and its backend know; None for a prompt.
+        payload: what else the job comes with, which only its maker and its backend know; None for a prompt.
         score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
             `Finished.answers`; 0 for the row. Only backends whose info says that they score are asked.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
@@ -51,7 +51,7 @@ class Finished(NamedTuple):
 
     @property
     def digests(self) -> list[bytes]:
-        """What was answered, one way or another."""
+        """The prompts that were answered, with a row, a vector or a failure."""
         answered = [digest for block in self.blocks for digest in block.digests]
         return [*answered, *(self.answers.digests if self.answers else ()), *self.failures]
 

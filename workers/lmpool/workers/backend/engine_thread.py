@@ -1,4 +1,4 @@
-"""The backend's own thread: takes jobs, steps, hands rows back; and what notices when it or the worker hangs."""
+"""The thread that a backend runs in: takes jobs, steps, hands rows back; and the watchdogs that notice a hang."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, check_answers
-from lmpool.workers.backend.watchdog_process import LOOKS, MOST_BETWEEN_S
+from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
 from lmpool.workers.metrics.counters import Counters
+
+EXIT_CODE = int(signal.SIGALRM)
+"""How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -54,7 +57,7 @@ class _Abort:
     digests: Collection[bytes]
 
 
-_Order = Sequence[BackendJob] | _Load | _Drop | _Abort
+_Command = Sequence[BackendJob] | _Load | _Drop | _Abort
 
 
 class Opened(NamedTuple):
@@ -72,15 +75,25 @@ class Call:
     """One call of the backend that is under way; each is an object of its own.
 
     Attributes:
-        order: what it was asked to do; None for a step.
+        command: what it was asked to do; None for a step.
     """
 
-    order: _Order | None = None
+    command: _Command | None = None
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """What it does, for people."""
-        return "step" if self.order is None else _called(self.order)
+        match self.command:
+            case None:
+                return "step"
+            case _Load(name=name):
+                return f"load of the adapter {name!r}"
+            case _Drop(adapter=adapter):
+                return f"drop of the adapter {adapter!r}"
+            case _Abort(digests=digests):
+                return f"abort of {len(digests)} prompts"
+            case jobs:
+                return f"submission of {len(jobs)} prompts"
 
 
 class EngineThread:
@@ -110,12 +123,12 @@ class EngineThread:
         self._make = make
         self._on_finished = on_finished
         self._on_broken = on_broken
-        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
+        self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
         self._sent = 0
-        self._owed: set[bytes] = set()
+        self._outstanding: set[bytes] = set()
         self._capacity = 0
         self._capacity_seen_at = 0
         self.batch = 1
@@ -136,30 +149,30 @@ class EngineThread:
         return opened
 
     @property
-    def room(self) -> int:
-        """Prompts that the backend can take now, those already on their way to it counted."""
+    def capacity(self) -> int:
+        """How many prompts the backend can take now, besides those that are on their way to it."""
         return self._capacity - (self._sent - self._capacity_seen_at)
 
     @property
     def is_busy(self) -> bool:
         """Whether the backend owes results."""
-        return bool(self._owed)
+        return bool(self._outstanding)
 
     @property
-    def owed(self) -> Set[bytes]:
+    def outstanding(self) -> Set[bytes]:
         """The digests of the prompts that the backend has not answered yet."""
-        return self._owed
+        return self._outstanding
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend."""
         self._sent += len(jobs)
-        self._owed.update([job.digest for job in jobs])
-        self._orders.put(jobs)
+        self._outstanding.update([job.digest for job in jobs])
+        self._commands.put(jobs)
 
     def abort(self, digests: Collection[bytes]) -> None:
-        """Have the backend drop prompts before its next step; those of the present one may be answered all the same."""
-        self._owed.difference_update(digests)
-        self._orders.put(_Abort(digests))
+        """Have the backend drop prompts before its next step; those of the present step may still be answered."""
+        self._outstanding.difference_update(digests)
+        self._commands.put(_Abort(digests))
 
     async def load_adapter(self, name: str, source: str) -> str:
         """Have the backend load an adapter between two steps; returns its revision.
@@ -167,38 +180,38 @@ class EngineThread:
         Raises:
             LMPoolError: it cannot be loaded.
         """
-        order = _Load(name, source, self._loop.create_future())
-        self._orders.put(order)
-        self._loads.add(order.loaded)
+        command = _Load(name, source, self._loop.create_future())
+        self._commands.put(command)
+        self._loads.add(command.loaded)
         try:
-            return await order.loaded
+            return await command.loaded
         finally:
-            self._loads.discard(order.loaded)
+            self._loads.discard(command.loaded)
 
     def drop_adapter(self, adapter: str) -> None:
         """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
-        self._orders.put(_Drop(adapter))
+        self._commands.put(_Drop(adapter))
 
     def abandon(self, error: WorkerError) -> None:
         """Wait for the thread no more: it hangs. Who waits for an adapter is told."""
         self.is_hung = True
         for loaded in self._loads:
-            _tell(loaded, error)
+            _resolve(loaded, error)
 
     def stack(self) -> str:
         """Where the thread is, as in a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else ""
 
-    async def close(self, patience_s: float | None = None) -> None:
-        """End the thread after its present step and free the backend; one that takes longer than this hangs."""
-        self._orders.put(None)
+    async def close(self, timeout_s: float | None = None) -> None:
+        """End the thread after its present step and free the backend; a thread that takes longer than this hangs."""
+        self._commands.put(None)
         if self._thread.is_alive() and not self.is_hung:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     await self._closed.wait()
             except TimeoutError:
-                _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", patience_s)
+                _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", timeout_s)
                 self.is_hung = True
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
@@ -229,21 +242,20 @@ class EngineThread:
 
     def _serve(self, backend: Backend) -> None:
         info = backend.info
-        held: dict[bytes, str] = {}
+        adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
         taken = 0
         while True:
             try:
-                order = self._orders.get(block=not held)
-                if order is None:
+                command = self._commands.get(block=not adapters)
+                if command is None:
                     return
-                self.call = Call(order)
-                stale = self._obey(backend, order, held)
+                self.call = Call(command)
+                stale = self._execute(backend, command, adapters)
                 self.call = None
-                taken += len(order) if isinstance(order, Sequence) else 0
-                if stale or isinstance(order, _Abort):  # There is room again.
-                    self._post(
-                        self._step_done, Finished([], {}, stale=stale), backend.stats(), backend.capacity(), taken
-                    )
+                taken += len(command) if isinstance(command, Sequence) else 0
+                if stale or isinstance(command, _Abort):  # There is room again.
+                    finished = Finished([], {}, stale=stale)
+                    self._post(self._step_done, finished, stale, backend.stats(), backend.capacity(), taken)
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
@@ -252,56 +264,58 @@ class EngineThread:
             finished = backend.step()
             self.stepping_since = self.call = None
             self._counters.step_s.observe(time.monotonic() - began)
-            done = check_answers(finished, held, info)
-            self._counters.batch.observe(len(done))
-            for digest in done:
-                del held[digest]
-            self._post(self._step_done, finished, backend.stats(), backend.capacity(), taken)
+            answered = check_answers(finished, adapters, info)
+            self._counters.batch.observe(len(answered))
+            for digest in answered:
+                del adapters[digest]
+            self._post(self._step_done, finished, answered, backend.stats(), backend.capacity(), taken)
 
-    def _obey(self, backend: Backend, order: _Order, held: dict[bytes, str]) -> tuple[bytes, ...]:
-        """Do what is ordered; returns the jobs that name an adapter that the backend does not have."""
-        match order:
+    def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
+        """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
+        match command:
             case _Load():
-                self._load(backend, order)
+                self._load(backend, command)
                 return ()
             case _Drop():
-                stale = tuple(digest for digest, adapter in held.items() if adapter == order.adapter)
+                stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
-                backend.drop_adapter(order.adapter)
+                backend.drop_adapter(command.adapter)
                 for digest in stale:
-                    del held[digest]
+                    del adapters[digest]
             case _Abort():
-                aborted = [digest for digest in order.digests if digest in held]
+                aborted = [digest for digest in command.digests if digest in adapters]
                 backend.abort(aborted)
                 for digest in aborted:
-                    del held[digest]
+                    del adapters[digest]
                 return ()
             case jobs:
                 stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
                 served = [job for job in jobs if job.digest not in stale] if stale else jobs
                 backend.submit(served)
-                held.update((job.digest, job.adapter) for job in served)
+                adapters.update((job.digest, job.adapter) for job in served)
         return stale
 
-    def _load(self, backend: Backend, order: _Load) -> None:
+    def _load(self, backend: Backend, command: _Load) -> None:
         try:
-            revision = backend.load_adapter(order.name, order.source)
+            revision = backend.load_adapter(command.name, command.source)
         except LMPoolError as error:
-            self._post(_tell, order.loaded, error)
+            self._post(_resolve, command.loaded, error)
         except BaseException as error:
-            self._post(_tell, order.loaded, error)
+            self._post(_resolve, command.loaded, error)
             raise  # The backend is broken.
         else:
-            self._post(_tell, order.loaded, revision)
+            self._post(_resolve, command.loaded, revision)
 
     def _set_ready(self, opened: Opened, capacity: int) -> None:
         self._capacity = capacity
         if not self._ready.done():  # Who waited may have been cancelled.
             self._ready.set_result(opened)
 
-    def _step_done(self, finished: Finished, stats: BackendStats, capacity: int, taken: int) -> None:
+    def _step_done(
+        self, finished: Finished, done: Collection[bytes], stats: BackendStats, capacity: int, taken: int
+    ) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
-        self._owed.difference_update(finished.digests, finished.stale)
+        self._outstanding.difference_update(done)
         self.stats = stats
         self._on_finished(finished)
 
@@ -313,29 +327,13 @@ class EngineThread:
             self._ready.set_exception(error)
 
 
-def _called(order: _Order) -> str:
-    match order:
-        case _Load():
-            return f"load of the adapter {order.name!r}"
-        case _Drop():
-            return f"drop of the adapter {order.adapter!r}"
-        case _Abort():
-            return f"abort of {len(order.digests)} prompts"
-        case jobs:
-            return f"submission of {len(jobs)} prompts"
-
-
-def _tell(future: asyncio.Future[str], outcome: str | BaseException) -> None:
+def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:
     if future.done():
         return  # Who waited has been cancelled.
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
-
-
-EXIT_CODE = int(signal.SIGALRM)
-"""How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
 
 
 class Watchdog:
@@ -362,19 +360,19 @@ class Watchdog:
         await end_tasks([self._watching])
 
     async def _watch(self) -> None:
-        pause = min(MOST_BETWEEN_S, self._limit_s / LOOKS)
+        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
         call: Call | None = None
         spent, before = 0.0, time.monotonic()
         while call is None or spent < self._limit_s:
             await asyncio.sleep(pause)
             now = time.monotonic()
-            seen, call = call, self._engine_thread.call
+            last, call = call, self._engine_thread.call
             # A process that was stopped was not there to compute: that is no time that the call took.
-            spent = spent + min(now - before, 2 * pause) if call is seen else 0.0
+            spent = spent + min(now - before, 2 * pause) if call is last else 0.0
             before = now
         self._on_hang(
             WorkerError(
-                f"the backend hangs: it has been in one {call.what} for {self._limit_s:g} s "
+                f"the backend hangs: it has been in one {call.description} for {self._limit_s:g} s "
                 "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
             )
         )
@@ -395,7 +393,7 @@ class ProcessWatchdog:
     def __enter__(self) -> None:
         _exit_on(EXIT_CODE)
         self._start()
-        self._beat()
+        self._send_heartbeat()
 
     def __exit__(self, *error: object) -> None:
         self._timer.cancel()
@@ -414,10 +412,10 @@ class ProcessWatchdog:
         self._process.wait()
         self._pipe.close()
 
-    def _beat(self) -> None:
-        # At first: whatever happens here, there is a next time.
-        pause = min(MOST_BETWEEN_S, self._limit_s / LOOKS)
-        self._timer = asyncio.get_running_loop().call_later(pause, self._beat)
+    def _send_heartbeat(self) -> None:
+        # First of all: whatever happens here, there is a next time.
+        pause = min(MOST_INTERVAL_S, self._limit_s / LEAST_BEATS)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._send_heartbeat)
         if is_first := not self._pipe.closed:
             try:
                 self._pipe.write(b"\0")  # Or nothing, when the pipe is full since that process is stopped.

@@ -17,11 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-MOST_BETWEEN_S = 1.0
-"""Seconds between two signs of life, at most."""
+MOST_INTERVAL_S = 1.0
+"""Seconds between two heartbeats of the worker, at most."""
 
-LOOKS = 8
-"""Signs of life, at least, within the time that is allowed."""
+LEAST_BEATS = 8
+"""Heartbeats, at least, within the time that is allowed."""
 
 _PIPE = 0
 _LAST_WORDS_S = 5.0
@@ -29,7 +29,7 @@ _LAST_WORDS_S = 5.0
 
 def main(pid: int, limit_s: float, number: int) -> None:
     """Watch the parent until it has ended; end it by a signal when it has not written for too long."""
-    # They are for the worker, which may take its time to end.
+    # These signals are for the worker, which may take its time to end.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     if not _is_silent_for(pid, limit_s):
@@ -50,7 +50,7 @@ def main(pid: int, limit_s: float, number: int) -> None:
 
 def _is_silent_for(pid: int, limit_s: float) -> bool:
     """Wait until the parent has been silent for so long while it could run; False when it has ended."""
-    pause = min(MOST_BETWEEN_S, limit_s / LOOKS)
+    pause = min(MOST_INTERVAL_S, limit_s / LEAST_BEATS)
     spent, before = 0.0, time.monotonic()
     while spent < limit_s:
         has_written = bool(select.select([_PIPE], [], [], pause)[0])

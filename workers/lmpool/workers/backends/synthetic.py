@@ -190,7 +190,7 @@ class SyntheticBackend:
         return RowBlock(list(jobs), numbers, log_z, self._encoding)
 
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
-        return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter))
+        return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
 
     def _score(self, job: BackendJob) -> NDArray[np.float32]:
         tokens, row = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.float32)

@@ -29,7 +29,17 @@ from lmpool.workers.backends.checkpoint import is_on_hub
 from lmpool.workers.backends.lora import adapter_folder
 from lmpool.workers.settings import WorkerSettings
 
+_log = logging.getLogger("lmpool.worker")
+
 _MB = 1_000_000
+_LEAST_MEMORY_S = 600.0
+_MOST_WORKERS = 4096
+# One may have been ended by something else just then.
+_ENOUGH = 2
+_CHECK_S = 0.5
+_START_CHECK_S = 0.1
+_AGAIN_S = 5.0
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +63,16 @@ class AdapterSources:
         return cls(roots, settings.adapter_hub, settings.adapter_mb * _MB)
 
     def place(self, source: str, *, is_own: bool = False) -> str:
-        """Where the backend is to look: a folder with all links followed, or the name on the hub.
+        """What the backend is to load: a folder with all links followed, or the name on the hub.
 
-        What is not there is left to the backend to tell of.
+        A folder that is not there is left to the backend to report.
 
         Args:
             source: folder or hub name.
             is_own: whoever starts the worker has named it.
 
         Raises:
-            SettingsError: it is not taken.
+            SettingsError: adapters from there are not taken.
         """
         if is_on_hub(source):
             if not self.takes_hub and not is_own:
@@ -87,11 +97,11 @@ class AdapterSources:
         """Refuse an adapter whose files are too large.
 
         Args:
-            folder: where it lies.
+            folder: where the adapter lies.
             source: what it was called.
 
         Raises:
-            SettingsError: they are.
+            SettingsError: they take more than `most_bytes`.
         """
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         if size > self.most_bytes:
@@ -101,6 +111,7 @@ class AdapterSources:
             )
 
     def _check_root(self, place: Path, named: str) -> None:
+        """Refuse a file or folder outside of `roots`; `named` is what it was called."""
         if self.roots and not any(place.is_relative_to(root) for root in self.roots):
             roots = ", ".join(map(str, self.roots))
             raise SettingsError(
@@ -109,14 +120,8 @@ class AdapterSources:
             )
 
 
-_LEAST_MEMORY_S = 600.0
-_MOST_WORKERS = 4096
-# One may have been ended by something else just then.
-_ENOUGH = 2
-
-
 class AdapterTrials:
-    """The loads of one worker, as others see them.
+    """Tells the other workers which adapter this one is loading, so that a deadly one does not end them all.
 
     Args:
         redis: a client for control messages.
@@ -134,7 +139,7 @@ class AdapterTrials:
         self._lease_ms = int(settings.lease_s * 1000)
         # Longer than some loads that hang take until their workers end.
         self._memory_ms = int(1000 * max(_LEAST_MEMORY_S, 4 * settings.step_timeout_s))
-        self._noted = b""
+        self._noted_key = b""
 
     @asynccontextmanager
     async def offered(self, nonce: str, *, is_first: bool) -> AsyncIterator[bool]:
@@ -184,51 +189,39 @@ class AdapterTrials:
             yield
 
     async def leave(self, *, is_broken: bool) -> None:
-        """The worker ends, over what it loads at present if its backend is broken."""
-        if not self._noted:
+        """The worker ends: over what it loads at present, if its backend is broken."""
+        if not self._noted_key:
             return
         if is_broken:
-            await self._redis.hset(self._noted, self._worker_id, 0)
+            await self._redis.hset(self._noted_key, self._worker_id, 0)
         else:
-            await self._redis.hdel(self._noted, self._worker_id)
+            await self._redis.hdel(self._noted_key, self._worker_id)
 
     async def _begin(self, key: bytes, how: Literal["alone", "any", "anyway"]) -> list[str] | None:
-        """Note a load; else who should have ended theirs by now."""
+        """Note a load; when that is refused, the workers that should have ended theirs by now."""
         args = [self._worker_id, how, self._lease_ms, self._memory_ms, _MOST_WORKERS]
         is_noted, *old = await scripts.TRIAL(self._redis, [key], args)
         if is_noted:
-            self._noted = key
+            self._noted_key = key
             return None
         return [worker.decode("utf-8", "replace") for worker in old]
 
     @asynccontextmanager
     async def _noted_until_told(self, *others: str) -> AsyncIterator[None]:
-        """Take the note back when the load has ended, not when the worker has; after a success those of others too."""
-        key = self._noted
+        """Take the note back when the load has ended, not when the worker has; after a success others' notes too."""
+        key = self._noted_key
         try:
             yield
         except SettingsError:
             await self._redis.hdel(key, self._worker_id)
-            self._noted = b""
+            self._noted_key = b""
             raise
         await self._redis.hdel(key, self._worker_id, *others)
-        self._noted = b""
+        self._noted_key = b""
 
     async def _gone(self, workers: list[str]) -> list[str]:
+        """Those workers that have no heartbeat any more."""
         return [worker for worker in workers if not await self._redis.exists(self._keys.worker(worker))]
-
-
-def _host(worker_id: str) -> str:
-    """Ids end with the process and random characters."""
-    return worker_id.rsplit("-", 2)[0]
-
-
-_log = logging.getLogger("lmpool.worker")
-
-_LOOK_S = 0.5
-_START_LOOK_S = 0.1
-_AGAIN_S = 5.0
-_LONGEST_PAUSE_S = 60.0
 
 
 class _Refusal(NamedTuple):
@@ -246,16 +239,16 @@ class _Refusal(NamedTuple):
 
 
 class AdapterKeeper:
-    """Has the backend serve the adapters that the server names, no others.
+    """Has the backend serve the adapters that the registry names, no others.
 
     Args:
-        registry: what the server names.
+        registry: the model's adapters, in Redis.
         engine_thread: the backend.
         loaded: what the backend has loaded by itself: "name@revision" -> source.
         sources: where others may come from.
         trials: tells other workers what is being loaded.
-        on_change: called when what `shown` tells has changed.
-        others: what the other live workers tell by a field of theirs: worker id -> value, "" when it has none.
+        on_change: called when `heartbeat_fields` has changed.
+        others: reads a field of the other live workers' heartbeats: worker id -> value, "" where there is none.
     """
 
     def __init__(
@@ -279,7 +272,7 @@ class AdapterKeeper:
         self._in_service: dict[str, Adapter] = {}
         self._offered: dict[str, tuple[str, str, str]] = {}  # Name -> nonce, revision, why it cannot be loaded.
         self._refused: dict[str, _Refusal] = {}  # Of those in service.
-        self._waiting: list[BackendJob] = []
+        self._waiting: list[BackendJob] = []  # For the next check of the registry.
         self._wake = asyncio.Event()
 
     async def start(self) -> None:
@@ -301,10 +294,10 @@ class AdapterKeeper:
                     "less, or remove some first"
                 )
             name = min(own.keys() - known.adapters.keys())
-            told = (await self._others("adapters_seen")).values()
-            # Who has seen another state is about to write that down, or to follow; "" has just been started too.
-            if any(seen not in ("", str(known.generation)) for seen in told):
-                await asyncio.sleep(_START_LOOK_S)
+            generations = (await self._others("adapters_seen")).values()
+            # A worker that has seen another state is about to write that down, or to follow; "" has just started too.
+            if any(seen not in ("", str(known.generation)) for seen in generations):
+                await asyncio.sleep(_START_CHECK_S)
             else:
                 await registry.register(name, own[name], known)
         for name, adapter in own.items():
@@ -334,7 +327,7 @@ class AdapterKeeper:
     async def _check_others(self, names: Set[str]) -> None:
         """Refuse to put adapters in service that not every worker has: jobs that name them go to all.
 
-        By what they have loaded, for of workers that start together none may have registered anything yet.
+        What the others have loaded decides, for of workers that start together none may have registered anything yet.
         """
         if not names:
             return
@@ -350,14 +343,14 @@ class AdapterKeeper:
                     )
 
     async def leave(self, *, is_broken: bool) -> None:
-        """The worker ends, over what it loads at present if its backend is broken."""
+        """The worker ends: over what it loads at present, if its backend is broken."""
         await self._trials.leave(is_broken=is_broken)
 
     async def run(self) -> None:
-        """Follow the server; never returns."""
+        """Follow the registry; never returns."""
         while True:
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_CHECK_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -368,18 +361,18 @@ class AdapterKeeper:
             except (RedisError, OSError, LMPoolError) as error:
                 why = error if isinstance(error, LMPoolError) else sentence(error)
                 _log.warning("cannot look for adapters, will try again: %s", why)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_CHECK_S)
                 if not isinstance(error, (ProtocolError, ResponseError)):
                     continue
-                # The server has answered, with what is no registry: jobs must not wait, and take up room, until
+                # The server has answered, but with no registry: jobs must not wait, and take up capacity, until
                 # somebody mends it.
-            # Those that came since had better wait for the next look.
+            # Jobs that came since had better wait for the next check.
             jobs, self._waiting = self._waiting[:waiting], self._waiting[waiting:]
             if jobs:
                 self._engine_thread.submit(jobs)
 
     def served_among(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
-        """The jobs that the backend can have now; the others get it as soon as the server has been looked at again."""
+        """The jobs that the backend can have now; the others get to it after the next check of the registry."""
         if missing := [job for job in jobs if job.adapter and job.adapter not in self._loaded]:
             self._waiting += missing
             self._wake.set()
@@ -393,9 +386,9 @@ class AdapterKeeper:
             return Failure(WorkerError.__name__, f"{text}: {self._refused[adapter].why}")
         return Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
 
-    def shown(self) -> dict[str, str]:
+    def heartbeat_fields(self) -> dict[str, str]:
         """What clients that load and remove adapters must know, for the heartbeat."""
-        served = [qualify(name, one.revision) for name, one in self._in_service.items()]
+        served = [qualify(name, adapter.revision) for name, adapter in self._in_service.items()]
         return {
             "adapters": json.dumps([adapter for adapter in served if adapter in self._loaded]),
             "adapters_seen": str(self._seen.generation),
@@ -404,8 +397,8 @@ class AdapterKeeper:
         }
 
     async def _follow(self) -> None:
-        """Read what the server names, load what is new and drop what is gone."""
-        registry, before = self._registry, self.shown()
+        """Read the registry, load what is new and drop what is gone."""
+        registry, before = self._registry, self.heartbeat_fields()
         while (known := await registry.read()).owner != registry.fingerprint or known.forgets(self._seen):
             await self._write_back(known)
         self._seen = known
@@ -416,20 +409,20 @@ class AdapterKeeper:
         self._in_service = known.adapters
         self._offered = {name: self._offered[name] for name in known.offers if name in self._offered}
         self._drop_others(known)
-        if self.shown() != before:
+        if self.heartbeat_fields() != before:
             await self._on_change()
 
     async def _write_back(self, known: Registered) -> None:
         """Write down what this worker has seen, for the server has forgotten it."""
         if known.owner not in ("", self._registry.fingerprint):
-            # Others may serve the model's name by now: a sign of life finds out, and raises then.
+            # Others may serve the model's name by now: a heartbeat finds out, and raises then.
             await self._on_change()
         has_any = bool(self._seen.adapters or known.adapters)
         if await self._registry.write_back(self._seen, known) and has_any:
             _log.warning("the server had forgotten changes of the adapters: they are written down again")
 
     async def _serve(self, name: str, adapter: Adapter) -> None:
-        """Have an adapter that is in service."""
+        """Load an adapter that is in service, unless it is loaded or has just been refused."""
         qualified, loop = qualify(name, adapter.revision), asyncio.get_running_loop()
         refused = self._refused.get(qualified)
         if qualified in self._loaded or (refused is not None and loop.time() < refused.again):
@@ -446,8 +439,8 @@ class AdapterKeeper:
             self._refused.pop(qualified, None)
 
     async def _try(self, name: str, offer: Offer) -> None:
-        """Load an adapter that is offered, and say what came of it."""
-        if (seen := self._offered.get(name)) is not None and seen[0] == offer.nonce:
+        """Load an adapter that is offered, and note the outcome."""
+        if (outcome := self._offered.get(name)) is not None and outcome[0] == offer.nonce:
             return
         try:
             async with self._trials.offered(offer.nonce, is_first=not offer.revision) as is_our_turn:
@@ -466,7 +459,7 @@ class AdapterKeeper:
         """Load an adapter; returns its revision.
 
         Raises:
-            SettingsError: it cannot be loaded, or has another revision than the other workers have found.
+            SettingsError: it cannot be loaded, or has another revision than on the other workers.
         """
         place = await asyncio.to_thread(self._sources.place, source)
         # In the backend's thread a download would keep prompts waiting. Backends that take names on the hub have
@@ -486,6 +479,7 @@ class AdapterKeeper:
         return revision
 
     def _drop_others(self, known: Registered) -> None:
+        """Drop adapters that are neither in service nor offered."""
         wanted = {qualify(name, adapter.revision) for name, adapter in known.adapters.items()}
         wanted |= {qualify(name, revision) for name, (_, revision, _) in self._offered.items()}
         for adapter in [adapter for adapter in self._loaded if adapter not in wanted]:
@@ -495,10 +489,15 @@ class AdapterKeeper:
         self._refused = {adapter: why for adapter, why in self._refused.items() if adapter in wanted}
 
 
-def _listed(told: str) -> list[object]:
-    """The adapters that a heartbeat lists; none where it is no such list."""
+def _listed(field: str) -> list[object]:
+    """The adapters that a field of a heartbeat lists; none where it is no such list."""
     try:
-        listed = json.loads(told or "[]")
+        listed = json.loads(field or "[]")
     except (ValueError, RecursionError):
         return []
     return listed if isinstance(listed, list) else []
+
+
+def _host(worker_id: str) -> str:
+    """The host of a worker; ids end with the process and random characters."""
+    return worker_id.rsplit("-", 2)[0]
