@@ -252,26 +252,26 @@ async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_agai
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     ids = np.array([1, 2], "<u4").tobytes()
-    digest, jobs = digest_of(ids, ""), pool.keys.model("syn").jobs
+    digest, stream = digest_of(ids, ""), pool.keys.model("syn").jobs
     serving = worker._serving
     assert serving is not None
     fingerprint = serving.info.fingerprint
     publish = serving.publisher.publish
     overwritten: list[bool] = []
 
-    async def slow_publish(block: Block, by_digest: JobsByDigest, overwrite: Collection[bytes]) -> None:
-        await publish(block, by_digest, overwrite)
+    async def slow_publish(block: Block, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+        await publish(block, jobs, overwrite)
         overwritten.append(digest in overwrite)
         if len(overwritten) == 1:
-            pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
+            pool.redis.xadd(stream, {"m": Job(ids, "", fingerprint, overwrite=True).pack()})
 
             async def taken() -> bool:
                 return len(serving.in_flight[digest]) == 2
 
             await until_async(taken, "the second entry is held")
 
-    serving.publisher.publish = slow_publish  # type: ignore[assignment, method-assign]
-    pool.redis.xadd(jobs, {"m": Job(ids, "", fingerprint).pack()})
+    serving.publisher.publish = slow_publish  # type: ignore[method-assign]
+    pool.redis.xadd(stream, {"m": Job(ids, "", fingerprint).pack()})
 
     async def ended() -> bool:
         return len(overwritten) == 2 and not serving.in_flight

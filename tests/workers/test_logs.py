@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmpool.broker.server import Server
-from lmpool.workers.cli.serve import Repeats
+from lmpool.workers.cli.serve import RepeatFilter
 from lmpool.workers.membership.heartbeat import Loading
 from lmpool.workers.settings import WorkerSettings
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
@@ -105,7 +105,7 @@ def log() -> tuple[logging.Logger, Shown]:
 
 def test_a_warning_is_shown_at_once_and_its_repeats_are_counted(log: tuple[logging.Logger, Shown]) -> None:
     logger, shown = log
-    repeats = Repeats(pause_s=1e9)
+    repeats = RepeatFilter(pause_s=1e9)
     logger.addFilter(repeats)
     for i in range(5):
         logger.warning("will try again: %s", OSError(i))
@@ -119,7 +119,7 @@ def test_a_warning_is_shown_at_once_and_its_repeats_are_counted(log: tuple[loggi
 
 def test_warnings_about_different_things_do_not_hide_each_other(log: tuple[logging.Logger, Shown]) -> None:
     logger, shown = log
-    logger.addFilter(Repeats(pause_s=1e9))
+    logger.addFilter(RepeatFilter(pause_s=1e9))
     for name in ("poet", "judge", "poet"):
         logger.warning("cannot load the adapter %r: %s", name, OSError("gone"))
     logger.error("the backend broke")
@@ -134,7 +134,7 @@ def test_warnings_about_different_things_do_not_hide_each_other(log: tuple[loggi
 
 def test_kinds_of_warnings_do_not_pile_up(log: tuple[logging.Logger, Shown]) -> None:
     logger, shown = log
-    repeats = Repeats(pause_s=1e9)
+    repeats = RepeatFilter(pause_s=1e9)
     logger.addFilter(repeats)
     for i in range(5000):
         logger.warning("about %s", str(i))

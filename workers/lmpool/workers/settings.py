@@ -21,7 +21,7 @@ class WorkerSettings:
     prefix: str = field(default="lmpool", metadata={"help": "Prefix of all Redis keys."})
     lease_s: float = field(
         default=15.0,
-        metadata={"help": "Seconds without a sign of life after which a worker's jobs are given to another."},
+        metadata={"help": "Seconds without a heartbeat after which a worker's jobs are given to another."},
     )
     step_timeout_s: float = field(
         default=300.0,
@@ -88,5 +88,5 @@ class WorkerSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two signs of life, so that a missed one or two do no harm."""
+        """Seconds between two heartbeats, so that a missed one or two do no harm."""
         return self.lease_s / 5

@@ -1,4 +1,4 @@
-"""A worker: fetch, compute and publish, all three at once, until told to stop."""
+"""A worker: fetches, computes and publishes, all three at once, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNPUBLISHED_BATCHES = 4
 
 
 class Lifecycle:
-    """Whether a worker goes on, and when its parts look again.
+    """Whether a worker goes on, and how its parts hear of changes.
 
     Attributes:
         stopping: set when the worker is to take nothing more and to finish what it holds.
@@ -52,36 +52,36 @@ class Lifecycle:
         self.notify()
 
     def give_up(self, error: BaseException) -> None:
-        """The backend is of no use any more; the first reason counts. What is held stays so until it is handed back."""
+        """Note that the backend is of no use any more; the first reason counts. Jobs in flight stay so for now."""
         self.broken = self.broken or error
 
     def notify(self) -> None:
-        """Something has changed that somebody may wait for."""
+        """Wake all parts that wait for a change."""
         self._changed.set()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something; not any longer once the backend is broken."""
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds; not any longer once the backend is broken."""
         while self.broken is None and not condition():
-            await self.change()
+            await self.wait_for_change()
 
-    async def change(self, within_s: float | None = None) -> None:
+    async def wait_for_change(self, timeout_s: float | None = None) -> None:
         """Wait until something changes, or until some seconds have passed."""
         self._changed.clear()
-        if within_s is None:
+        if timeout_s is None:
             await self._changed.wait()
             return
-        timer = asyncio.get_running_loop().call_later(within_s, self._changed.set)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         await self._changed.wait()
         timer.cancel()
 
 
 class FetchLoop:
-    """Brings jobs to the backend as long as it has room: new ones, and those of workers that fell silent.
+    """Brings jobs to the backend as long as it has capacity: new ones, and those of workers that fell silent.
 
     Args:
-        worker: for what errors of its server mean, and to count them.
+        worker: explains and counts errors of the server.
         lifecycle: whether to go on.
-        serving: where jobs are taken, and where they go.
+        serving: the consumer that jobs are taken from, and the dispatcher that they go to.
     """
 
     def __init__(self, worker: WorkerContext, lifecycle: Lifecycle, serving: Serving) -> None:
@@ -92,16 +92,14 @@ class FetchLoop:
         self._engine_thread = serving.engine_thread
         self._consumer = serving.consumer
         self._dispatcher = serving.dispatcher
-        # Held from taking jobs until they are in `_in_flight`: what is not there is neither renewed nor counted.
+        # Locked from taking jobs until they are in `_in_flight`: a job that is not is neither renewed nor counted.
         self._taking = asyncio.Lock()
 
     async def fetch(self) -> None:
-        """Take jobs whenever the backend has room, until the worker stops: a batch when it is idle, the next one while
-        it computes.
-        """
+        """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
         waits, lifecycle = delays(), self._lifecycle
         while not lifecycle.stopping.is_set():
-            await lifecycle.until(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
+            await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
             if lifecycle.stopping.is_set():
                 return
             try:
@@ -120,10 +118,10 @@ class FetchLoop:
             waits = delays()
             if was_idle and self._in_flight:
                 # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
-                await lifecycle.change(_GIVE_WAY_S)
+                await lifecycle.wait_for_change(_GIVE_WAY_S)
 
     async def claim(self) -> None:
-        """Take over jobs of silent workers, as long as there are some and this one has room.
+        """Take over jobs of silent workers, as long as there are some and this one has capacity.
 
         Raises:
             RedisError, OSError, LMPoolError: the server cannot be used.
@@ -143,9 +141,9 @@ class FetchLoop:
                 await self._dispatcher.accept(claimed.jobs)
                 alone = claimed.alone
                 if alone:
-                    # What may have killed the others runs with nothing else in this worker: until it has
+                    # The job that may have killed the others runs with nothing else in this worker: until it has
                     # ended, nothing can be fetched.
-                    await lifecycle.until(lambda: not self._in_flight)
+                    await lifecycle.wait_for(lambda: not self._in_flight)
 
     def _capacity(self) -> int:
         """How many more prompts may be taken."""
@@ -154,7 +152,7 @@ class FetchLoop:
         return min(self._engine_thread.capacity, self._unpublished_capacity())
 
     def _capacity_for_new(self) -> int:
-        # None for a part of a batch: it would be published as a part, and the room that it leaves be one again.
+        # None for a part of a batch: it would be published as a part, and leave capacity for a part again.
         return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
@@ -194,7 +192,7 @@ class Worker:
         return self._id
 
     def snapshot(self) -> Snapshot:
-        """What the worker is and has done, for metrics; from any thread."""
+        """What the worker is and has done, for metrics; for any thread."""
         is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
         serving = self._serving
         stats = BackendStats() if serving is None else serving.engine_thread.stats
@@ -206,7 +204,7 @@ class Worker:
         return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
-        """Drain: take nothing more, finish and publish what is held, then return from `run`."""
+        """Drain: take nothing more, finish and publish the jobs in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
             _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
@@ -287,7 +285,7 @@ class Worker:
             self.health.state = "ready"
 
     async def _leave(self, serving: Serving, reason: str) -> None:
-        """Deregister; give what is still held to others, with the reason why this worker ends."""
+        """Deregister; give the jobs still in flight to others, with the reason why this worker ends."""
         try:
             # After a lease others take it all by themselves.
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
@@ -332,10 +330,10 @@ class Worker:
             raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
-        """Wait until the worker is told to stop and has finished what it holds.
+        """Wait until the worker is told to stop and has finished the jobs in flight.
 
-        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for what
-        is held here. The backend gets the time that it needs.
+        The server gets a lease to answer in, and some more; less when the backend broke, for then others wait for the
+        jobs in flight here. The backend gets the time that it needs.
         """
         in_flight, engine_thread = serving.in_flight, serving.engine_thread
         await self._lifecycle.stopping.wait()
@@ -343,10 +341,10 @@ class Worker:
         if self._lifecycle.broken is not None:
             patience = min(patience, _LEAVE_S)
         await asyncio.wait([fetching], timeout=patience)
-        await self._lifecycle.until(lambda: not in_flight or not engine_thread.is_busy)
+        await self._lifecycle.wait_for(lambda: not in_flight or not engine_thread.is_busy)
         try:
             async with asyncio.timeout(patience):
-                await self._lifecycle.until(lambda: not in_flight)
+                await self._lifecycle.wait_for(lambda: not in_flight)
                 if self._lifecycle.broken is not None:
                     await self._finished.join()  # What was computed before is published.
         except TimeoutError:
@@ -384,7 +382,7 @@ class Worker:
         self.health.answered()
 
     async def _write_heartbeat(self, serving: Serving) -> None:
-        """Write the heartbeat; say once if the server refuses it, which need not be the first of its troubles."""
+        """Write the heartbeat; log once if the server refuses it, which need not be the first of its errors."""
         try:
             await serving.heartbeat.send(self._heartbeat_fields(serving))
         except ResponseError as error:
@@ -416,7 +414,7 @@ class Worker:
 
     async def _log_counters(self, serving: Serving) -> None:
         line = self._delta.describe_since_log(serving.engine_thread.stats)
-        _log.info("%s, %d held, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
+        _log.info("%s, %d in flight, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
         self._finished.put_nowait(finished)
@@ -437,7 +435,7 @@ class Worker:
         self.stop()
 
     async def _every(self, serving: Serving, seconds: float, action: Callable[[], Awaitable[object]]) -> None:
-        """Repeat an action; one that the server did not answer soon again."""
+        """Repeat an action; one that the server did not answer is repeated sooner."""
         waits = delays()
         pause = seconds
         while True:
@@ -456,5 +454,5 @@ class Worker:
 
 
 def _reason(error: BaseException) -> str:
-    """An exception for who was not there: our own say themselves what happened, others need their names."""
+    """An exception as a reason for people: our own say themselves what happened, others need their names."""
     return str(error) if isinstance(error, LMPoolError) else f"{type(error).__name__}: {error}"

@@ -26,112 +26,9 @@ from lmpool.workers.trie.backend import TrieSettings
 
 T = TypeVar("T")
 
-
-def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[inspect.Parameter]:
-    """Parameters of a typer command for the fields of settings classes.
-
-    Args:
-        classes: label shown in the help -> settings class. A field that several have becomes one option, which
-            the first of them describes that has a description.
-        leave_out: fields that are no options.
-
-    Returns:
-        keyword-only parameters whose default None means "not given".
-    """
-    owners: dict[str, list[str]] = {}
-    for label, kind in classes.items():
-        for field in fields(kind):
-            if field.name not in leave_out:
-                owners.setdefault(field.name, []).append(label)
-    return [_parameter(name, {label: classes[label] for label in labels}) for name, labels in owners.items()]
-
-
-def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
-    """The option for one field of the classes that have it."""
-    hint = _hints(next(iter(owners.values())))[name]
-    described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
-    option = typer.Option(
-        help=f"{next(filter(None, described), '')}{_told_defaults(name, owners)}".strip(),
-        show_default=False,
-        rich_help_panel=f"Options: {', '.join(owners)}",
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[hint if hint is bool else hint | None, option],
-    )
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    # All hints of a class are evaluated together, and it has dozens of fields.
-    return get_type_hints(kind)
-
-
-def _field(kind: type, name: str) -> Field[Any]:
-    return next(field for field in fields(kind) if field.name == name)
-
-
-def _told_defaults(name: str, owners: dict[str, type]) -> str:
-    """The defaults that are worth telling, with their owners where these differ."""
-    told: dict[Any, list[str]] = {}
-    for label, kind in owners.items():
-        default = _field(kind, name).default
-        # Not `in (None, "", False)`: 0 equals False, and a zero is worth telling.
-        if default is not False and default not in (None, "", MISSING):
-            told.setdefault(default, []).append(label)
-    if not told:
-        return ""
-    if len(told) == 1 and len(next(iter(told.values()))) == len(owners):
-        return f" (default: {next(iter(told))})"
-    texts = [f"{value} for {', '.join(labels)}" for value, labels in told.items()]
-    return f" (default: {'; '.join(texts)})"
-
-
-def check_options(label: str, kind: type, taken: Collection[str]) -> None:
-    """See that a settings class can be options of a command.
-
-    Args:
-        label: shown in the help.
-        kind: the class.
-        taken: options that the command has already.
-
-    Raises:
-        SettingsError: a field has the name of one of these.
-        TypeError, NameError, RuntimeError: it is no dataclass, or a field's type cannot be read or is no type of an
-            option.
-    """
-    options = option_parameters({label: kind}, set())
-    for option in options:
-        if option.name in taken:
-            raise SettingsError(f"{option.name}: the command has an option of this name; call the field otherwise")
-
-    def command(**given: Any) -> None: ...
-
-    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    command.__annotations__ = {option.name: option.annotation for option in options}
-    app = typer.Typer()
-    app.command()(command)
-    typer.main.get_command(app)
-
-
-def build(kind: type[T], given: dict[str, Any], where: str) -> T:
-    """Make settings from the options that were given.
-
-    Raises:
-        SettingsError: an option is not a setting of this class, or its value is malformed.
-    """
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    for name in given:
-        if name not in known:
-            raise SettingsError(f"{name}: not a setting of {where}")
-    return kind(**given)
-
-
 _log = logging.getLogger("lmpool.worker")
 
-_OURS = ("hf", "vllm", "sglang", "synthetic")
+_BUILT_IN = ("hf", "vllm", "sglang", "synthetic")
 _COMMON = ("backend", "redis", "memory_mb")
 
 Model = Annotated[
@@ -141,7 +38,7 @@ Model = Annotated[
     ),
 ]
 BackendName = Annotated[
-    str, typer.Option(help=f"What computes the rows: {', '.join(_OURS)}, or one of a package of yours.")
+    str, typer.Option(help=f"What computes the rows: {', '.join(_BUILT_IN)}, or one of a package of yours.")
 ]
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
@@ -232,19 +129,20 @@ def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
 @cache
 def _backends() -> dict[str, type]:
     """The backends that are installed: name -> settings class (`BackendSettings`); ours come first."""
-    found = {}
-    for entry in entry_points(group="lmpool.backends"):
+    kinds = {}
+    for point in entry_points(group="lmpool.backends"):
         try:
-            kind = entry.load()
-            if entry.name not in _OURS:
-                check_options(entry.name, kind, _COMMON)
+            kind = point.load()
+            if point.name not in _BUILT_IN:
+                check_options(point.name, kind, _COMMON)
         except Exception as error:  # noqa: BLE001  others' packages may raise anything; they break their own backend
-            whose = f" ({entry.dist.name})" if entry.dist is not None else ""
-            text = f"the backend {entry.name!r} of {entry.value}{whose} is left out: {type(error).__name__}: {error}"
+            package = f" ({point.dist.name})" if point.dist is not None else ""
+            text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
             say(" ".join(text.split()), err=True)
         else:
-            found[entry.name] = kind
-    return dict(sorted(found.items(), key=lambda item: (_OURS.index(item[0]) if item[0] in _OURS else 99, item[0])))
+            kinds[point.name] = kind
+    order = {name: number for number, name in enumerate(_BUILT_IN)}
+    return {name: kinds[name] for name in sorted(kinds, key=lambda name: (order.get(name, len(order)), name))}
 
 
 def _with_settings(
@@ -252,8 +150,110 @@ def _with_settings(
 ) -> Callable[..., None]:
     """Replace a command's `**given` by the options of settings classes."""
     signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = option_parameters(classes, leave_out={"model", *leave_out})
-    command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in [*own, *options]}
+    declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [*declared, *option_parameters(classes, leave_out={"model", *leave_out})]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def option_parameters(classes: dict[str, type], leave_out: set[str]) -> list[inspect.Parameter]:
+    """Parameters of a typer command for the fields of settings classes.
+
+    Args:
+        classes: label shown in the help -> settings class. A field that several have becomes one option, which
+            the first of them describes that has a description.
+        leave_out: fields that are no options.
+
+    Returns:
+        keyword-only parameters whose default None means "not given".
+    """
+    owners: dict[str, list[str]] = {}
+    for label, kind in classes.items():
+        for field in fields(kind):
+            if field.name not in leave_out:
+                owners.setdefault(field.name, []).append(label)
+    return [_parameter(name, {label: classes[label] for label in labels}) for name, labels in owners.items()]
+
+
+def _parameter(name: str, owners: dict[str, type]) -> inspect.Parameter:
+    """The option for one field of the classes that have it."""
+    hint = _hints(next(iter(owners.values())))[name]
+    described = (_field(kind, name).metadata.get("help", "") for kind in owners.values())
+    option = typer.Option(
+        help=f"{next(filter(None, described), '')}{_defaults_text(name, owners)}".strip(),
+        show_default=False,
+        rich_help_panel=f"Options: {', '.join(owners)}",
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[hint if hint is bool else hint | None, option],
+    )
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    # All hints of a class are evaluated together, and it has dozens of fields.
+    return get_type_hints(kind)
+
+
+def _field(kind: type, name: str) -> Field[Any]:
+    return next(field for field in fields(kind) if field.name == name)
+
+
+def _defaults_text(name: str, owners: dict[str, type]) -> str:
+    """The defaults that are worth showing, with their owners where these differ."""
+    labels_of: dict[Any, list[str]] = {}
+    for label, kind in owners.items():
+        default = _field(kind, name).default
+        # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
+        if default is not False and default not in (None, "", MISSING):
+            labels_of.setdefault(default, []).append(label)
+    if not labels_of:
+        return ""
+    if len(labels_of) == 1 and len(next(iter(labels_of.values()))) == len(owners):
+        return f" (default: {next(iter(labels_of))})"
+    texts = [f"{value} for {', '.join(labels)}" for value, labels in labels_of.items()]
+    return f" (default: {'; '.join(texts)})"
+
+
+def check_options(label: str, kind: type, taken: Collection[str]) -> None:
+    """See that a settings class can be options of a command.
+
+    Args:
+        label: shown in the help.
+        kind: the class.
+        taken: options that the command has already.
+
+    Raises:
+        SettingsError: a field has the name of one of these.
+        TypeError, NameError, RuntimeError: it is no dataclass, or a field's type cannot be read or is no type of an
+            option.
+    """
+    options = option_parameters({label: kind}, set())
+    for option in options:
+        if option.name in taken:
+            raise SettingsError(f"{option.name}: the command has an option of this name; call the field otherwise")
+
+    def command(**given: Any) -> None: ...
+
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
+    app = typer.Typer()
+    app.command()(command)
+    typer.main.get_command(app)
+
+
+def build(kind: type[T], given: dict[str, Any], where: str) -> T:
+    """Make settings from the options that were given.
+
+    Raises:
+        SettingsError: an option is not a setting of this class, or its value is malformed.
+    """
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            raise SettingsError(f"{name}: not a setting of {where}")
+    return kind(**given)

@@ -24,98 +24,6 @@ from lmpool.workers.metrics.http import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
-_PAUSE_S = 5.0
-_MOST_KINDS = 1000
-
-
-_DIGITS = re.compile(r"\d+")
-
-
-class LogFormat(Protocol):
-    """Where what all lines tell is kept: the fields of `static_fields` are added to each."""
-
-    static_fields: dict[str, object]
-
-
-def start_log(log_format: str, model: str) -> LogFormat | None:
-    """Have this process log to standard error.
-
-    Args:
-        log_format: "text" or "json".
-        model: what the worker serves.
-
-    Returns:
-        for JSON, what the worker's id is to be added to.
-
-    Raises:
-        SettingsError: JSON is wanted, and python-json-logger is not installed.
-    """
-    logging.getLogger("lmpool.worker").addFilter(Repeats())
-    handler = logging.StreamHandler(sys.stderr)
-    if log_format == "text":
-        handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
-        logging.basicConfig(level=logging.INFO, handlers=[handler])
-        return None
-    try:
-        from pythonjsonlogger.json import JsonFormatter
-    except ImportError as error:
-        raise SettingsError(
-            "log_format: json needs the package python-json-logger: pip install 'lmpool[worker]'"
-        ) from error
-    formatter = JsonFormatter(
-        ["levelname", "name", "message"],
-        rename_fields={"levelname": "level", "name": "logger", "exc_info": "exception"},
-        static_fields={"model": model},
-        timestamp="time",
-        json_serializer=to_json,
-    )
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # What libraries warn of would otherwise be lines that are no JSON.
-    logging.captureWarnings(True)
-    return formatter
-
-
-class Repeats(logging.Filter):
-    """Lets a warning through when it is the first of its kind for some seconds, and then with how many were left out.
-
-    Of one kind are those with the same text before its values are put in, and the same texts and errors among these:
-    the parts of a worker that wait for the same server say the same, about two adapters they do not.
-
-    Args:
-        pause_s: seconds between two of a kind.
-    """
-
-    def __init__(self, pause_s: float = _PAUSE_S) -> None:
-        super().__init__()
-        self._pause_s = pause_s
-        self._shown_at: dict[object, float] = {}
-        self._left_out: dict[object, int] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged; says in it how many were not."""
-        if record.levelno != logging.WARNING:
-            return True
-        values = record.args if isinstance(record.args, tuple) else ()
-        kind = (record.msg, *map(_kind, values))
-        now = time.monotonic()
-        if now - self._shown_at.get(kind, -self._pause_s) < self._pause_s:
-            self._left_out[kind] = self._left_out.get(kind, 0) + 1
-            return False
-        if len(self._shown_at) >= _MOST_KINDS:
-            self._shown_at.clear()
-            self._left_out.clear()
-        self._shown_at[kind] = now
-        if count := self._left_out.pop(kind, 0):
-            record.msg, record.args = f"{record.msg} (%d more like this were not shown)", (*values, count)
-        return True
-
-
-def _kind(value: object) -> str:
-    """What of a value tells one kind from another: of an error its words, for its numbers change."""
-    return _DIGITS.sub("", str(value)) if isinstance(value, Exception) else value if isinstance(value, str) else ""
-
-
 _log = logging.getLogger("lmpool.worker")
 
 # Their messages say all there is to say.
@@ -125,6 +33,15 @@ _STOPPED_NOW = 130
 _HUNG = 2
 _WITHOUT_SERVER = 1
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_PAUSE_S = 5.0
+_MOST_KINDS = 1000
+_DIGITS = re.compile(r"\d+")
+
+
+class LogFormat(Protocol):
+    """A formatter of log lines that adds the fields of `static_fields` to each."""
+
+    static_fields: dict[str, object]
 
 
 def serve(
@@ -144,7 +61,7 @@ def serve(
     Raises:
         SystemExit: what `Worker.run` raises, where the log is for machines: it is there, and nowhere else.
         As `Worker.run`. When the backend hangs the process ends here instead, with exit code 2; when it holds the
-        interpreter lock, with `watchdog.EXIT_CODE`.
+        interpreter lock, with `engine_thread.EXIT_CODE`.
     """
     log = start_log(settings.log_format, backend.served_as)
     _exit_on_signals(before_exit)
@@ -221,7 +138,7 @@ def _exit_on_signals(before_exit: Callable[[], object]) -> None:
 
 
 def _hears_hangup() -> bool:
-    """Whether the end of the terminal is to end this process, which `nohup` says it is not."""
+    """Whether the end of the terminal is to end this process; under `nohup` it is not."""
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
@@ -241,7 +158,7 @@ def _exit_hung(error: LMPoolError | None, before_exit: Callable[[], object]) -> 
 
 
 def exit_without_server(reason: str) -> NoReturn:
-    """End at once, with exit code 1: what the worker holds can be given to nobody."""
+    """End at once, with exit code 1: the jobs in flight can be given to nobody."""
     _log.critical("%s", reason)
     logging.shutdown()
     os._exit(_WITHOUT_SERVER)
@@ -264,3 +181,82 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_M_TOP_PAD, 64 * 1024 * 1024)
+
+
+def start_log(log_format: str, model: str) -> LogFormat | None:
+    """Have this process log to standard error.
+
+    Args:
+        log_format: "text" or "json".
+        model: what the worker serves.
+
+    Returns:
+        for JSON, the formatter, so that the worker's id can be added to its fields.
+
+    Raises:
+        SettingsError: JSON is wanted, and python-json-logger is not installed.
+    """
+    logging.getLogger("lmpool.worker").addFilter(RepeatFilter())
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "text":
+        handler.setFormatter(LogFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+        return None
+    try:
+        from pythonjsonlogger.json import JsonFormatter
+    except ImportError as error:
+        raise SettingsError(
+            "log_format: json needs the package python-json-logger: pip install 'lmpool[worker]'"
+        ) from error
+    formatter = JsonFormatter(
+        ["levelname", "name", "message"],
+        rename_fields={"levelname": "level", "name": "logger", "exc_info": "exception"},
+        static_fields={"model": model},
+        timestamp="time",
+        json_serializer=to_json,
+    )
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # What libraries warn of would otherwise be lines that are no JSON.
+    logging.captureWarnings(True)
+    return formatter
+
+
+class RepeatFilter(logging.Filter):
+    """Lets a warning through when it is the first of its kind for some seconds, and then with how many were left out.
+
+    Warnings are of one kind that have the same text before its values are put in, and the same texts and errors among
+    these: the parts of a worker that wait for the same server say the same, about two adapters they do not.
+
+    Args:
+        pause_s: seconds between two of a kind.
+    """
+
+    def __init__(self, pause_s: float = _PAUSE_S) -> None:
+        super().__init__()
+        self._pause_s = pause_s
+        self._shown_at: dict[object, float] = {}
+        self._left_out: dict[object, int] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be logged; says in it how many were not."""
+        if record.levelno != logging.WARNING:
+            return True
+        values = record.args if isinstance(record.args, tuple) else ()
+        kind = (record.msg, *map(_kind, values))
+        now = time.monotonic()
+        if now - self._shown_at.get(kind, -self._pause_s) < self._pause_s:
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return False
+        if len(self._shown_at) >= _MOST_KINDS:
+            self._shown_at.clear()
+            self._left_out.clear()
+        self._shown_at[kind] = now
+        if count := self._left_out.pop(kind, 0):
+            record.msg, record.args = f"{record.msg} (%d more like this were not shown)", (*values, count)
+        return True
+
+
+def _kind(value: object) -> str:
+    """The part of a value that tells one kind from another: of an error its words, for its numbers change."""
+    return _DIGITS.sub("", str(value)) if isinstance(value, Exception) else value if isinstance(value, str) else ""

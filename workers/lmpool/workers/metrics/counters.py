@@ -1,4 +1,4 @@
-"""What a worker has done: plain numbers that its parts count up, for the heartbeat, the log and metrics."""
+"""Counters of a worker: plain numbers that its parts count up, for the heartbeat, the log and metrics."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Counters:
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
     def failed(self, failures: Iterable[tuple[Failure | None, bool]]) -> None:
-        """Count jobs that ended without: the failure of each, and whether it went to the dead letters."""
+        """Count jobs that failed: the failure of each, and whether the job went to the dead letters."""
         for failure, is_dead in failures:
             is_sent_again = failure is not None and failure.kind in SENT_AGAIN
             self.ended["dead" if is_dead else "sent_again" if is_sent_again else "failed"] += 1

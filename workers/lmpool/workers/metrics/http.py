@@ -1,4 +1,4 @@
-"""What a worker tells over HTTP: metrics for Prometheus, and health for whoever restarts it."""
+"""A worker's HTTP server: metrics for Prometheus, and health for whoever restarts the worker."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ from lmpool.errors import SettingsError
 from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 
-_TICKS_A_LEASE = 10
+_log = logging.getLogger("lmpool.worker")
 
 Clock = Callable[[], float]
 
+_TICKS_A_LEASE = 10
+_TIMEOUT_S = 10.0
+_TEXT = "text/plain; charset=utf-8"
+
 
 class Health:
-    """The state of one worker. Its loop tells it, other threads ask.
+    """The state of one worker: set by its event loop, read by other threads.
 
     Args:
         lease_s: how long the loop or the server may be silent.
@@ -49,7 +53,7 @@ class Health:
         self.trouble = ""
 
     def start(self) -> None:
-        """Show from now on that the running event loop runs."""
+        """_Render from now on that the running event loop runs."""
         self._ticked_at = self._clock()
         self._timer = asyncio.get_running_loop().call_later(self._lease_s / _TICKS_A_LEASE, self.start)
 
@@ -100,19 +104,13 @@ class Health:
         return ""
 
 
-_log = logging.getLogger("lmpool.worker")
-
-_PATIENCE_S = 10.0
-_TEXT = "text/plain; charset=utf-8"
-
-
 class _Page(NamedTuple):
     status: int
     content_type: str
     body: bytes
 
 
-Show = Callable[[str], _Page]
+_Render = Callable[[str], _Page]
 """Makes a page; called with the request's Accept header."""
 
 
@@ -149,7 +147,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
         thread.join()
 
 
-def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
+def _open(settings: WorkerSettings, pages: dict[str, _Render]) -> _Server:
     host, port = settings.metrics_host, settings.metrics_port
     try:
         return _Server((host, port), pages)
@@ -163,7 +161,7 @@ def _open(settings: WorkerSettings, pages: dict[str, Show]) -> _Server:
         ) from error
 
 
-def _metrics(take_snapshot: Callable[[], Snapshot]) -> Show:
+def _metrics(take_snapshot: Callable[[], Snapshot]) -> _Render:
     collector = WorkerCollector(take_snapshot)  # Says what to install when the library is not there.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
@@ -172,11 +170,11 @@ def _metrics(take_snapshot: Callable[[], Snapshot]) -> Show:
     registry.register(collector)
     ProcessCollector(registry=registry)
 
-    def show(accept: str) -> _Page:
+    def render(accept: str) -> _Page:
         encode, content_type = choose_encoder(accept)
         return _Page(200, content_type, encode(registry))
 
-    return show
+    return render
 
 
 def _verdict(why_not: str) -> _Page:
@@ -189,13 +187,13 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], pages: dict[str, Show]) -> None:
+    def __init__(self, address: tuple[str, int], pages: dict[str, _Render]) -> None:
         self.address_family = AF_INET6 if ":" in address[0] else AF_INET
         self.pages = pages
         super().__init__(address, _Handler)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Who asked may have gone: that is not worth a line, and nothing is ever printed beside the log."""
+        """A client that has gone is not worth a line, and nothing is ever printed beside the log."""
         error = sys.exc_info()[1]
         is_gone = isinstance(error, (ConnectionError, TimeoutError))
         _log.log(
@@ -212,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: _Server
-    timeout = _PATIENCE_S
+    timeout = _TIMEOUT_S
     server_version = "lmpool"
     sys_version = ""
 
@@ -225,9 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def _answer(self, *, with_body: bool) -> None:
-        show = self.server.pages.get(self.path.partition("?")[0])
+        render = self.server.pages.get(self.path.partition("?")[0])
         known = ", ".join(self.server.pages)
-        page = show(self.headers.get("Accept", "")) if show else _Page(404, _TEXT, f"there are {known}\n".encode())
+        page = render(self.headers.get("Accept", "")) if render else _Page(404, _TEXT, f"there are {known}\n".encode())
         self.send_response(page.status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
