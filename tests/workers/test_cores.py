@@ -94,6 +94,6 @@ def test_openmp_is_told_before_torch_loads_it_and_the_log_tells_the_threads(pool
     # How often a thread looks before it sleeps: 300,000 times where nobody has said that it is to wait passively.
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", worker.text)) == {"0"}
     lines = [json.loads(line) for line in worker.text.splitlines() if line.startswith("{")]
-    (found,) = [line for line in lines if line["message"].startswith("computing on cpu; ")]
-    assert found["message"].endswith("CPU threads: 1")
-    assert found["threads"] == 1
+    (entry,) = [line for line in lines if line["message"].startswith("computing on cpu; ")]
+    assert entry["message"].endswith("CPU threads: 1")
+    assert entry["threads"] == 1

@@ -24,15 +24,15 @@ from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDiges
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
 )
-PROMPT, ASKED = b"p" * 16, b"a" * 16
+PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 
 
-class Ends:
-    """Takes what is submitted and ended, in place of a backend and a server where nobody waits for anything.
+class Recorder:
+    """Records what is submitted and ended, in place of a backend and a server where nobody waits for anything.
 
     Attributes:
-        is_waited_for: somebody does, for all.
+        is_waited_for: whether a client waits for each of the jobs.
     """
 
     def __init__(self) -> None:
@@ -61,70 +61,68 @@ class Ends:
         return jobs if self.is_waited_for else {}
 
 
-async def test_a_request_for_the_row_that_joins_asks_is_computed_and_not_dropped() -> None:
-    ends, in_flight = Ends(), InFlightJobs()
-    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
-    dispatcher = Dispatcher(in_flight, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
+def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlightJobs]:
+    """A dispatcher, and the jobs that it holds."""
+    in_flight, ends = InFlightJobs(), cast(Any, recorder)
+    queries = QueryAnswerer(cast(Any, None), ends, INFO)
+    return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS), in_flight
+
+
+async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_dropped() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     job = BackendJob(PROMPT, bytes(4))
-    await dispatcher.accept([InFlightJob(b"1-0", ASKED, job, query=TrieQuery("sum", "0" * 32, "inner"))])
+    await dispatcher.accept([InFlightJob(b"1-0", ANSWER, job, query=TrieQuery("sum", "0" * 32, "inner"))])
     await dispatcher.accept([InFlightJob(b"2-0", PROMPT, job)])
-    supplied = asyncio.Event()
-    supplying = asyncio.create_task(dispatcher.prepare(supplied.set))
+    prepared = asyncio.Event()
+    preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
     async with asyncio.timeout(10):
-        await supplied.wait()
-    supplying.cancel()
-    assert ends.submitted == [PROMPT]
+        await prepared.wait()
+    preparing.cancel()
+    assert recorder.submitted == [PROMPT]
     assert set(in_flight[PROMPT]) == {b"1-0", b"2-0"}
 
 
-async def test_asks_alone_are_turned_away_where_there_are_no_tries() -> None:
-    ends, in_flight = Ends(), InFlightJobs()
-    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
-    dispatcher = Dispatcher(in_flight, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS)
+async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept(
-        [InFlightJob(b"1-0", ASKED, BackendJob(PROMPT, bytes(4)), query=TrieQuery("sum", "0" * 32, "inner"))]
+        [InFlightJob(b"1-0", ANSWER, BackendJob(PROMPT, bytes(4)), query=TrieQuery("sum", "0" * 32, "inner"))]
     )
-    supplied = asyncio.Event()
-    supplying = asyncio.create_task(dispatcher.prepare(supplied.set))
+    prepared = asyncio.Event()
+    preparing = asyncio.create_task(dispatcher.prepare(prepared.set))
     async with asyncio.timeout(10):
-        await supplied.wait()
-    supplying.cancel()
-    assert [(job.entry_id, job.digest, job.failure.kind if job.failure else "") for job in ends.ended] == [
-        (b"1-0", ASKED, SourceMissing.__name__)
+        await prepared.wait()
+    preparing.cancel()
+    assert [(job.entry_id, job.digest, job.failure.kind if job.failure else "") for job in recorder.ended] == [
+        (b"1-0", ANSWER, SourceMissing.__name__)
     ]
     assert len(in_flight) == 0
-    assert ends.submitted == []
+    assert recorder.submitted == []
 
 
 # What nobody waits for
 
 
 @pytest.fixture
-def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All prompts are old enough for a look."""
+def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts are old enough for a check."""
     monkeypatch.setattr(dispatch_module, "STALE_S", -1.0)
 
 
-def holding(ends: Ends) -> tuple[Dispatcher, InFlightJobs]:
-    """A dispatcher, and what it holds."""
-    in_flight = InFlightJobs()
-    asked = QueryAnswerer(cast(Any, None), cast(Any, ends), INFO)
-    return Dispatcher(in_flight, cast(Any, ends), cast(Any, ends), cast(Any, None), asked, INFO, NO_ADAPTERS), in_flight
-
-
-async def test_prompts_that_have_just_come_are_not_looked_at() -> None:
-    ends = Ends()
-    dispatcher, in_flight = holding(ends)
+async def test_prompts_that_have_just_come_are_not_checked() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
     assert await dispatcher.drop_unwanted() == 0
-    assert not ends.checked
+    assert not recorder.checked
     assert PROMPT in in_flight
 
 
-async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = Ends()
-    ends.is_waited_for = True
-    dispatcher, in_flight = holding(ends)
+async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.is_waited_for = True
+    dispatcher, in_flight = dispatching(recorder)
     began, other = time.monotonic(), b"o" * 16
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
     ages: dict[bytes, list[int]] = {PROMPT: [], other: []}
@@ -136,54 +134,54 @@ async def test_the_longer_a_prompt_is_held_the_more_rarely_it_is_looked_at(monke
             (job,) = in_flight[other].values()
             job.since = job.checked_at = now
         await dispatcher.drop_unwanted()
-        for digest in [digest for jobs in ends.checked for digest in jobs]:
+        for digest in [digest for jobs in recorder.checked for digest in jobs]:
             ages[digest].append(second - (100 if digest == other else 0))
-        ends.checked.clear()
+        recorder.checked.clear()
     for seen in ages.values():
         assert seen[0] == 1
         assert all(after - before <= min(before + 1, 31) for before, after in pairwise(seen)), "it is never forgotten"
         assert len(seen) < 3600 / 30 + 8
-    ends.is_waited_for = False
+    recorder.is_waited_for = False
     monkeypatch.setattr(dispatch_module, "time", SimpleNamespace(monotonic=lambda: began + 3640))
     assert await dispatcher.drop_unwanted() == 2
 
 
-@pytest.mark.usefixtures("looks_at_once")
+@pytest.mark.usefixtures("checks_at_once")
 async def test_a_prompt_that_nobody_waits_for_is_drop_unwanted() -> None:
-    ends = Ends()
-    dispatcher, in_flight = holding(ends)
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
     assert await dispatcher.drop_unwanted() == 1
-    assert ends.aborted == [PROMPT]
+    assert recorder.aborted == [PROMPT]
     assert PROMPT not in in_flight
 
 
-@pytest.mark.usefixtures("looks_at_once")
-async def test_a_prompt_that_is_asked_for_again_during_the_look_stays() -> None:
-    ends = Ends()
-    dispatcher, in_flight = holding(ends)
+@pytest.mark.usefixtures("checks_at_once")
+async def test_a_prompt_that_is_asked_for_again_during_the_check_stays() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     job = BackendJob(PROMPT, bytes(4))
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, job)])
 
     async def ask_again() -> None:
         await dispatcher.accept([InFlightJob(b"2-0", PROMPT, job)])
 
-    ends.during_check = ask_again
+    recorder.during_check = ask_again
     assert await dispatcher.drop_unwanted() == 0
-    assert not ends.aborted
+    assert not recorder.aborted
     assert list(in_flight[PROMPT]) == [b"2-0"]
 
 
-@pytest.mark.usefixtures("looks_at_once")
-async def test_a_prompt_that_is_answered_during_the_look_is_published_as_it_is() -> None:
-    ends = Ends()
-    dispatcher, in_flight = holding(ends)
+@pytest.mark.usefixtures("checks_at_once")
+async def test_a_prompt_that_is_answered_during_the_check_is_published_as_it_is() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
     await dispatcher.accept([InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
 
     async def answer() -> None:
-        ends.outstanding.clear()
+        recorder.outstanding.clear()
 
-    ends.during_check = answer
+    recorder.during_check = answer
     assert await dispatcher.drop_unwanted() == 0
-    assert not ends.aborted
+    assert not recorder.aborted
     assert list(in_flight[PROMPT]) == [b"1-0"]

@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-class Told:
+class Outcome:
     """What a engine thread told its owner."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Told:
         return [digest for finished in self.finished for digest in [*digests_of(finished), *finished.failures]]
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for something to be told."""
+        """Wait until a condition holds."""
 
         async def met() -> bool:
             return condition()
@@ -126,12 +126,12 @@ class Told:
 
 
 @asynccontextmanager
-async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Told]]:
+async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Outcome]]:
     """A engine thread that has started, and what it tells."""
-    told = Told()
-    engine_thread = EngineThread(lambda: backend, told.finished.append, told.broken.append)
+    outcome = Outcome()
+    engine_thread = EngineThread(lambda: backend, outcome.finished.append, outcome.broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)
-    yield engine_thread, told
+    yield engine_thread, outcome
     await asyncio.wait_for(engine_thread.close(), DEADLINE_S)
 
 
@@ -143,27 +143,27 @@ def jobs(*tokens: int) -> list[BackendJob]:
 async def test_what_was_asked_is_handed_on_whether_row_or_failure() -> None:
     backend = SyntheticBackend(SyntheticSettings(vocab_size=V, fail_token=FAIL, max_batch=2))
     asked = jobs(1, 2, FAIL, 4, 5)
-    async with stepping(backend) as (engine_thread, told):
+    async with stepping(backend) as (engine_thread, outcome):
         engine_thread.submit(asked)
-        await told.until(lambda: len(told.digests()) == 5, "all are answered")
+        await outcome.until(lambda: len(outcome.digests()) == 5, "all are answered")
         assert not engine_thread.is_busy
-    assert sorted(told.digests()) == sorted(job.digest for job in asked)
-    assert not told.broken
+    assert sorted(outcome.digests()) == sorted(job.digest for job in asked)
+    assert not outcome.broken
 
 
 @pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
 async def test_an_answer_that_may_not_be_published_breaks_the_backend(spoil: Spoil, message: str) -> None:
     good, bad = jobs(1, 2, 3), jobs(4, 5, 6)
-    async with stepping(Faulty(spoil, good=1)) as (engine_thread, told):
+    async with stepping(Faulty(spoil, good=1)) as (engine_thread, outcome):
         engine_thread.submit(good)
-        await told.until(lambda: len(told.digests()) == 3, "the good step is told")
-        assert not told.broken
+        await outcome.until(lambda: len(outcome.digests()) == 3, "the good step is told")
+        assert not outcome.broken
         engine_thread.submit(bad)
-        await told.until(lambda: bool(told.broken), "the fault is told")
-    (error,) = told.broken
+        await outcome.until(lambda: bool(outcome.broken), "the fault is told")
+    (error,) = outcome.broken
     with pytest.raises(WorkerError, match=f"^the backend 'synthetic' .*{message}"):
         raise error
-    assert sorted(told.digests()) == sorted(job.digest for job in good), "nothing of the bad step is handed on"
+    assert sorted(outcome.digests()) == sorted(job.digest for job in good), "nothing of the bad step is handed on"
 
 
 @pytest.mark.parametrize("token", [1, FAIL], ids=["row", "failure"])
@@ -173,23 +173,23 @@ async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) ->
     def again(finished: Finished) -> Finished:
         return finished._replace(blocks=[*finished.blocks, rows([first.digest])])
 
-    async with stepping(Faulty(again, good=1)) as (engine_thread, told):
+    async with stepping(Faulty(again, good=1)) as (engine_thread, outcome):
         engine_thread.submit([first])
-        await told.until(lambda: len(told.digests()) == 1, "the first is answered")
+        await outcome.until(lambda: len(outcome.digests()) == 1, "the first is answered")
         engine_thread.submit(jobs(2))
-        await told.until(lambda: bool(told.broken), "the fault is told")
-    assert first.digest.hex() in str(told.broken[0])
-    assert told.digests() == [first.digest]
+        await outcome.until(lambda: bool(outcome.broken), "the fault is told")
+    assert first.digest.hex() in str(outcome.broken[0])
+    assert outcome.digests() == [first.digest]
 
 
 async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:
     asked = jobs(1)
-    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (engine_thread, told):
+    async with stepping(SyntheticBackend(SyntheticSettings(vocab_size=V))) as (engine_thread, outcome):
         engine_thread.submit(asked)
-        await told.until(lambda: len(told.digests()) == 1, "it is answered")
+        await outcome.until(lambda: len(outcome.digests()) == 1, "it is answered")
         engine_thread.submit(asked)
-        await told.until(lambda: len(told.digests()) == 2, "it is answered again")
-    assert not told.broken
+        await outcome.until(lambda: len(outcome.digests()) == 2, "it is answered again")
+    assert not outcome.broken
 
 
 # In a pool
@@ -282,7 +282,7 @@ async def test_jobs_of_an_adapter_that_is_dropped_come_back_and_are_not_computed
             return not engine_thread.is_busy
 
         await until_async(ended, "all have ended")
-        stale = {digest[0] for one in finished for digest in one.stale}
+        stale = {digest[0] for step in finished for digest in step.stale}
         assert stale == {1, 3, 4}
         assert {digest[0] for digest in backend.stepped} == {0, 2, 5}
         assert engine_thread.capacity == capacity + 6

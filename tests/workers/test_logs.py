@@ -28,17 +28,17 @@ def test_every_line_of_a_json_log_is_an_object_that_says_who_and_when(pool: Pool
     worker = pool.start("--log-format", "json")
     worker.process.terminate()
     assert worker.wait() == 0
-    found = entries(worker)
-    (serving,) = [one for one in found if one["message"].startswith("serving ")]
+    logged = entries(worker)
+    (serving,) = [entry for entry in logged if entry["message"].startswith("serving ")]
     assert serving["message"].endswith(str(serving["worker"]))
-    for one in found:
-        assert one["level"] == "INFO"
-        assert one["logger"] == "lmpool.worker"
-        assert one["model"] == "syn"
-        assert one["worker"] == serving["worker"]
-        assert began <= datetime.fromisoformat(one["time"]) <= datetime.now(UTC)
-        assert datetime.fromisoformat(one["time"]).utcoffset() is not None
-    assert found[-1]["message"] == "stopped; nothing was left unfinished"
+    for entry in logged:
+        assert entry["level"] == "INFO"
+        assert entry["logger"] == "lmpool.worker"
+        assert entry["model"] == "syn"
+        assert entry["worker"] == serving["worker"]
+        assert began <= datetime.fromisoformat(entry["time"]) <= datetime.now(UTC)
+        assert datetime.fromisoformat(entry["time"]).utcoffset() is not None
+    assert logged[-1]["message"] == "stopped; nothing was left unfinished"
 
 
 def test_what_ends_a_worker_is_in_its_json_log_and_nowhere_else(pool: Pool) -> None:
@@ -59,9 +59,9 @@ def test_a_password_is_in_no_line_of_a_json_log(tmp_path: Path) -> None:
         tmp_path / "log",
     )
     assert worker.wait() == 2
-    (one,) = entries(worker)
-    assert "no Redis server answers at redis://127.0.0.1:1" in one["message"]
-    assert "exception" not in one, "the message says it all"
+    (entry,) = entries(worker)
+    assert "no Redis server answers at redis://127.0.0.1:1" in entry["message"]
+    assert "exception" not in entry, "the message says it all"
     assert "hunter2" not in worker.text
 
 

@@ -64,11 +64,11 @@ def option(parameter: inspect.Parameter) -> tuple[Any, typer.models.OptionInfo]:
 
 
 def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
-    found = {parameter.name: parameter for parameter in option_parameters({"kitchen": Kettle}, set())}
-    assert list(found) == ["litres", "name", "whistles", "colour", "cups"]
-    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in found.values())
-    assert all(parameter.default is None for parameter in found.values())
-    kinds = {name: option(parameter)[0] for name, parameter in found.items()}
+    options = {parameter.name: parameter for parameter in option_parameters({"kitchen": Kettle}, set())}
+    assert list(options) == ["litres", "name", "whistles", "colour", "cups"]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in options.values())
+    assert all(parameter.default is None for parameter in options.values())
+    kinds = {name: option(parameter)[0] for name, parameter in options.items()}
     assert kinds == {
         "litres": float | None,
         "name": str | None,
@@ -76,7 +76,7 @@ def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
         "colour": str | None,
         "cups": int | None,
     }
-    texts = {name: option(parameter)[1].help for name, parameter in found.items()}
+    texts = {name: option(parameter)[1].help for name, parameter in options.items()}
     assert texts == {
         "litres": "How much water, up to the brim. (default: 1.5)",
         "name": "What it is called.",
@@ -84,25 +84,25 @@ def test_each_field_becomes_one_optional_keyword_with_its_description() -> None:
         "colour": "",
         "cups": "(default: 4)",
     }
-    assert {option(parameter)[1].rich_help_panel for parameter in found.values()} == {"Options: kitchen"}
+    assert {option(parameter)[1].rich_help_panel for parameter in options.values()} == {"Options: kitchen"}
 
 
 def test_a_field_that_several_classes_have_is_one_option_and_some_are_left_out() -> None:
-    found = [parameter.name for parameter in option_parameters(ALL, {"model"})]
-    assert len(found) == len(set(found))
+    options = [parameter.name for parameter in option_parameters(ALL, {"model"})]
+    assert len(options) == len(set(options))
     every = {field.name for kind in ALL.values() for field in fields(kind)}
-    assert set(found) == every - {"model"}
+    assert set(options) == every - {"model"}
     shared = next(p for p in option_parameters(ALL, {"model"}) if p.name == "max_batch")
     assert option(shared)[1].rich_help_panel == "Options: hf backend, synthetic backend"
     assert str(option(shared)[1].help).endswith("(default: 64 for hf backend; 32 for synthetic backend)")
 
 
 def test_a_class_describes_what_it_inherits_too() -> None:
-    found = {p.name: str(option(p)[1].help) for p in option_parameters({"vllm": VllmSettings}, {"model"})}
-    assert set(found) == {field.name for field in fields(VllmSettings)} - {"model"}
-    assert found["sessions"].startswith("Growing prompts")
-    assert found["max_batch"].startswith("Prompts that run together. (default: 256)")
-    assert found["adapters"].endswith("may be given several times.")
+    options = {p.name: str(option(p)[1].help) for p in option_parameters({"vllm": VllmSettings}, {"model"})}
+    assert set(options) == {field.name for field in fields(VllmSettings)} - {"model"}
+    assert options["sessions"].startswith("Growing prompts")
+    assert options["max_batch"].startswith("Prompts that run together. (default: 256)")
+    assert options["adapters"].endswith("may be given several times.")
 
 
 @pytest.mark.parametrize("kind", [WorkerSettings, TrieSettings, *_backends().values()])
@@ -116,8 +116,8 @@ def test_the_first_that_describes_a_setting_describes_the_option() -> None:
     class Pot:
         whistles: bool = field(default=False, metadata={"help": "Whether it sings."})
 
-    found = {p.name: option(p)[1].help for p in option_parameters({"kettle": Kettle, "pot": Pot}, set())}
-    assert found["whistles"] == "Whether it sings."
+    options = {p.name: option(p)[1].help for p in option_parameters({"kettle": Kettle, "pot": Pot}, set())}
+    assert options["whistles"] == "Whether it sings."
 
 
 def test_a_numeric_default_of_zero_is_told() -> None:
@@ -337,12 +337,12 @@ CLIENTS: dict[str, tuple[Any, str]] = {
 def test_address_and_credentials_are_taken_over_from_a_client(client: Any, shown: str) -> None:
     server = Server(client)
     assert str(server).startswith(shown)
-    ours = server.client()
-    assert ours is not client
-    assert isinstance(ours, redis_async.Redis)
-    connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    made = server.client()
+    assert made is not client
+    assert isinstance(made, redis_async.Redis)
+    connection = made.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     assert (connection.username, connection.password, connection.db) == ("u", SECRET, 3)
-    assert not ours.connection_pool.connection_kwargs.get("decode_responses")
+    assert not made.connection_pool.connection_kwargs.get("decode_responses")
 
 
 def test_a_client_that_checks_ocsp_is_refused_and_not_quietly_trusted_less() -> None:
@@ -351,8 +351,8 @@ def test_a_client_that_checks_ocsp_is_refused_and_not_quietly_trusted_less() -> 
 
 
 def test_our_clients_do_not_retry_by_themselves() -> None:
-    ours = Server(redis_sync.Redis(host="h", retry=Retry(NoBackoff(), 5))).client()
-    connection = ours.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    made = Server(redis_sync.Redis(host="h", retry=Retry(NoBackoff(), 5))).client()
+    connection = made.connection_pool.make_connection()  # type: ignore[no-untyped-call]
     assert connection.retry._retries == 0
 
 
@@ -435,10 +435,10 @@ def test_a_masked_url_keeps_what_helps_to_find_it() -> None:
     ],
 )
 def test_every_error_of_the_server_has_its_exception(error: Exception, kind: type[ServerError]) -> None:
-    found = Server("redis://h:7").explain(error)
-    assert type(found) is kind
-    assert "redis://h:7" in str(found)
-    assert str(error).splitlines()[:1] == [] or str(error).splitlines()[0] in str(found)
+    explained = Server("redis://h:7").explain(error)
+    assert type(explained) is kind
+    assert "redis://h:7" in str(explained)
+    assert str(error).splitlines()[:1] == [] or str(error).splitlines()[0] in str(explained)
 
 
 def test_an_exception_of_the_tree_stays_what_it_is() -> None:

@@ -166,28 +166,28 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     now = 0.0
     engine_thread = EngineThread(lambda: Hanging(""), lambda _: None, lambda _: None)
     engine_thread.call = Call()
-    told: list[WorkerError] = []
-    looks = 0
+    errors: list[WorkerError] = []
+    checks = 0
 
     async def sleep(seconds: float) -> None:
-        nonlocal now, looks
-        looks += 1
+        nonlocal now, checks
+        checks += 1
         # The process is frozen for an hour at the third look.
-        now += 3600 if looks == 3 else seconds
+        now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 
     monkeypatch.setattr("lmpool.workers.backend.engine_thread.time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(
         "lmpool.workers.backend.engine_thread.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
     )
-    async with Watchdog(engine_thread, 8.0, told.append):
+    async with Watchdog(engine_thread, 8.0, errors.append):
 
         async def is_told() -> bool:
-            return bool(told)
+            return bool(errors)
 
         await until_async(is_told, "it hangs")
     # One look a second: the first sees the call, the frozen time counts as two.
-    assert looks == 8
+    assert checks == 8
 
 
 async def test_what_was_computed_before_the_backend_broke_is_published(pool: Pool) -> None:

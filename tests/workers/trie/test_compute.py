@@ -46,11 +46,11 @@ def job(
 def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
     """The answers by name, as they are read from the wire."""
     assert block is not None
-    found = {}
+    values = {}
     for index, digest in enumerate(block.digests):
         data = b"".join(*block.encoded([index]))
-        found[digest] = decode_row(np.frombuffer(bytearray(data), np.uint8), len(block.vectors[index]))
-    return found
+        values[digest] = decode_row(np.frombuffer(bytearray(data), np.uint8), len(block.vectors[index]))
+    return values
 
 
 def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
@@ -72,8 +72,8 @@ def test_a_mixed_batch_gives_each_job_its_own_values() -> None:
 
 def test_each_selection_is_what_it_says() -> None:
     trie, ws = lazy_trie(), draw_weights(1, V)
-    told, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
-    exact, leaf = told.of("sum", ws), len(told.node) - 1
+    expected, (built, _) = answers(tuple(trie.vocabulary.tokens)), trie.open()
+    exact, leaf = expected.of("sum", ws), len(expected.node) - 1
     wanted: dict[bytes, TrieInput] = {
         b"inner": job(trie, ws),
         b"values": job(trie, ws, select="values"),
@@ -88,7 +88,7 @@ def test_each_selection_is_what_it_says() -> None:
     assert_right(built.expand(found[b"inner"], ws), exact)
     assert np.array_equal(found[b"values"], np.concatenate((found[b"inner"], ws)))
     assert_right(found[b"nodes"], exact[[3, 3, 0]])
-    assert_right(found[b"under"], exact[told.children[0]])
+    assert_right(found[b"under"], exact[expected.children[0]])
     assert found[b"none"].size == found[b"leaf"].size == 0
 
 
