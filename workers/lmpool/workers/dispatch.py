@@ -106,9 +106,9 @@ class Dispatcher:
     async def _with_inputs(self, digests: Iterable[bytes]) -> list[BackendJob]:
         """Trie jobs with all that they need; the others end, and begin anew if asked for again."""
         jobs = self._in_flight.by_prompt(digests)
-        queries = {digest: next(iter(some.values())).query for digest, some in jobs.items()}
+        queries = {digest: next(iter(group.values())).query for digest, group in jobs.items()}
         wanted = {digest: query for digest, query in queries.items() if isinstance(query, TrieQuery)}
-        inputs, failures = await self._publisher.insist(lambda: self._trie_inputs.fill(wanted))
+        inputs, failures = await self._publisher.retry(lambda: self._trie_inputs.fill(wanted))
         await self._fail_prompts(failures)
         # The backend may have broken meanwhile.
         held = (digest for digest in inputs if digest in self._in_flight)
@@ -128,7 +128,7 @@ class Dispatcher:
             await self._publish_rows(block)
         if finished.answers is not None:
             jobs = self._in_flight.by_prompt(finished.answers.digests)
-            overwrite = {digest for digest, some in jobs.items() if any(job.overwrite for job in some.values())}
+            overwrite = {digest for digest, group in jobs.items() if any(job.overwrite for job in group.values())}
             await self._publisher.publish(finished.answers, jobs, overwrite)
             self.release(jobs)
         failures = {digest: self._adapters.failure_of(self._in_flight.backend_job(digest).adapter) for digest in stale}
@@ -142,14 +142,14 @@ class Dispatcher:
         overwrite = self._in_flight.damaged & jobs.keys()
         for_rows: dict[bytes, dict[bytes, InFlightJob]] = {}
         with_queries: dict[bytes, dict[bytes, InFlightJob]] = {}
-        for digest, some in jobs.items():
-            for entry_id, job in some.items():
+        for digest, group in jobs.items():
+            for entry_id, job in group.items():
                 if job.query is not None:
                     with_queries.setdefault(digest, {})[entry_id] = job
                 elif job.overwrite:
                     overwrite.add(digest)
             asked = with_queries.get(digest)
-            for_rows[digest] = some if asked is None else {id_: some[id_] for id_ in some.keys() - asked.keys()}
+            for_rows[digest] = group if asked is None else {id_: group[id_] for id_ in group.keys() - asked.keys()}
         await self._publisher.publish(block, for_rows, overwrite)
         if with_queries:
             await self._queries.answer(with_queries, block)
@@ -159,7 +159,9 @@ class Dispatcher:
         """End all jobs that ask for some prompts."""
         if failures:
             jobs = self._in_flight.by_prompt(failures)
-            await self._fail([job.failing(failures[digest]) for digest, some in jobs.items() for job in some.values()])
+            await self._fail(
+                [job.failing(failures[digest]) for digest, group in jobs.items() for job in group.values()]
+            )
             self.release(jobs)
 
     async def _fail(self, jobs: Sequence[InFlightJob]) -> None:
@@ -182,13 +184,13 @@ class Dispatcher:
         if not due:
             return 0
         jobs = in_flight.by_prompt(due)
-        for some in jobs.values():
-            for job in some.values():
+        for group in jobs.values():
+            for job in group.values():
                 job.checked_at = now
         wanted = await self._publisher.still_wanted(jobs)
         gone = []
-        for digest, some in jobs.items():
-            removed = some.keys() - wanted.get(digest, {}).keys()
+        for digest, group in jobs.items():
+            removed = group.keys() - wanted.get(digest, {}).keys()
             # One that has been answered meanwhile is about to be published, as it is.
             if removed and digest in self._engine_thread.outstanding and in_flight.remove(digest, removed):
                 gone.append(digest)

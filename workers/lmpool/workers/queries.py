@@ -49,9 +49,9 @@ class QueryAnswerer:
         """
         ended: dict[bytes, list[bytes]] = {}
         tries, picks = _by_kind(jobs)
-        for some, answerer in ((tries, self._tries), (picks, self._sampler)):
-            for prompt in await answerer.answer_from_cache(some, in_flight) if some else ():
-                ended.setdefault(prompt, []).extend(some[prompt])
+        for kind, answerer in ((tries, self._tries), (picks, self._sampler)):
+            for prompt in await answerer.answer_from_cache(kind, in_flight) if kind else ():
+                ended.setdefault(prompt, []).extend(kind[prompt])
         return ended
 
     async def answer(self, jobs: JobsByDigest, block: RowBlock) -> None:
@@ -85,9 +85,7 @@ class Sampler:
         Returns:
             the prompts whose rows were there; the others are to be computed.
         """
-        replies = await self._publisher.insist(
-            lambda: self._trie_inputs.rows(self._fingerprint, jobs, self._vocab_size)
-        )
+        replies = await self._publisher.retry(lambda: self._trie_inputs.rows(self._fingerprint, jobs, self._vocab_size))
         rows: dict[bytes, Row] = {}
         for prompt, row in replies.items():
             if isinstance(row, np.ndarray):
@@ -131,7 +129,7 @@ class TrieQueryAnswerer:
         if not self._has_tries:
             await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
             return jobs.keys()
-        inputs, failures = await self._publisher.insist(
+        inputs, failures = await self._publisher.retry(
             lambda: self._trie_inputs.fill(queries, vocab_size=self._vocab_size)
         )
         absent = set()
@@ -141,7 +139,7 @@ class TrieQueryAnswerer:
                 absent.add(prompt)
             if failure.kind == CorruptRow.__name__:
                 in_flight.mark_damaged(prompt)
-        known = {prompt: some for prompt, some in jobs.items() if prompt not in absent}
+        known = {prompt: group for prompt, group in jobs.items() if prompt not in absent}
         await self._finish(
             known,
             {digest: trie_input for digest, trie_input in inputs.items() if trie_input.query.source in known},
@@ -156,14 +154,14 @@ class TrieQueryAnswerer:
             await self._finish(jobs, {}, dict.fromkeys(queries, _NO_TRIES))
             return
         fill = partial(self._trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
-        await self._finish(jobs, *await self._publisher.insist(fill))
+        await self._finish(jobs, *await self._publisher.retry(fill))
 
     def _queries(self, jobs: JobsByDigest) -> dict[bytes, TrieQuery]:
         """Digest of the answer -> query, which names its row."""
         return {
             job.digest: replace(job.query, rows=self._fingerprint, source=prompt)
-            for prompt, some in jobs.items()
-            for job in some.values()
+            for prompt, group in jobs.items()
+            for job in group.values()
             if isinstance(job.query, TrieQuery)
         }
 
@@ -184,7 +182,7 @@ class TrieQueryAnswerer:
 
 def _pick_all(jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
     """Digest of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
-    queries = {job.digest: (job.query, rows[prompt]) for prompt, some in jobs.items() for job in some.values()}
+    queries = {job.digest: (job.query, rows[prompt]) for prompt, group in jobs.items() for job in group.values()}
     return {digest: _pick(query, row) for digest, (query, row) in queries.items()}
 
 
@@ -197,8 +195,8 @@ def _by_kind(jobs: JobsByDigest) -> tuple[JobsByDigest, JobsByDigest]:
     """The jobs that want values of trie nodes, and those that want what a sampler picks; both by prompt."""
     tries: dict[bytes, dict[bytes, InFlightJob]] = {}
     picks: dict[bytes, dict[bytes, InFlightJob]] = {}
-    for prompt, some in jobs.items():
-        for entry_id, job in some.items():
+    for prompt, group in jobs.items():
+        for entry_id, job in group.items():
             kind = tries if isinstance(job.query, TrieQuery) else picks
             kind.setdefault(prompt, {})[entry_id] = job
     return tries, picks
@@ -208,8 +206,8 @@ def _by_answer(jobs: JobsByDigest) -> tuple[JobsByDigest, set[bytes]]:
     """The jobs by the digest of their answer, and the answers that must replace what is stored."""
     by_answer: dict[bytes, dict[bytes, InFlightJob]] = {}
     overwrite = set()
-    for some in jobs.values():
-        for entry_id, job in some.items():
+    for group in jobs.values():
+        for entry_id, job in group.items():
             by_answer.setdefault(job.digest, {})[entry_id] = job
             if job.overwrite:
                 overwrite.add(job.digest)

@@ -122,7 +122,7 @@ class InFlightJobs:
         return [entry_id for jobs in self._prompts.values() for entry_id in jobs]
 
     def by_prompt(self, digests: Iterable[bytes]) -> dict[bytes, dict[bytes, InFlightJob]]:
-        """The jobs that ask for some prompts now."""
+        """A copy of the jobs that ask for some prompts now; those of prompts that are not held are left out."""
         return {digest: self._prompts[digest].copy() for digest in digests if digest in self._prompts}
 
     def backend_job(self, digest: bytes) -> BackendJob:

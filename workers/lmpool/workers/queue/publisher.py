@@ -90,7 +90,7 @@ class Publisher:
             began: monotonic time when the rows were ready.
         """
         ending = [job for digest in block.digests if digest in jobs for job in jobs[digest].values()]
-        refused, left = await self.insist(partial(self._attempt, block, ending, overwrite))
+        refused, left = await self.retry(partial(self._attempt, block, ending, overwrite))
         self._count(block, ending, left, began)
         if not (refused or left):
             return []
@@ -132,10 +132,10 @@ class Publisher:
 
     async def still_wanted(self, jobs: JobsByDigest) -> JobsByDigest:
         """Those jobs that a client waits for; the others are removed."""
-        removed = await self._unwanted.remove([job for some in jobs.values() for job in some.values()])
+        removed = await self._unwanted.remove([job for group in jobs.values() for job in group.values()])
         left: dict[bytes, dict[bytes, InFlightJob]] = {}
-        for digest, some in jobs.items():
-            if wanted := {entry_id: job for entry_id, job in some.items() if entry_id not in removed}:
+        for digest, group in jobs.items():
+            if wanted := {entry_id: job for entry_id, job in group.items() if entry_id not in removed}:
                 left[digest] = wanted
         return left
 
@@ -169,7 +169,7 @@ class Publisher:
         self._counters.failed((job.failure, job.is_dead) for job in jobs)
         for job in jobs:
             self._counters.queued_ms.pop(job.entry_id, None)
-        await self.insist(partial(self._end, jobs, self._rows.queue))
+        await self.retry(partial(self._end, jobs, self._rows.queue))
 
     async def _end(self, jobs: Sequence[InFlightJob], call: scripts.Call) -> list[InFlightJob]:
         """End jobs; returns those whose rows are not there."""
@@ -198,7 +198,7 @@ class Publisher:
                 parts.insert(0, unfinished)
         return left
 
-    async def insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers. Repeating is harmless: the first stored row stays the row."""
         waits = delays()
         while True:
