@@ -24,7 +24,7 @@ LEAST_BEATS = 8
 """Heartbeats, at least, within the time that is allowed."""
 
 _PIPE = 0
-_LAST_WORDS_S = 5.0
+_GRACE_S = 5.0
 
 
 def main(pid: int, limit_s: float, number: int) -> None:
@@ -41,7 +41,7 @@ def main(pid: int, limit_s: float, number: int) -> None:
     )
     sys.stderr.flush()
     os.kill(pid, number)
-    end = time.monotonic() + _LAST_WORDS_S
+    end = time.monotonic() + _GRACE_S
     while (left := end - time.monotonic()) > 0:
         if select.select([_PIPE], [], [], left)[0] and not os.read(_PIPE, 65536):
             return

@@ -1,4 +1,4 @@
-"""What a worker has done: counted, told over HTTP, logged.
+"""What a worker has done and how it is: counted, and served over HTTP as metrics and health.
 
-Imports `backend` and `settings`.
+Imports `backend.contract` and the worker's settings.
 """

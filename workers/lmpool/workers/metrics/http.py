@@ -62,7 +62,7 @@ class Health:
         self._timer.cancel()
 
     def watch(self, stepping_since: Callable[[], float | None]) -> None:
-        """Look at a backend: `stepping_since` tells since when its present step runs, or None."""
+        """Watch a backend: `stepping_since` returns the monotonic time when its present step began, or None."""
         self._stepping_since = stepping_since
 
     def answered(self) -> None:

@@ -1,4 +1,4 @@
-"""Taking jobs from the queue, and publishing their rows.
+"""The queue of a model: consuming its jobs, and publishing their rows.
 
 Imports `backend`, `metrics` and `settings`.
 """

@@ -1,4 +1,4 @@
-"""Trie workers: what their jobs name, fetched and kept, and the values of nodes.
+"""Trie workers: fetching and caching what trie queries name, and computing the values of nodes.
 
 Imports `backend`, `metrics` and `settings`.
 """
