@@ -55,12 +55,12 @@ Graph = dict[str, set[str]]
 
 def modules(root: Path) -> dict[str, Path]:
     """The modules of the package by their full names; a package stands for its `__init__.py`."""
-    found = {}
+    paths = {}
     for part in PARTS:
         for path in sorted((root / part).rglob("*.py")):
             name = ".".join(path.relative_to(root / part).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = path
-    return found
+            paths[name.removesuffix(".__init__")] = path
+    return paths
 
 
 def flat_lists(root: Path) -> dict[str, list[str]]:
@@ -68,19 +68,19 @@ def flat_lists(root: Path) -> dict[str, list[str]]:
 
     `__init__.py` and `__main__.py` are no names.
     """
-    found: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     files = [path for part in PARTS for kind in ("py", "lua") for path in (root / part).rglob(f"*.{kind}")]
     for path in files:
         parts = path.relative_to(root).parts
         for depth in range(2, len(parts)):
             if parts[depth] not in ("__init__.py", "__main__.py"):
-                found.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
-    return {folder: sorted(names) for folder, names in sorted(found.items())}
+                names.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
+    return {folder: sorted(listed) for folder, listed in sorted(names.items())}
 
 
 def longest_list(root: Path) -> tuple[str, list[str]]:
     """The folder of the package with the most names, and these; see `flat_lists`."""
-    return max(flat_lists(root).items(), key=lambda one: len(one[1]), default=("", []))
+    return max(flat_lists(root).items(), key=lambda listed: len(listed[1]), default=("", []))
 
 
 # Who imports whom
@@ -102,7 +102,8 @@ def import_graph(root: Path, *, in_functions: bool = True, for_types: bool = Tru
         tree = ast.parse(path.read_text("utf-8"), str(path))
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         nodes = _import_nodes(tree.body, in_functions, for_types)
-        graph[name] = {one for node in nodes for one in _named(node, package, known) if one in known and one != name}
+        imported = {module for node in nodes for module in _named(node, package, known)}
+        graph[name] = imported & known.keys() - {name}
     return graph
 
 
@@ -130,18 +131,20 @@ def _named(node: ast.Import | ast.ImportFrom, package: str, known: Iterable[str]
 def circles(graph: Graph) -> list[list[str]]:
     """The sets of modules that all import each other, directly or not; the largest first."""
     reached = {name: _reached(graph, name) for name in graph}
-    found = {frozenset(one for one in reached[name] if name in reached[one]) for name in graph if name in reached[name]}
-    return sorted(map(sorted, found), key=lambda one: (-len(one), one))
+    sets = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
+    }
+    return sorted(map(sorted, sets), key=lambda circle: (-len(circle), circle))
 
 
 def _reached(graph: Graph, name: str) -> set[str]:
-    found: set[str] = set()
+    reached: set[str] = set()
     left = [name]
     while left:
-        new = graph[left.pop()] - found
-        found |= new
+        new = graph[left.pop()] - reached
+        reached |= new
         left += new
-    return found
+    return reached
 
 
 def longest_chain(graph: Graph, prefix: str, start: str | None = None) -> list[str]:
@@ -156,11 +159,11 @@ def longest_chain(graph: Graph, prefix: str, start: str | None = None) -> list[s
     @cache
     def chain(name: str) -> list[str]:
         circle = circle_of.get(name, [name])
-        below = {other for one in circle for other in part[one]}.difference(circle)
-        return [name, *max(map(chain, below), key=lambda one: (len(one), one), default=[])]
+        below = {imported for module in circle for imported in part[module]}.difference(circle)
+        return [name, *max(map(chain, below), key=lambda names: (len(names), names), default=[])]
 
     starts = inside if start is None else inside & {start}
-    return max(map(chain, starts), key=lambda one: (len(one), one), default=[])
+    return max(map(chain, starts), key=lambda names: (len(names), names), default=[])
 
 
 # What a prompt goes through
@@ -191,21 +194,23 @@ class Recording:
             self.frames.setdefault(frame, self._names[frame.f_code.co_filename])
             for value in [*frame.f_locals.values()]:
                 if self._note(value):
-                    for one in attributes(value):
-                        self._note(one)
+                    for attribute in attributes(value):
+                        self._note(attribute)
 
     def _note(self, value: object) -> bool:
-        is_ours = type(value).__module__.startswith("lmpool.") and "lmpool.testing" not in type(value).__module__
-        if is_ours:
+        is_of_the_package = (
+            type(value).__module__.startswith("lmpool.") and "lmpool.testing" not in type(value).__module__
+        )
+        if is_of_the_package:
             self.objects[id(value)] = value
-        return is_ours
+        return is_of_the_package
 
 
 def attributes(value: object) -> list[object]:
     """What an object has in its `__dict__`, its slots and, being a tuple, its fields."""
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-    found = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    return [*found, *(value if isinstance(value, tuple) else ())]
+    values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    return [*values, *(value if isinstance(value, tuple) else ())]
 
 
 def prompt_types(objects: Iterable[object], ids: list[int], foreign: set[bytes]) -> tuple[set[type], set[bytes]]:
@@ -219,15 +224,17 @@ def prompt_types(objects: Iterable[object], ids: list[int], foreign: set[bytes])
         value = value.tolist() if isinstance(value, np.ndarray) and value.size == len(ids) else value
         if isinstance(value, bytes):
             return value == encoded
-        return isinstance(value, (list, tuple)) and all(type(one) is int for one in value) and [*value] == ids
+        return isinstance(value, (list, tuple)) and all(type(number) is int for number in value) and [*value] == ids
 
-    having = [(one, attributes(one)) for one in objects]
+    having = [(holder, attributes(holder)) for holder in objects]
     beside = {v for _, values in having if any(map(is_ids, values)) for v in values if isinstance(v, bytes)}
     names = {value for value in beside - foreign if len(value) >= _LEAST_DIGEST_BYTES}
-    first = [o for o, values in having if any(is_ids(v) or (isinstance(v, bytes) and v in names) for v in values)]
-    numbers = {id(one) for one in first}
-    second = [one for one, values in having if any(id(value) in numbers for value in values)]
-    return {type(one) for one in [*first, *second]}, beside
+    first = [
+        holder for holder, values in having if any(is_ids(v) or (isinstance(v, bytes) and v in names) for v in values)
+    ]
+    numbers = {id(holder) for holder in first}
+    second = [holder for holder, values in having if any(id(value) in numbers for value in values)]
+    return {type(holder) for holder in [*first, *second]}, beside
 
 
 class Journey:
@@ -241,7 +248,7 @@ class Journey:
     def __init__(self, requests: list[list[str]]) -> None:
         common = set.intersection(*map(set, requests))
         self.files = [name for name in dict.fromkeys(requests[-1]) if name in common]
-        self.calls = min(sum(name in common for name in one) for one in requests)
+        self.calls = min(sum(name in common for name in files) for files in requests)
 
 
 async def follow(root: Path, hf: str | None) -> tuple[Journey, Journey, list[str]]:
@@ -275,12 +282,12 @@ async def follow(root: Path, hf: str | None) -> tuple[Journey, Journey, list[str
             colds = [await watch(ids) for ids in prompts[:-1]]
             others = recording.objects
             colds.append(await watch(prompts[-1]))
-            ours = [one for number, one in recording.objects.items() if number not in others]
+            last_only = [met for number, met in recording.objects.items() if number not in others]
             hits = [await watch(prompts[-1]) for _ in range(_REQUESTS)]
         worker.stop()
         await serving
     _, foreign = prompt_types(others.values(), prompts[-2], set())
-    types, _ = prompt_types(ours, prompts[-1], foreign)
+    types, _ = prompt_types(last_only, prompts[-1], foreign)
     return Journey(colds[_WARM_UPS:]), Journey(hits), sorted(kind.__name__ for kind in types)
 
 
@@ -298,7 +305,7 @@ def main() -> None:
     cold, hit, types = asyncio.run(follow(root, given.hf))
     if not cold.files:
         raise SystemExit(f"the package that is imported is not the one of {root}: put its parts on PYTHONPATH")
-    for what, number in {
+    for title, number in {
         "Python files of the package": len(files),
         "lines in them": sum(path.read_bytes().count(b"\n") for path in files),
         f"longest list of names in a folder ({folder})": len(names),
@@ -313,14 +320,14 @@ def main() -> None:
         "circles of files": len(circles(loads)),
         "circles of files, with imports for types": len(circles(graph)),
     }.items():
-        print(f"{what:60}{number:7,}")
+        print(f"{title:60}{number:7,}")
     print("\nTypes of a prompt:", *types)
     print("Floors:", *floors)
     for circle in circles(graph):
         print("Circle:" if circle in circles(loads) else "Circle with imports for types:", *circle)
     if given.files:
-        for what, journey in (("a cold request", cold), ("a hit in the producer's memory", hit)):
-            print(f"\nFiles that {what} enters, in order:", *journey.files, sep="\n  ")
+        for title, journey in (("a cold request", cold), ("a hit in the producer's memory", hit)):
+            print(f"\nFiles that {title} enters, in order:", *journey.files, sep="\n  ")
 
 
 if __name__ == "__main__":

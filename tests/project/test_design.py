@@ -89,8 +89,8 @@ def test_tests_on_a_page_exist_and_are_named_without_doubt(page: Path) -> None:
     files = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
     for name in named_in(page):
         if re.fullmatch(r"(\w+/)*test_\w+", name) and not name.startswith("tests/"):
-            found = [path for path in files if f"/{path.with_suffix('')}".endswith(f"/{name}")]
-            assert len(found) == 1, (name, found)
+            matching = [path for path in files if f"/{path.with_suffix('')}".endswith(f"/{name}")]
+            assert len(matching) == 1, (name, matching)
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

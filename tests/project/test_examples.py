@@ -110,25 +110,25 @@ def cells(out: str) -> list[list[str]]:
 
 
 def test_next_words_are_the_likeliest_ones(url: str, producer: SyncProducer, tokenizer: Any) -> None:
-    found = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
+    rows = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
     row = producer.logprobs(tokenizer.encode("The capital of France is"))
     best = np.argsort(row)[::-1][:3]
-    assert found[:3] == [
+    assert rows[:3] == [
         ["" if rank else "The capital of France is", repr(tokenizer.decode([token])), f"{np.exp(row[token]):.1%}"]
         for rank, token in enumerate(best.tolist())
     ]
-    assert found[0][1] == "' Paris'"
-    assert len(found) == 9
+    assert rows[0][1] == "' Paris'"
+    assert len(rows) == 9
 
 
 def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) -> None:
     out = output("smc_json.py", "--particles", 16, "--tokens", 18, "--redis", url)
-    found = cells(out)
+    rows = cells(out)
     for process in ("1", "2"):
-        mine = [row for row in found if row[0] == process]
+        mine = [row for row in rows if row[0] == process]
         assert sum(int(count) for _, count, _, _ in mine) == 16
         assert sum(float(weight) for _, _, _, weight in mine) == pytest.approx(1, abs=0.01)
-    for _, _, text, _ in found:
+    for _, _, text, _ in rows:
         city = json.loads(text)
         assert re.fullmatch("[A-Z][a-z]{2,11}", city["city"])
         assert 1 <= city["millions"] <= 99
@@ -143,10 +143,10 @@ def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) ->
 
 def test_every_awrs_sample_matches_the_expression(url: str) -> None:
     out = output("awrs_regex.py", "She has", " (one|two|three) (cats|dogs)\\.", "--samples", 5, "--redis", url)
-    found = cells(out)
-    assert len(found) == 5
-    assert all(re.fullmatch(r"' (one|two|three) (cats|dogs)\.'", text) for text, _ in found)
-    weights = np.array([float(weight) for _, weight in found])
+    rows = cells(out)
+    assert len(rows) == 5
+    assert all(re.fullmatch(r"' (one|two|three) (cats|dogs)\.'", text) for text, _ in rows)
+    weights = np.array([float(weight) for _, weight in rows])
     mean = re.search(r"about (-[0-9.]+)", out)
     assert mean is not None
     assert float(mean[1]) == pytest.approx(np.log(np.mean(np.exp(weights))), abs=0.1)
@@ -235,7 +235,7 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
     window, overlap = 24, 10
     (tmp_path / "text.txt").write_text(TEXT, "utf-8")
     out = output("perplexity.py", tmp_path / "text.txt", "--window", window, "--overlap", overlap, "--redis", url)
-    found = {line[:14].strip(): float(line[14:]) for line in out.splitlines()}
+    figures = {line[:14].strip(): float(line[14:]) for line in out.splitlines()}
 
     torch_device.settle()
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
@@ -249,10 +249,10 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
             nats -= float(rows[position - 1, piece[position]])
         scored = first + len(piece)
     assert scored == len(ids)
-    assert found["tokens"] == len(ids) - 1
-    assert found["nats per token"] == pytest.approx(nats / (len(ids) - 1), abs=1e-3)
-    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-3)
-    assert found["bits per byte"] == pytest.approx(nats / math.log(2) / len(TEXT), abs=1e-3)
+    assert figures["tokens"] == len(ids) - 1
+    assert figures["nats per token"] == pytest.approx(nats / (len(ids) - 1), abs=1e-3)
+    assert figures["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-3)
+    assert figures["bits per byte"] == pytest.approx(nats / math.log(2) / len(TEXT), abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in ASKING if name not in SLOW])

@@ -207,13 +207,13 @@ def unit_of(module: str) -> str:
 
 
 def test_each_folder_imports_only_what_lies_below_it() -> None:
-    found = {
+    strays = {
         (name, imported)
         for name, all_imported in import_graph(ROOT).items()
         for imported in all_imported
         if unit_of(imported) not in MAY_IMPORT[unit_of(name)] | {unit_of(name)}
     }
-    assert found == STRAY_IMPORTS
+    assert strays == STRAY_IMPORTS
 
 
 def test_the_table_of_layers_names_every_folder_and_has_no_circle() -> None:

@@ -29,12 +29,12 @@ def exported() -> dict[str, Metric]:
     producer = Producer(redis="redis://127.0.0.1:1")
     producer._counters.failures["WorkerError"] = 1
     families = [*WorkerCollector(lambda: look).collect(), *ProducerCollector(producer).collect()]
-    found = {}
+    metrics = {}
     for family in families:
         labels = {name for sample in family.samples for name in sample.labels} - {"model", "le"}
         name = family.name + ("_total" if family.type == "counter" else "")
-        found[name] = Metric(family.type, tuple(sorted(labels)))
-    return found
+        metrics[name] = Metric(family.type, tuple(sorted(labels)))
+    return metrics
 
 
 def test_the_documented_metrics_are_exactly_the_exported_ones() -> None:
@@ -55,8 +55,7 @@ def test_units_are_those_of_the_names() -> None:
 
 
 def test_every_metric_in_an_alert_exists() -> None:
-    found = exported()
-    known = {f"{name}{end}" for name in found for end in ("", "_bucket", "_sum", "_count")}
+    known = {f"{name}{end}" for name in exported() for end in ("", "_bucket", "_sum", "_count")}
     assert set(re.findall(r"\blmpool_[a-z_]+[a-z]\b", PAGE)) - known <= {"lmpool_queue_", "lmpool_queue"}
 
 

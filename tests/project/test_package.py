@@ -20,8 +20,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    (found,) = folder.glob("lmpool-*.whl")
-    return zipfile.ZipFile(found)
+    (path,) = folder.glob("lmpool-*.whl")
+    return zipfile.ZipFile(path)
 
 
 def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
@@ -66,10 +66,10 @@ def test_each_package_has_one_least_version_and_it_is_the_documented_one() -> No
     floors: dict[str, set[str]] = {}
     for requirement in (
         *project["dependencies"],
-        *(one for some in project["optional-dependencies"].values() for one in some),
+        *(requirement for extra in project["optional-dependencies"].values() for requirement in extra),
     ):
-        if found := re.match(r"([A-Za-z0-9-]+)(?:\[[^]]*])?>=([0-9.]+)", requirement):
-            floors.setdefault(found[1], set()).add(found[2])
+        if match := re.match(r"([A-Za-z0-9-]+)(?:\[[^]]*])?>=([0-9.]+)", requirement):
+            floors.setdefault(match[1], set()).add(match[2])
     assert {name: least for name, least in floors.items() if len(least) > 1} == {}
     page = (ROOT / "docs" / "operations.md").read_text("utf-8").partition("**Packages.**")[2]
     documented = dict(re.findall(r"^\| ([a-z]+) \| ([0-9.]+) \|", page, re.MULTILINE))

@@ -51,10 +51,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_the_package_is_found_in_all_of_its_parts(root: Path) -> None:
-    found = modules(root)
-    assert found["lmpool.rows"] == root / "shared/lmpool/rows/__init__.py"
-    assert set(found) >= {"lmpool", "lmpool.__main__", "lmpool.producer.low", "lmpool.workers.worker"}
-    assert len(found) == sum(name.endswith(".py") for name in FILES)
+    paths = modules(root)
+    assert paths["lmpool.rows"] == root / "shared/lmpool/rows/__init__.py"
+    assert set(paths) >= {"lmpool", "lmpool.__main__", "lmpool.producer.low", "lmpool.workers.worker"}
+    assert len(paths) == sum(name.endswith(".py") for name in FILES)
 
 
 def test_a_list_has_modules_scripts_and_folders_and_no_entry_files(root: Path) -> None:
@@ -122,11 +122,11 @@ def test_a_request_enters_what_all_of_its_kind_enter() -> None:
 def test_the_types_of_a_prompt_have_its_ids_its_digest_or_one_that_has_them() -> None:
     prompt = namedtuple("prompt", "ids digest model")
     job = namedtuple("job", "digest entry")
-    request, queue, other = (type(name, (), {}) for name in ("Flight", "Queue", "Other"))
+    request, queue, other = (type(name, (), {}) for name in ("Request", "Queue", "Other"))
     model, digest, encoded = b"m" * 32, b"d" * 16, bytes([7, 0, 0, 0, 1, 1, 0, 0])
-    one, held, stranger, waiting = prompt(encoded, digest, model), request(), other(), queue()
-    held.prompt, stranger.model, waiting.all = one, model, [one]
-    objects = [one, held, stranger, waiting, job(digest, b"1-0"), prompt([7], b"e" * 16, model)]
+    asked, held, stranger, waiting = prompt(encoded, digest, model), request(), other(), queue()
+    held.prompt, stranger.model, waiting.all = asked, model, [asked]
+    objects = [asked, held, stranger, waiting, job(digest, b"1-0"), prompt([7], b"e" * 16, model)]
     types, beside = prompt_types(objects, [7, 257], foreign={model})
     assert types == {prompt, job, request}
     assert beside == {encoded, digest, model}
