@@ -138,6 +138,13 @@ def test_make_lists_its_targets_with_a_sentence_each() -> None:
     assert len(listed) == len(set(listed))
 
 
+def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
+    entries = re.findall(r"entry: \.venv/bin/(.+)\n(?: +args: \[\"(.+)\"\])?", hooks)
+    recipe = (ROOT / "Makefile").read_text("utf-8").partition("\nlint:")[2].partition("\n\n")[0]
+    assert [" ".join(words).strip() for words in entries] == re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
+
+
 # The picture
 
 
