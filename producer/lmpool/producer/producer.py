@@ -73,13 +73,7 @@ class Producer(CopiedAsItself, PartialRows):
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
     ) -> None:
-        if model is not None:
-            check_name("model", model)
-        if model == TRIE_SERVICE:
-            raise SettingsError(
-                f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
-                "the only one, and ask for tries by `await producer.trie()`"
-            )
+        _check_model(model)
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
@@ -383,3 +377,13 @@ class Producer(CopiedAsItself, PartialRows):
 def _reopened(kind: type[Producer], model: str | None, options: dict[str, Any]) -> Producer:
     """What a pickled producer becomes again."""
     return kind(model, **options)
+
+
+def _check_model(model: str | None) -> None:
+    if model is not None:
+        check_name("model", model)
+    if model == TRIE_SERVICE:
+        raise SettingsError(
+            f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
+            "the only one, and ask for tries by `await producer.trie()`"
+        )
