@@ -212,8 +212,7 @@ class AdapterRegistry:
         """For how many seconds from now clients may still use another adapter of this name than what is in service.
 
         It does not matter which process has changed it: that one may have given up since, or may wait still. While a
-        server had
-        forgotten a change, clients may have read of what was before it, whatever the name.
+        server had forgotten a change, clients may have read of what was before it, whatever the name.
         """
         left: int = await self._redis.pttl(self._model.replaced(""))
         return max(await self.replaced_for(name), left / 1000)
