@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import blake2b
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,8 @@ from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
 _BASES = 8
 _PARTS = 4
+# What a prompt is hashed to: which base row, and by how much each quarter is rotated.
+_HASHED = Struct(f"<H{_PARTS}I")
 
 _SINGLE_BYTES_FROM = 512
 _LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
@@ -40,11 +43,13 @@ class BaseRow(NamedTuple):
         logprobs: per quarter, float32 of shape (2 * size,).
         bits: per quarter, bfloat16 bits of the logits, uint16 of shape (2 * size,).
         log_z: float32 logZ of the logits.
+        sizes: per quarter, its length, 1 at least.
     """
 
     logprobs: list[NDArray[np.float32]]
     bits: list[NDArray[np.uint16]]
     log_z: np.float32
+    sizes: list[int]
 
 
 @lru_cache(maxsize=8)
@@ -64,6 +69,7 @@ def _draw_base(generator: np.random.Generator, vocab_size: int) -> BaseRow:
         [np.tile(part, 2) for part in np.array_split(logprobs, _PARTS)],
         [np.tile(part, 2) for part in np.array_split(bits, _PARTS)],
         log_z,
+        [max(1, len(part)) for part in np.array_split(bits, _PARTS)],
     )
 
 
@@ -81,16 +87,16 @@ class Draw(NamedTuple):
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
     """Decide the row of an encoded prompt, with the adapter of that revision ("" for none)."""
+    number, *turns = _HASHED.unpack(blake2b(ids, digest_size=_HASHED.size, key=_hash_key(seed, revision)).digest())
+    base = base_rows(vocab_size, seed)[number % _BASES]
+    return Draw(base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)]))
+
+
+@lru_cache(maxsize=64)
+def _hash_key(seed: int, revision: str) -> bytes:
     # Hashed, so that a revision may have any length.
     adapter = blake2b(revision.encode(), digest_size=32).digest() if revision else b""
-    key = seed.to_bytes(8, "little", signed=True) + adapter
-    hashed = blake2b(ids, digest_size=2 + 4 * _PARTS, key=key).digest()
-    base = base_rows(vocab_size, seed)[int.from_bytes(hashed[:2], "little") % _BASES]
-    shifts = []
-    for part, stored in enumerate(base.bits):
-        at = 2 + 4 * part
-        shifts.append(int.from_bytes(hashed[at : at + 4], "little") % max(1, len(stored) // 2))
-    return Draw(base, tuple(shifts))
+    return seed.to_bytes(8, "little", signed=True) + adapter
 
 
 def fill(out: NDArray[Any], parts: list[NDArray[Any]], shifts: tuple[int, ...]) -> None:
