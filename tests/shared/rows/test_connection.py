@@ -1,4 +1,4 @@
-"""The links: their parsers fed with replies cut anywhere, and what they put on the wire, byte for byte."""
+"""Raw connections: their parsers fed with replies cut anywhere, and what they put on the wire, byte for byte."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker.connection import Argument, RawCommandConnection
 from lmpool.errors import ProtocolError
+from lmpool.rows import connection as connection_module
 from lmpool.rows.connection import RawRowConnection, RowWrite
 
 MAX_BULK = 1_000_000
@@ -508,7 +509,7 @@ async def test_a_value_over_the_limit_is_refused_before_memory_is_taken(
     connection = Connection()
     reply = connection.mget(1)
     taken: list[int] = []
-    monkeypatch.setattr(connection, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
+    monkeypatch.setattr(connection_module, "np", SimpleNamespace(empty=lambda size, _: taken.append(size)))
     connection.feed(b"*1\r\n$%d\r\n" % size)
     assert taken == []
     assert_broken(connection, [reply], ProtocolError)
