@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.harness.lines import serve
 from benchmarks.harness.tekken import Inputs, read_inputs
-from lmpool.trie.kernels import Op, open_kernels
+from lmpool.protocol.query import Op
+from lmpool.trie.kernels import open_kernels
 from lmpool.trie.trie import Trie
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import Op
 from lmpool.protocol.row import Values
 from lmpool.synthetic import synthetic_row
-from lmpool.trie.kernels import Op
 from lmpool.trie.trie import Trie
 from tests.support.pool import Pool
 from tests.support.tries import reference

@@ -25,11 +25,11 @@ from lmpool.producer.client.session import Session
 from lmpool.producer.client.sessions import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.prompt import Prompt, digest_of, list_prompts
-from lmpool.protocol.query import Selection, TrieQuery
+from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery
 from lmpool.protocol.row import Values
-from lmpool.trie.kernels import Kernels, Op, open_kernels
+from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
-from lmpool.trie.weights import SentWeights, check_weights
+from lmpool.trie.weights import check_weights
 from lmpool.vocabulary import Vocabulary
 
 _NO_PROMPT = Prompt(b"", digest_of(b""))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -13,13 +16,19 @@ from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import Row, check_largest
 from lmpool.settings import shown
-from lmpool.trie.kernels import OPS, Op
 
 MOST_SEED = 2**64 - 1
 """Largest seed of a sampling."""
 
+Op = Literal["sum", "max", "logsumexp"]
+"""What is taken over the weights below a node."""
+
+OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
+
+SECRET_SIZE = 16
+"""Bytes of the secret that is stored before the encoding of weights."""
 
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
@@ -132,6 +141,32 @@ def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
     if token >= vocab_size:
         raise ProtocolError(f"{token} was drawn from a row of {vocab_size} entries")
     return token
+
+
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """The weights of one trie job, stored where any client of the pool may write and only trie workers may read.
+
+    Jobs can be read by every client, so every client knows the name. Since it is the digest of a secret that is stored
+    with the weights, trie workers see whether somebody else has written there.
+
+    Attributes:
+        values: float32 (V,), C-contiguous.
+        secret: random bytes, used once.
+    """
+
+    values: NDArray[np.float32]
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))
+
+    @property
+    def name(self) -> bytes:
+        """The name under which they are stored, and by which the job names them."""
+        return weights_name(self.secret)
+
+
+def weights_name(secret: bytes) -> bytes:
+    """The name of weights that are stored with a secret: its 128-bit BLAKE2b."""
+    return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
 class TrieQuery(Message, frozen=True):

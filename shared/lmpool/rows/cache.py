@@ -23,6 +23,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import SECRET_SIZE, SentWeights, weights_name
 from lmpool.protocol.row import (
     Block,
     Encoding,
@@ -35,7 +36,6 @@ from lmpool.protocol.row import (
     encoded_size,
 )
 from lmpool.rows.connection import Bulk, RawRowConnection, RowConnection, RowConnections, RowWrite, fresh_bulk
-from lmpool.trie.weights import SECRET_SIZE, SentWeights, name_of
 
 Found = Row | CorruptRow | None
 """A row, None when there is none, or why what is there is no row (an error is a value here)."""
@@ -529,7 +529,7 @@ def _decoded(source: Source, value: object) -> Row | LMPoolError:
     try:
         if is_row:
             return check_row(decode_row(value, source.length))
-        if name_of(value[:SECRET_SIZE].tobytes()) != source.name:
+        if weights_name(value[:SECRET_SIZE].tobytes()) != source.name:
             return SourceMissing(f"{label} are not in the cache: somebody else has written there")
         return decode_row(value[SECRET_SIZE:], source.length)
     except ProtocolError as error:

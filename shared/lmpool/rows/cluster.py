@@ -10,9 +10,9 @@ from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Block, Encoding
 from lmpool.rows.cache import Deliver, RedisRows, RowCache, RowSpace, Then
-from lmpool.trie.weights import SentWeights
 
 
 def rows_on(server: Server, keys: Keys, info: ModelInfo) -> RowCache:

@@ -1,49 +1,16 @@
-"""Weights of a vocabulary's tokens: checked once, where they come in; and how they travel to trie workers."""
+"""Weights of a vocabulary's tokens: checked once, where they come in."""
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights
-from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.settings import shown
 
-SECRET_SIZE = 16
-"""Bytes of the secret that is stored before the encoding of weights."""
-
 _MOST_SHOWN = 120
-
-
-@dataclass(frozen=True, slots=True)
-class SentWeights:
-    """The weights of one trie job, stored where any client of the pool may write and only trie workers may read.
-
-    Jobs can be read by every client, so every client knows the name. Since it is the digest of a secret that is stored
-    with the weights, trie workers see whether somebody else has written there.
-
-    Attributes:
-        values: float32 (V,), C-contiguous.
-        secret: random bytes, used once.
-    """
-
-    values: NDArray[np.float32]
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))
-
-    @property
-    def name(self) -> bytes:
-        """The name under which they are stored, and by which the job names them."""
-        return name_of(self.secret)
-
-
-def name_of(secret: bytes) -> bytes:
-    """The name of weights that are stored with a secret: its 128-bit BLAKE2b."""
-    return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
 def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from lmpool.protocol.job import WIRE_VERSION, Failure, Job
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import FreshQuery, SampleQuery, Sampling, ScoreQuery, TopQuery, TrieQuery
+from lmpool.protocol.query import OPS, FreshQuery, SampleQuery, Sampling, ScoreQuery, TopQuery, TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
-from lmpool.trie.kernels import OPS
 from lmpool.vocabulary import Vocabulary
 
 noise = st.binary(max_size=80)

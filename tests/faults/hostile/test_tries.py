@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from lmpool.producer import SyncProducer
 from lmpool.protocol.job import Job
-from lmpool.protocol.query import TrieQuery
+from lmpool.protocol.query import OPS, SECRET_SIZE, TrieQuery, weights_name
 from lmpool.protocol.row import VectorBlock
-from lmpool.trie.kernels import OPS
-from lmpool.trie.weights import SECRET_SIZE, name_of
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.trie.backend import TrieSettings
 from tests.faults.hostile import strategies as hostile
@@ -25,7 +23,7 @@ TOKENS = (b"a", b"ab", b"abc", b"b", b"", b"ab")
 VOCABULARY = Vocabulary(TOKENS)
 FINGERPRINT = TrieSettings().open().info.fingerprint
 SECRETS = [bytes([number]) * SECRET_SIZE for number in range(6)]
-NAMES = [name_of(secret) for secret in SECRETS]
+NAMES = [weights_name(secret) for secret in SECRETS]
 weights = st.one_of(
     hostile.noise,
     st.lists(st.floats(width=32), max_size=8).map(

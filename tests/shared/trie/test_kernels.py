@@ -22,7 +22,8 @@ from numba import types
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
+from lmpool.protocol.query import OPS, Op
+from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.kernels.cpu import CpuKernels, _compiled
 from lmpool.trie.kernels.torch_device import TorchKernels
 from lmpool.trie.trie import Trie

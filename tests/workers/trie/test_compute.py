@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.protocol.query import Selection, TrieQuery
+from lmpool.protocol.query import OPS, Op, Selection, TrieQuery
 from lmpool.protocol.row import Values, VectorBlock, decode_row
 from lmpool.settings import count_cores
-from lmpool.trie.kernels import OPS, Kernels, Op
+from lmpool.trie.kernels import Kernels
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs

@@ -20,9 +20,9 @@ from lmpool.producer.client import discovery
 from lmpool.producer.deadline import Deadline
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.query import SECRET_SIZE
 from lmpool.protocol.row import VectorBlock
 from lmpool.synthetic import synthetic_row
-from lmpool.trie.weights import SECRET_SIZE
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async, until_done
 from tests.support.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 

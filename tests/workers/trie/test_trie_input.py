@@ -18,10 +18,9 @@ from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import Job, unpack_failure, unpack_job
 from lmpool.protocol.prompt import digest_of, query_digest
-from lmpool.protocol.query import TrieQuery
+from lmpool.protocol.query import TrieQuery, weights_name
 from lmpool.protocol.row import VectorBlock
 from lmpool.trie.trie import Trie
-from lmpool.trie.weights import name_of
 from lmpool.vocabulary import MAX_BYTES, Vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.trie.backend import TrieSettings
@@ -233,7 +232,7 @@ async def good(trie: PooledTrie, seeds: range) -> None:
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
     """Put weights, or any bytes, where trie workers look for them; returns their name."""
-    name = name_of(secret)
+    name = weights_name(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
     encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())
     pool.redis.set(pool.keys.weights() + name, secret + encoded, px=60_000)

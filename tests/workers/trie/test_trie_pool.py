@@ -21,10 +21,11 @@ from lmpool.producer import trie as trie_module
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import OPS, Op
 from lmpool.protocol.row import Values
 from lmpool.rows.connection import RawRowConnection
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
-from lmpool.trie.kernels import OPS, Kernels, Op, open_kernels
+from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.workers import worker as worker_module
 from lmpool.workers.settings import WorkerSettings

@@ -231,7 +231,7 @@ class Worker:
         """
         await check_before_loading(self._server, self._backend, self._settings)
         self.health.start()
-        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters)
+        engine_thread = EngineThread(self._backend.open, self._on_finished, self._break, self._counters.stepped)
         guarded = ExitStack()
         try:
             async with Loading(self._server, self._settings, self._id, self._backend.served_as):

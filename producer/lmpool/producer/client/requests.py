@@ -21,9 +21,9 @@ from lmpool.aio import copy_error
 from lmpool.errors import CorruptRow, ModelMismatch
 from lmpool.metrics import Histogram
 from lmpool.protocol.prompt import Prompt
+from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
-from lmpool.trie.weights import SentWeights
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """How a request ends that the producer's own memory does not answer: see `ProducerStats`."""

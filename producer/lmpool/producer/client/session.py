@@ -40,8 +40,8 @@ from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
+from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
-from lmpool.trie.weights import SentWeights
 
 WhenFull = Literal["wait", "raise"]
 """What requests do while the queue is at its limit."""

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
-from lmpool.trie.kernels.plan import OPS, Compressed, Op
+from lmpool.protocol.query import Op
+from lmpool.trie.kernels.plan import Compressed
 
-__all__ = ["OPS", "Compressed", "Kernels", "Op", "open_kernels"]
+__all__ = ["Compressed", "Kernels", "open_kernels"]
 
 
 class Kernels(Protocol):

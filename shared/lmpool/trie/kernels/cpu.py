@@ -29,8 +29,9 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from lmpool.protocol.query import Op
 from lmpool.settings import count_threads
-from lmpool.trie.kernels.plan import WIDEST, Compressed, Op, Plan, check_op, check_out, make_plan
+from lmpool.trie.kernels.plan import WIDEST, Compressed, Plan, check_op, check_out, make_plan
 from lmpool.trie.weights import check_layout, nan_found
 
 WIDTHS = (1, 4, WIDEST)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError
+from lmpool.protocol.query import OPS
 from lmpool.settings import check_choice, count_threads, shown
 from lmpool.vocabulary import Vocabulary
-
-Op = Literal["sum", "max", "logsumexp"]
-OPS: tuple[Op, ...] = get_args(Op)
 
 WIDEST = 8
 """Most rows that go through the loops of the CPU kernels side by side."""

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.trie.kernels.plan import Compressed, Op, check_op, check_out, make_plan
+from lmpool.protocol.query import Op
+from lmpool.trie.kernels.plan import Compressed, check_op, check_out, make_plan
 from lmpool.trie.weights import check_layout, check_shape, nan_found
 
 FUNCTIONS = (

@@ -26,7 +26,6 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, check_answers
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
-from lmpool.workers.metrics.counters import Counters
 
 EXIT_CODE = int(signal.SIGALRM)
 """How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
@@ -103,7 +102,7 @@ class EngineThread:
         make: makes the backend; called in the thread, for engines bind to the thread they start in.
         on_finished: called in the event loop with what each step brought.
         on_broken: called in the event loop with the exception that ended the thread.
-        counters: counts steps.
+        on_step: called in the thread after each step, with its seconds and how many jobs it has answered.
 
     Attributes:
         batch: prompts that make a full step.
@@ -118,7 +117,7 @@ class EngineThread:
         make: Callable[[], Backend],
         on_finished: Callable[[Finished], None],
         on_broken: Callable[[BaseException], None],
-        counters: Counters | None = None,
+        on_step: Callable[[float, int], None] = lambda seconds, answers: None,
     ) -> None:
         self._make = make
         self._on_finished = on_finished
@@ -137,7 +136,7 @@ class EngineThread:
         self.is_hung = False
         self._loads: set[asyncio.Future[str]] = set()
         self.stepping_since: float | None = None
-        self._counters = counters or Counters()
+        self._on_step = on_step
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -263,9 +262,9 @@ class EngineThread:
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
-            self._counters.step_s.observe(time.monotonic() - began)
+            seconds = time.monotonic() - began
             answered = check_answers(finished, adapters, info)
-            self._counters.batch.observe(len(answered))
+            self._on_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
             self._post(self._step_done, finished, answered, backend.stats(), backend.capacity(), taken)

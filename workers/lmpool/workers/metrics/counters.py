@@ -65,6 +65,11 @@ class Counters:
         self._clock_ahead_s = queue.server_time - (asked_at + time.time()) / 2
         self.queue = queue
 
+    def stepped(self, seconds: float, answers: int) -> None:
+        """Count a step of the backend, in its thread."""
+        self.step_s.observe(seconds)
+        self.batch.observe(answers)
+
     def published(self, outcome: str, entry_ids: Collection[bytes], seconds: float) -> None:
         """Count jobs that ended with what was asked for.
 

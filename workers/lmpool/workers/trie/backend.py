@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.protocol.query import Op
 from lmpool.protocol.row import Values, VectorBlock
 from lmpool.settings import check_number, count_threads
-from lmpool.trie.kernels import Kernels, Op, open_kernels
+from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WithoutAdapters
