@@ -9,17 +9,20 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from lmpool.errors import SourceMissing
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
+from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers import dispatch as dispatch_module
-from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
+from lmpool.workers.worker import FetchLoop, Lifecycle
 
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
@@ -185,3 +188,56 @@ async def test_a_prompt_that_is_answered_during_the_check_is_published_as_it_is(
     assert await dispatcher.drop_unwanted() == 0
     assert not recorder.aborted
     assert list(in_flight[PROMPT]) == [b"1-0"]
+
+
+# What several steps brought
+
+
+def rows(*digests: bytes, encoding: Encoding = Encoding.F32) -> RowBlock:
+    """Rows of four numbers, each with those of its digest's first byte."""
+    numbers = np.array([[digest[0]] * 4 for digest in digests], encoding.dtype)
+    log_z = None if encoding is Encoding.F32 else np.array([digest[0] for digest in digests], np.float32)
+    return RowBlock(list(digests), numbers, log_z, encoding)
+
+
+@pytest.mark.parametrize("encoding", list(Encoding))
+def test_steps_that_are_joined_are_as_one(encoding: Encoding) -> None:
+    answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), VectorBlock([b"y"], [np.ones(1, np.float32)])
+    steps = [
+        Finished([rows(b"a", b"b", encoding=encoding)], {b"f": "no"}, answers[0]),
+        Finished([rows(b"c", encoding=encoding)], {}, stale=(b"s",)),
+        Finished([], {b"g": "neither"}, answers[1]),
+    ]
+    joined = Finished.joined(steps)
+    (block,) = joined.blocks
+    assert [block.encode(at) for at in range(3)] == [
+        step.blocks[0].encode(at) for step, at in ((steps[0], 0), (steps[0], 1), (steps[1], 0))
+    ]
+    assert sorted(joined.digests) == sorted(digest for step in steps for digest in step.digests)
+    assert joined.failures == {b"f": "no", b"g": "neither"}
+    assert joined.answers is not None
+    assert [vector.tolist() for vector in joined.answers.vectors] == [[0, 0], [1]]
+    assert joined.stale == (b"s",)
+    assert joined.nbytes == sum(step.nbytes for step in steps)
+
+
+def test_blocks_that_have_a_prompt_twice_or_differ_stay_apart() -> None:
+    twice = [Finished([rows(b"a")], {}), Finished([rows(b"a", b"b")], {})]
+    assert Finished.joined(twice).blocks == [block for step in twice for block in step.blocks]
+    unlike = [Finished([rows(b"a")], {}), Finished([rows(b"b", encoding=Encoding.F16)], {})]
+    assert len(Finished.joined(unlike).blocks) == 2
+    assert Finished.joined([Finished([], {}), Finished([], {})]) == Finished([], {})
+
+
+# How much a call takes
+
+
+@pytest.mark.parametrize(("step_s", "counts"), [(0.0001, [1, 2, 4, 4]), (0.01, [1, 2, 2, 2])], ids=["short", "long"])
+async def test_a_call_takes_several_batches_only_where_a_step_is_shorter_than_a_call(
+    step_s: float, counts: list[int]
+) -> None:
+    parts = SimpleNamespace(
+        engine_thread=SimpleNamespace(batch=2, step_s=step_s), in_flight=None, consumer=None, dispatcher=None
+    )
+    loop = FetchLoop(cast(Any, SimpleNamespace(counters=None, server=None)), Lifecycle(), cast(Any, parts))
+    assert [loop._count_to_take(capacity) for capacity in (1, 2, 4, 5)] == counts

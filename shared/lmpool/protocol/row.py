@@ -135,6 +135,17 @@ class RowBlock:
         log_z = None if self.log_z is None else self.log_z[indices]
         return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
 
+    @classmethod
+    def joined(cls, blocks: Sequence[RowBlock]) -> RowBlock:
+        """The rows of several blocks of the same V and encoding (a copy)."""
+        log_z = [block.log_z for block in blocks if block.log_z is not None]
+        return cls(
+            [digest for block in blocks for digest in block.digests],
+            np.concatenate([block.numbers for block in blocks]),
+            np.concatenate(log_z) if log_z else None,
+            blocks[0].encoding,
+        )
+
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))

@@ -27,9 +27,15 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _PUBLISHERS = 2
+# A step that brings no more is published with those that follow while the one before is under way.
+_SMALL_BYTES = 64 * 1024
+_MOST_STEPS = 8
 _LEAVE_S = 10.0
 _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
+# Steps that are shorter take less than a call of the server, so the backend would wait for the next batch: then a call
+# takes several. With longer ones, what a worker takes beyond a batch would be missing to another.
+_SHORT_STEP_S = 0.001
 _UNPUBLISHED_BATCHES = 4
 
 
@@ -107,7 +113,7 @@ class FetchLoop:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
                     if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                         continue
-                    jobs = await self._consumer.take(min(capacity, self._engine_thread.batch), _BLOCK_MS)
+                    jobs = await self._consumer.take(self._count_to_take(capacity), _BLOCK_MS)
                     was_idle = not self._in_flight
                     await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:
@@ -151,6 +157,12 @@ class FetchLoop:
             return 0
         return min(self._engine_thread.capacity, self._unpublished_capacity())
 
+    def _count_to_take(self, capacity: int) -> int:
+        """A batch, or as many whole ones as there is capacity for when a step takes less than a call of the server."""
+        batch = self._engine_thread.batch
+        is_short = self._engine_thread.step_s < _SHORT_STEP_S
+        return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
+
     def _capacity_for_new(self) -> int:
         # None for a part of a batch: it would be published as a part, and leave capacity for a part again.
         return self._capacity() if self._unpublished_capacity() >= self._engine_thread.batch else 0
@@ -181,6 +193,7 @@ class Worker:
         self._delta = CounterDelta(self._counters)
         self._lifecycle = Lifecycle()
         self._finished: asyncio.Queue[Finished] = asyncio.Queue()
+        self._finished_small: asyncio.Queue[Finished] = asyncio.Queue()
         self._serving: Serving | None = None
         self._is_refused = False
         self.is_hung = False
@@ -306,6 +319,7 @@ class Worker:
             asyncio.create_task(part, name=name)
             for name, part in [
                 *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
+                ("publish-small", self._publish_small(serving)),
                 ("prepare", serving.dispatcher.prepare(self._lifecycle.notify)),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
@@ -346,7 +360,9 @@ class Worker:
             async with asyncio.timeout(patience):
                 await self._lifecycle.wait_for(lambda: not in_flight)
                 if self._lifecycle.broken is not None:
-                    await self._finished.join()  # What was computed before is published.
+                    # What was computed before is published.
+                    await self._finished.join()
+                    await self._finished_small.join()
         except TimeoutError:
             if self._lifecycle.broken is None:
                 raise ServerError(
@@ -358,6 +374,22 @@ class Worker:
         while True:
             await serving.dispatcher.publish(await self._finished.get(), self._id)
             self._finished.task_done()
+            self._lifecycle.notify()
+
+    async def _publish_small(self, serving: Serving) -> None:
+        """Publish small rows and answers, those of several steps together.
+
+        Two calls of the server and their replies cost as much as some dozen of them. One publisher is enough: the more
+        there is to do, the more goes together.
+        """
+        finished = self._finished_small
+        while True:
+            steps = [await finished.get()]
+            while len(steps) < _MOST_STEPS and not finished.empty():
+                steps.append(finished.get_nowait())
+            await serving.dispatcher.publish(steps[0] if len(steps) == 1 else Finished.joined(steps), self._id)
+            for _ in steps:
+                finished.task_done()
             self._lifecycle.notify()
 
     async def _renew(self, serving: Serving) -> None:
@@ -417,7 +449,8 @@ class Worker:
         _log.info("%s, %d in flight, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
-        self._finished.put_nowait(finished)
+        is_small = finished.nbytes <= _SMALL_BYTES
+        (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.
 
     def _break(self, error: BaseException) -> None:

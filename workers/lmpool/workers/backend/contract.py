@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -54,6 +54,27 @@ class Finished(NamedTuple):
         """The prompts that were answered, with a row, a vector or a failure."""
         answered = [digest for block in self.blocks for digest in block.digests]
         return [*answered, *(self.answers.digests if self.answers else ()), *self.failures]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows and vectors, encoded."""
+        return sum(block.nbytes for block in self.blocks) + (self.answers.nbytes if self.answers else 0)
+
+    @classmethod
+    def joined(cls, steps: Sequence[Finished]) -> Finished:
+        """What several steps brought, as if one had; rows and vectors are copied."""
+        blocks = [block for step in steps for block in step.blocks]
+        digests = [digest for block in blocks for digest in block.digests]
+        is_alike = len({(block.encoding, block.numbers.shape[1]) for block in blocks}) == 1
+        # A prompt may be there twice, given up and computed again meanwhile: then each block is for itself.
+        if is_alike and len(set(digests)) == len(digests):
+            blocks = [RowBlock.joined(blocks)]
+        answers = [step.answers for step in steps if step.answers is not None]
+        names = [name for block in answers for name in block.digests]
+        vectors = [vector for block in answers for vector in block.vectors]
+        failures = {digest: text for step in steps for digest, text in step.failures.items()}
+        stale = tuple(digest for step in steps for digest in step.stale)
+        return cls(blocks, failures, VectorBlock(names, vectors) if names else None, stale)
 
 
 class BackendStats(NamedTuple):

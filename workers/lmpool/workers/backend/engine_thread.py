@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -106,6 +107,7 @@ class EngineThread:
 
     Attributes:
         batch: prompts that make a full step.
+        step_s: seconds of its last step; infinity before the first.
         stats: the backend's counters after its last step.
         call: what the backend has been asked to do and has not done yet.
         is_hung: the thread does not return from the backend; only the end of the process ends it.
@@ -137,6 +139,7 @@ class EngineThread:
         self._loads: set[asyncio.Future[str]] = set()
         self.stepping_since: float | None = None
         self._on_step = on_step
+        self.step_s = math.inf
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -262,7 +265,7 @@ class EngineThread:
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
-            seconds = time.monotonic() - began
+            seconds = self.step_s = time.monotonic() - began
             answered = check_answers(finished, adapters, info)
             self._on_step(seconds, len(answered))
             for digest in answered:
