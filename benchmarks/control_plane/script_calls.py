@@ -142,7 +142,7 @@ def _claim(is_silent: bool) -> Callable[[_Queue], list[float]]:
         queue.hold(100_000)
         lease = 0 if is_silent else _LEASE_MS
         args = (GROUP, "me", lease, 3, 256, 1, 2**24, 2**19, _LONG_MS)
-        return [queue.ms(scripts.CLAIM, [_MODEL.jobs, _MODEL.claim_cursor], *args) for _ in range(REPEATS)]
+        return [queue.ms(scripts.CLAIM_EXPIRED, [_MODEL.jobs, _MODEL.claim_cursor], *args) for _ in range(REPEATS)]
 
     return measure
 
@@ -216,7 +216,7 @@ def _abandoned(queue: _Queue) -> list[float]:
     queue.empty()
     entries = queue.hold(scripts.MOST_AT_ONCE)
     keys = [_MODEL.jobs, *(_MODEL.waiting + one for one in _digests(len(entries)))]
-    return [queue.ms(scripts.ABANDONED, keys, *(value for entry in entries for value in (entry, 1)))]
+    return [queue.ms(scripts.DROP_UNWANTED, keys, *(value for entry in entries for value in (entry, 1)))]
 
 
 def _sweep_clients(queue: _Queue) -> list[float]:
@@ -224,13 +224,13 @@ def _sweep_clients(queue: _Queue) -> list[float]:
     for at in range(0, 200_000, 10_000):
         queue.client.zadd(_MODEL.virtual_time, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
     queue.client.zadd(_MODEL.virtual_time, {b"": 10**6})
-    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(REPEATS)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(REPEATS)]
 
 
 def _sweep_workers(queue: _Queue) -> list[float]:
     queue.empty(1000)
     queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
-    return [queue.ms(scripts.SWEEP, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(4)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(4)]
 
 
 def _survey(queue: _Queue) -> list[float]:

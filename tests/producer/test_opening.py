@@ -21,7 +21,7 @@ from lmpool.embedded import EmbeddedServer, socket_url
 from lmpool.errors import AmbiguousModel, AuthenticationFailed, LMPoolError, NoWorker, ProducerClosed, ServerUnreachable
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client import discovery
-from lmpool.producer.client.sessions import SessionPerLoop
+from lmpool.producer.client.session_per_loop import SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel

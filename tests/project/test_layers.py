@@ -371,7 +371,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
     for path in LUA.glob("*/*.lua"):
         code = re.sub(r"--.*", "", path.read_text("utf-8"))
         # What a queue consists of is named in one place, from the job stream's name.
-        assert path.stem in {"stream", "queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
+        assert path.stem in {"names", "fair_queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
             # Every key comes from KEYS, or from a hash that holds reply keys under the model's tag.
             names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"

@@ -24,7 +24,7 @@ from lmpool.errors import (
 )
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
-from lmpool.producer.client.sessions import SessionPerLoop
+from lmpool.producer.client.session_per_loop import SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
 from lmpool.protocol.query import (

@@ -16,7 +16,7 @@ from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
-from lmpool.producer.client.sessions import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.partial import (
     PartialRows,

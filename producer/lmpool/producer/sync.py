@@ -22,7 +22,7 @@ from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
-from lmpool.producer.client.sessions import CopiedAsItself
+from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.partial import SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.trie import PooledTrie, TrieOptions

@@ -22,7 +22,7 @@ from lmpool.errors import (
     UnknownVocabulary,
 )
 from lmpool.producer.client.session import Session
-from lmpool.producer.client.sessions import CopiedAsItself, SessionPerLoop
+from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.prompt import Prompt, digest_of, list_prompts
 from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery

@@ -22,7 +22,7 @@ from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent
-from lmpool.producer.client.sessions import CopiedAsItself
+from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
 from lmpool.producer.genlm.llm_opts import LEAST_TIMEOUT_S, check_known, command_options, split

@@ -85,7 +85,7 @@ async def claim(
     redis: redis_async.Redis, *held: bytes, consumer: str = "w2", most: int = 3, want: int = 10, idle: bool = True
 ) -> tuple[int, list[tuple[bytes, bytes, int]]]:
     args = [GROUP, consumer, LEASE_MS, most, want, int(idle), 2**24, 2**19, LIFETIME_MS, *held]
-    alone, taken, _ = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
+    alone, taken, _ = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
     return alone, [(entry, job, deliveries) for entry, job, deliveries, *_ in taken]
 
 

@@ -161,8 +161,8 @@ async def test_a_job_whose_waiting_key_was_evicted_is_computed_until_its_deadlin
     await redis.delete(waiting(1))
     ((_, fields),) = await entries_of(redis, with_lifetimes=True)
     until = int(entry.partition(b"-")[0]) + int(fields[LIFETIME_FIELD])
-    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, until]) == []
-    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
+    assert await scripts.DROP_UNWANTED(redis, [JOBS, waiting(1)], [entry, until]) == []
+    assert await scripts.DROP_UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == [1]
 
 
 async def compute_all_until_empty(redis: redis_async.Redis) -> list[int]:
@@ -231,7 +231,7 @@ async def test_a_job_that_is_queued_again_for_nobody_is_wanted_all_the_same(redi
     await redis.xadd(JOBS, {"m": b"job-1"})
     (entry,) = await take(redis)
     await redis.hset(waiting(1), mapping={"job": entry, "keep": ""})
-    assert await scripts.ABANDONED(redis, [JOBS, waiting(1)], [entry, 1]) == []
+    assert await scripts.DROP_UNWANTED(redis, [JOBS, waiting(1)], [entry, 1]) == []
     assert await finish(redis, (entry, 1, b"", False)) == 0
     assert not await redis.exists(b"keep", waiting(1))
 
@@ -242,7 +242,7 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     await cancel(redis, 1)
     await redis.delete(waiting(3))
     keys = [JOBS, *(waiting(number) for number in (1, 2, 3))]
-    assert await scripts.ABANDONED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
+    assert await scripts.DROP_UNWANTED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
     assert [entry for entry, _ in await entries_of(redis)] == entries[1:2]
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 
@@ -253,7 +253,7 @@ async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redi
     entries = await take(redis, count=2)
     await cancel(redis, 1)
     args = [one for entry in entries for one in (entry, 10**15)]
-    assert await scripts.ABANDONED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
+    assert await scripts.DROP_UNWANTED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
     assert await nothing_is_left(redis)
 
 

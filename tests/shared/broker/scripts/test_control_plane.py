@@ -364,10 +364,10 @@ async def test_one_call_forgets_some_of_the_clients_that_have_nothing_in_the_bac
     await redis.zadd(MODEL.virtual_time, {"": 5000.0, **{MODEL.reply(f"{i:016x}"): float(i) for i in range(1000)}})
     await redis.zadd(MODEL.virtual_time, {A: 6000.0})
     args = [GROUP, 200, LIFETIME_MS]
-    await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
+    await scripts.REMOVE_GONE(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
     assert 700 < await redis.zcard(MODEL.virtual_time) < 1002
     for _ in range(6):
-        await scripts.SWEEP(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
+        await scripts.REMOVE_GONE(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
     assert await redis.zrange(MODEL.virtual_time, 0, -1) == [b"", A], "the clock, and who is in the backlog"
 
 
@@ -415,7 +415,7 @@ async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_
     found: list[bytes] = []
     calls = share = 0
     while not found:
-        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
+        _, taken, further = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
         found, calls, share = [one[0] for one in taken], calls + 1, max(share, further)
     assert found == entries[-1:]
     assert calls >= 5
@@ -436,7 +436,7 @@ async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) ->
     further = 0
     for number in range(5000 // 500 + 1):
         args = [GROUP, f"w{number % 10}", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
-        _, taken, further = await scripts.CLAIM(redis, [JOBS, MODEL.claim_cursor], args)
+        _, taken, further = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
         found += [one[0] for one in taken]
     assert found == entries[-1:]
     assert further <= 1

@@ -108,7 +108,7 @@ async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_d
             case "drop":  # As a server does that is short of memory.
                 await queue.delete(*map(waiting, numbers), MODEL.sole_client)
             case "keep":
-                await scripts.KEEP(queue, MODEL.queue, [GROUP, HOUR_MS])
+                await scripts.KEEP_QUEUE(queue, MODEL.queue, [GROUP, HOUR_MS])
         assert await ever(queue) == set()
 
 

@@ -204,7 +204,9 @@ class Heartbeat:
         """Drop the consumers of workers whose deadline has passed, and of these."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
-        _, has_unknown = await scripts.SWEEP(self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *worker_ids])
+        _, has_unknown = await scripts.REMOVE_GONE(
+            self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *worker_ids]
+        )
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MOST_AT_ONCE):
@@ -224,7 +226,7 @@ class Heartbeat:
         if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
-            await scripts.RETIRE(self._redis, keys.queue, [_QUEUE_TTL_MS])
+            await scripts.EXPIRE_QUEUE(self._redis, keys.queue, [_QUEUE_TTL_MS])
 
     async def _keep_vocabulary(self) -> None:
         """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""

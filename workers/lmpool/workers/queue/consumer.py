@@ -191,7 +191,7 @@ class UnwantedJobs:
             keys = [self._keys.jobs, *(self._keys.waiting + job.digest for job in part)]
             args = [value for job in part for value in (job.entry_id, _until_ms(job))]
             try:
-                numbers = await scripts.ABANDONED(self._redis, keys, args)
+                numbers = await scripts.DROP_UNWANTED(self._redis, keys, args)
             except (RedisError, OSError):
                 break
             removed |= {part[number - 1].entry_id for number in numbers}
@@ -264,8 +264,8 @@ class Consumer:
         await self.keep_queue()
 
     async def keep_queue(self) -> None:
-        """Have the queue not expire, and replace its stream when ids have run ahead of the clock: see `keep.lua`."""
-        dropped = await scripts.KEEP(self._redis, self._keys.queue, [GROUP, _MOST_AHEAD_MS])
+        """Have the queue not expire, and replace its stream when ids have run ahead of the clock (`keep_queue.lua`)."""
+        dropped = await scripts.KEEP_QUEUE(self._redis, self._keys.queue, [GROUP, _MOST_AHEAD_MS])
         if dropped >= 0:
             _log.warning(
                 "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
@@ -338,7 +338,7 @@ class Consumer:
             count: how many jobs at most.
             in_flight: the entries that this worker is at work on: none of these.
         """
-        reply = await scripts.CLAIM(
+        reply = await scripts.CLAIM_EXPIRED(
             self._redis,
             [self._keys.jobs, self._keys.claim_cursor],
             [

@@ -1,6 +1,6 @@
--- How many jobs the stream of a model's queue may hold, for the scripts that include it. See queue.lua.
+-- How many jobs the stream of a model's queue may hold, for the scripts that include it. See fair_queue.lua.
 
--- include stream
+-- include names
 
 -- Batches in the stream for each worker: enough to take from until the next batch has ended and more moves up.
 local BATCHES = 3

@@ -1,5 +1,5 @@
 -- Notifying the clients that wait for prompts, for the scripts that include it. ARGV[3] is the cap of a reply stream, ARGV[4]
--- its lifetime in ms. See stream.lua.
+-- its lifetime in ms. See names.lua.
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or replaced.
 

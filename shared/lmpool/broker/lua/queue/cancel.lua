@@ -5,7 +5,7 @@
 --
 -- Returns how many jobs were removed.
 
--- include queue
+-- include fair_queue
 
 local reply = KEYS[2]
 local removed = 0

@@ -10,7 +10,7 @@
 -- Returns how many were removed, how many workers hold, and the numbers of the prompts to call again with: one call
 -- notifies a bounded number of clients.
 
--- include queue
+-- include fair_queue
 
 local group, failure, lease = ARGV[1], ARGV[2], tonumber(ARGV[5])
 local HEAD = 5

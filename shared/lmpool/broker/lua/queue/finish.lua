@@ -25,7 +25,7 @@
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
 
--- include stream
+-- include names
 
 local HEAD = 8
 
@@ -115,7 +115,7 @@ end
 
 -- Making ready for the rules of the queue takes as long as a few jobs.
 
--- include queue
+-- include fair_queue
 
 move_up()
 return answer

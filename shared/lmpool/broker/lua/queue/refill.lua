@@ -4,7 +4,7 @@
 --
 -- Returns 1 when it is to be called again at once, for there may be more to move.
 
--- include stream
+-- include names
 
 if redis.call('EXISTS', backlog) == 0 then
   return 0
@@ -12,6 +12,6 @@ end
 
 -- Making ready for the rules of the queue takes as long as a few jobs.
 
--- include queue
+-- include fair_queue
 
 return move_up() and 1 or 0

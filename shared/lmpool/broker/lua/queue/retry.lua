@@ -9,7 +9,7 @@
 -- Returns Q queued, J a job for the same is under way so that nothing had to be queued, F refused because the queue is
 -- full, G the letter is gone or is another.
 
--- include queue
+-- include fair_queue
 
 local dead, waiting = KEYS[2], KEYS[3]
 local letter = redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1]

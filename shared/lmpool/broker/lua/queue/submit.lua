@@ -17,7 +17,7 @@
 -- is full, R the row is in the cache (it was stored after the client looked). A "+" behind them asks the caller to call
 -- refill.lua until that has nothing more to do: what another client has in the stream is in the way.
 
--- include stream
+-- include names
 
 local reply, lifetime = KEYS[2], ARGV[2]
 local row_check, again = ARGV[3], ARGV[4] == '1'
@@ -75,7 +75,7 @@ if may_be_usual then
   end
 end
 
--- include queue
+-- include fair_queue
 
 local SHARE = 9
 local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false

@@ -9,7 +9,7 @@
 -- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up,
 -- the server's time in ms}.
 
--- include queue
+-- include fair_queue
 
 -- Of the backlog; and the longest that is read for its time.
 local FIRST, MOST_READ = 32, 16384

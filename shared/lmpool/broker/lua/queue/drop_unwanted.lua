@@ -5,7 +5,7 @@
 --
 -- Returns the numbers of the jobs that were removed.
 
--- include queue
+-- include fair_queue
 
 local removed, left, now = {}, {}, now_ms()
 for i = 1, #KEYS - 1 do

@@ -9,7 +9,7 @@
 --
 -- Returns how many were removed, and whether there are consumers that have no deadline (0|1).
 
--- include queue
+-- include fair_queue
 
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
 local now, removed = now_ms(), 0

@@ -11,7 +11,7 @@
 -- Returns how many jobs were dropped, -1 when the stream stays.
 local jobs, group = KEYS[1], ARGV[1]
 for _, key in ipairs(KEYS) do
-  -- retire.lua has given it an expiry when nobody served the model.
+  -- expire_queue.lua has given it an expiry when nobody served the model.
   redis.call('PERSIST', key)
 end
 local latest = redis.call('TIME')[1] * 1000 + ARGV[2]

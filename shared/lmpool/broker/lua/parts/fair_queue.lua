@@ -1,4 +1,4 @@
--- A model's queue, for the scripts that include it. KEYS[1] is the stream of jobs.
+-- Fair queueing of a model's prompts, for the scripts that include it. KEYS[1] is the stream of jobs.
 --
 -- Workers read the stream in the order of its entries, so what stands in it is waited for by everybody behind it. It
 -- holds some batches only, its capacity; the rest waits in the backlog, a sorted set of digests in the order of their

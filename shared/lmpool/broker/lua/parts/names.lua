@@ -1,4 +1,4 @@
--- The names of a model's queue, for the scripts that include it. See queue.lua. There are no functions here: making one costs
+-- The names of a model's queue, for the scripts that include it. See fair_queue.lua. There are no functions here: making one costs
 -- as much as a quarter of a command, and what is done most often needs none.
 local GROUP = 'workers'
 -- What a waiting key has instead of an entry id: the job is in the backlog; its row has just been stored.
