@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -324,3 +325,14 @@ async def test_loading_says_which_revision_or_why_not(adapter_folder: Path) -> N
             return bool(broken)
 
         await until_async(is_broken, "the worker hears that its backend broke")
+
+
+async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
+    engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
+    engine_thread.batch = 4
+    told = []
+    # One over a batch; what was ready; a part of a batch; a longer one; two that are short.
+    for seconds, answers in ((0.02, 4), (0.0, 0), (0.001, 1), (0.03, 2), (0.001, 4), (0.001, 4)):
+        engine_thread._note_step(seconds, answers)
+        told.append(engine_thread.step_s)
+    assert told == pytest.approx([0.02, 0.02, 0.02, 0.03, 0.027, 0.0243])

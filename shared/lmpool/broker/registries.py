@@ -19,12 +19,12 @@ from lmpool.errors import ProtocolError, SettingsError, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
     MAX_ADAPTERS,
-    MOST_ENTRY_BYTES,
+    MOST_ADAPTER_BYTES,
     Adapter,
     Generation,
     Offer,
     Registered,
-    decode_entries,
+    decode_registered,
 )
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.vocabulary import Vocabulary
@@ -119,13 +119,15 @@ class AdapterRegistry:
         # Workers that start at once may register some too many.
         most = 2 * MAX_ADAPTERS + 2
         try:
-            served, offered = await read_hashes(self._redis, self._keys, most_bytes=MOST_ENTRY_BYTES, most_fields=most)
+            served, offered = await read_hashes(
+                self._redis, self._keys, most_bytes=MOST_ADAPTER_BYTES, most_fields=most
+            )
         except ProtocolError as error:
             text = f"the adapters of this model cannot be read: {error} (there can be {MAX_ADAPTERS} adapters)"
             raise ProtocolError(text) from error
         owner, named = _text(served.pop(b"", b"")), _text(served.pop(GENERATION_FIELD.encode(), b""))
         generation, _, base = named.partition(" ")
-        adapters, offers = dict(sorted(decode_entries(served, Adapter).items())), decode_entries(offered, Offer)
+        adapters, offers = dict(sorted(decode_registered(served, Adapter).items())), decode_registered(offered, Offer)
         return Registered(owner, adapters, offers, Generation.parse(generation), Generation.parse(base))
 
     async def offer(self, name: str, offer: Offer, lifetime_s: float) -> bool:
@@ -224,7 +226,7 @@ class AdapterRegistry:
 
     async def loading(self, nonce: str) -> set[str]:
         """The workers that have begun to load an offer and have not told how that ended."""
-        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ENTRY_BYTES)
+        (workers,) = await read_hashes(self._redis, [self._model.adapter_trials(nonce)], most_bytes=MOST_ADAPTER_BYTES)
         return {worker.decode("utf-8", "replace") for worker in workers}
 
     async def withdraw(self, name: str, nonce: str) -> None:

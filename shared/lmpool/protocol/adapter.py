@@ -22,7 +22,7 @@ MAX_ADAPTERS = 64
 GENERATION_FIELD = "@"
 """The field of the registry that has its generation; no adapter can have this name."""
 
-MOST_ENTRY_BYTES = 16 * 1024
+MOST_ADAPTER_BYTES = 16 * 1024
 """Most bytes of an encoded adapter or offer."""
 
 # "@" divides name and revision, "=" name and folder; control characters and lone surrogates cannot be shown or sent.
@@ -109,7 +109,7 @@ class Offer(Message, frozen=True, tag=_VERSION):
     revision: str = ""
 
 
-_Entry = TypeVar("_Entry", Adapter, Offer)
+_Registered = TypeVar("_Registered", Adapter, Offer)
 
 
 class Generation(NamedTuple):
@@ -176,7 +176,7 @@ class Registered(NamedTuple):
         return self.generation != seen.generation and self.base < seen.generation
 
 
-def decode_entries(values: dict[bytes, bytes | int], kind: type[_Entry]) -> dict[str, _Entry]:
+def decode_registered(values: dict[bytes, bytes | int], kind: type[_Registered]) -> dict[str, _Registered]:
     """The adapters or offers of a hash that anybody may have written to; a value that is too large is its size.
 
     Raises:
@@ -189,6 +189,6 @@ def decode_entries(values: dict[bytes, bytes | int], kind: type[_Entry]) -> dict
             raise ProtocolError(f"what the server has as the adapter {shown(name)} is none: it has {data} bytes")
         if not _NAME.fullmatch(name):
             raise ProtocolError(f"the server has an adapter {shown(name)}, which is no name of one")
-        fields = unpack_flat(data, MOST_ENTRY_BYTES, "registered adapter")
+        fields = unpack_flat(data, MOST_ADAPTER_BYTES, "registered adapter")
         decoded[name] = checked(kind, fields, f"an adapter, which the server has as {shown(name)}")
     return decoded

@@ -165,7 +165,7 @@ class ModelInfo:
             raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
             try:  # One by one, so that the error can name the field and the value.
-                msgspec.convert(value, _TYPES[name])
+                values[name] = msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
                 raise ProtocolError(f"a model info has {name} = {shown(value)}: {error}") from error
             if name in _NAMES and _CONTROL.search(value):

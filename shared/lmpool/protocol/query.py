@@ -242,28 +242,28 @@ def unpack_query(data: bytes) -> Query:
     Raises:
         ProtocolError: too large, not MessagePack, or not a query.
     """
-    match unpack_flat(data, _MOST_BYTES, "ask"):
+    match unpack_flat(data, _MOST_BYTES, "query"):
         case ["top", *_] as values:
-            return checked(TopQuery, values, "an ask")
+            return checked(TopQuery, values, "a query")
         case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
-            return checked(SampleQuery, values, "an ask")
+            return checked(SampleQuery, values, "a query")
         case ["score", *_] as values:
-            return checked(ScoreQuery, values, "an ask")
+            return checked(ScoreQuery, values, "a query")
         case ["fresh", *_] as values:
-            return checked(FreshQuery, values, "an ask")
+            return checked(FreshQuery, values, "a query")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:
             expected = f"{', '.join(OPS)} of {', '.join(_SELECTIONS)}"
-            raise ProtocolError(f"an ask for {shown(op, 40)} of {shown(select, 40)}: expected {expected}")
+            raise ProtocolError(f"a query for {shown(op, 40)} of {shown(select, 40)}: expected {expected}")
         case [_, _, _, _, _, _] as values:
-            return _checked_trie(checked(TrieQuery, values, "an ask"))
+            return _checked_trie(checked(TrieQuery, values, "a query"))
         case other:
-            raise ProtocolError(f"not an ask: {described(other)}")
+            raise ProtocolError(f"not a query: {described(other)}")
 
 
 def _checked_trie(query: TrieQuery) -> TrieQuery:
     lengths = len(query.vocabulary), len(query.rows), len(query.source)
     if lengths[0] != _DIGEST_DIGITS or lengths[1] not in (0, _DIGEST_DIGITS) or lengths[2] not in (0, DIGEST_SIZE):
-        raise ProtocolError("an ask has a digest of the wrong length")
+        raise ProtocolError("a query has a digest of the wrong length")
     if len(query.nodes) % 4 or (query.select == "under" and len(query.nodes) != 4):
-        raise ProtocolError(f"an ask for {query.select!r} has {len(query.nodes)} bytes of node ids")
+        raise ProtocolError(f"a query for {query.select!r} has {len(query.nodes)} bytes of node ids")
     return query

@@ -37,7 +37,7 @@ def folded(lines: list[str], column: int) -> str:
 
 
 def a_worker(name: str) -> dict[str, object]:
-    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "held": "128", "failures": "3"}
+    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
     more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
     return {"id": name, "model": LONG, **told, **more}
 
@@ -108,7 +108,7 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     assert "ready" in text
     # How many there is room for is a matter of how long the times are.
     (left_out,) = re.findall(r"no room for ((?:\w+, )*\w+)", " ".join(text.split()))
-    assert {"rows", "held", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
+    assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
 
 
 def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:

@@ -19,7 +19,7 @@ from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     Answer,
     BatchWaiter,
-    Deadlines,
+    DeadlineTimers,
     PendingRequest,
     PendingRequests,
     ProducerStats,
@@ -313,7 +313,7 @@ async def test_a_single_waiter_that_was_cancelled_ignores_the_answer() -> None:
 async def test_waits_end_at_their_deadlines_unless_they_were_removed_before() -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
-    deadlines = Deadlines(loop, ended.put_nowait)
+    deadlines = DeadlineTimers(loop, ended.put_nowait)
     first, second, removed, alone, patient = (SingleWaiter(loop, 60.0) for _ in range(5))
     soon = loop.time() + 0.05
     for waiter, until in ((first, soon), (second, soon), (removed, soon), (alone, soon + 0.02), (patient, soon + 9e8)):
@@ -331,7 +331,7 @@ async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
     loop = asyncio.get_running_loop()
     ended: asyncio.Queue[SingleWaiter] = asyncio.Queue()
     late = SingleWaiter(loop, 60.0)
-    Deadlines(loop, ended.put_nowait).add(late, loop.time() - 60)
+    DeadlineTimers(loop, ended.put_nowait).add(late, loop.time() - 60)
     assert await asyncio.wait_for(ended.get(), DEADLINE_S) is late
 
 

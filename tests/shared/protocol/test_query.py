@@ -1,4 +1,4 @@
-"""Asks on the wire, and the registry of vocabularies."""
+"""Queries on the wire, and the registry of vocabularies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lmpool.protocol.query import FreshQuery, Query, SampleQuery, ScoreQuery, To
 from lmpool.vocabulary import Vocabulary
 from tests.support.pool import Pool
 
-ASK = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
+QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b"s" * 16)
 
 
 @pytest.mark.parametrize(
     "query",
     [
-        ASK,
+        QUERY,
         TrieQuery("logsumexp", "0" * 32, "inner"),
         TrieQuery("max", "0" * 32, "under", b"\0\0\0\0"),
-        replace(ASK, nodes=b"", select="values"),
+        replace(QUERY, nodes=b"", select="values"),
         TopQuery(1),
         TopQuery(2**31),
         SampleQuery(0.0, 1.0, 0),
@@ -44,7 +44,7 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
     assert ScoreQuery(3).pack().hex() == "92a573636f726503"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
-    assert ASK.pack() == msgpack.packb(["sum", "0" * 32, "nodes", ASK.nodes, "f" * 32, b"s" * 16])
+    assert QUERY.pack() == msgpack.packb(["sum", "0" * 32, "nodes", QUERY.nodes, "f" * 32, b"s" * 16])
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
         ({"nodes": b"\0" * 5}, "5 bytes of node ids"),
         ({"select": "under"}, "'under' has 8 bytes of node ids"),
         ({"select": "under", "nodes": b""}, "'under' has 0 bytes of node ids"),
-        ({"nodes": "text"}, "not an ask"),
-        ({"nodes": b"\0" * (9 * 2**20)}, r"ask of \d+ bytes is over the limit of 8388608"),
+        ({"nodes": "text"}, "not a query"),
+        ({"nodes": b"\0" * (9 * 2**20)}, r"query of \d+ bytes is over the limit of 8388608"),
     ],
 )
-def test_a_malformed_ask_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
-    packed = msgpack.packb(tuple({**asdict(ASK), **changes}.values()))
+def test_a_malformed_query_is_refused_with_what_is_wrong(changes: dict[str, object], message: str) -> None:
+    packed = msgpack.packb(tuple({**asdict(QUERY), **changes}.values()))
     with pytest.raises(ProtocolError, match=message):
         unpack_query(packed)
 
@@ -115,7 +115,7 @@ def test_no_bytes_do_worse_than_a_protocol_error(data: bytes) -> None:
 
 @given(st.data())
 def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> None:
-    packed = bytearray(ASK.pack())
+    packed = bytearray(QUERY.pack())
     for _ in range(data.draw(st.integers(1, 4))):
         packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -126,13 +126,13 @@ def test_no_mutation_does_worse_than_a_protocol_error(data: st.DataObject) -> No
 
 def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
     prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
-    asks = [ASK, replace(ASK, op="max"), replace(ASK, nodes=b"\x01\0\0\0"), replace(ASK, source=b"t" * 16)]
-    asked = [prompt.with_query(query.pack(), 2) for query in asks]
+    queries = [QUERY, replace(QUERY, op="max"), replace(QUERY, nodes=b"\x01\0\0\0"), replace(QUERY, source=b"t" * 16)]
+    asked = [prompt.with_query(query.pack(), 2) for query in queries]
     assert len({prompt.digest, *(one.digest for one in asked)}) == 5
     assert asked[0].ids == prompt.ids
-    assert asked[0].digest == query_digest(digest_of(prompt.ids), ASK.pack())
-    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).with_query(ASK.pack(), 2)
-    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").with_query(ASK.pack(), 2)
+    assert asked[0].digest == query_digest(digest_of(prompt.ids), QUERY.pack())
+    other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).with_query(QUERY.pack(), 2)
+    adapted = encode_prompt([1, 2], vocab_size=9, max_tokens=9, adapter="a").with_query(QUERY.pack(), 2)
     assert len({asked[0].digest, other.digest, adapted.digest}) == 3
 
 

@@ -292,7 +292,7 @@ async def ask_some(trie: PooledTrie, prompt: list[int], nodes: list[int]) -> Non
     assert_right(await trie.weight_sum(prompt=prompt, nodes=nodes), exact)
 
 
-# Deadlines
+# DeadlineTimers
 
 
 async def never(*_: Any, **__: Any) -> None:

@@ -123,7 +123,9 @@ class Dispatcher:
 
     async def publish(self, finished: Finished, worker_id: str) -> None:
         """Publish what a step brought."""
+        # Before anything is awaited: a prompt that was given up may be there once more, computed, and end with its row.
         stale = [digest for digest in finished.stale if digest in self._in_flight]
+        failures = {digest: self._adapters.failure_of(self._in_flight.backend_job(digest).adapter) for digest in stale}
         for block in finished.blocks:
             await self._publish_rows(block)
         if finished.answers is not None:
@@ -131,7 +133,6 @@ class Dispatcher:
             overwrite = {digest for digest, group in jobs.items() if any(job.overwrite for job in group.values())}
             await self._publisher.publish(finished.answers, jobs, overwrite)
             self.release(jobs)
-        failures = {digest: self._adapters.failure_of(self._in_flight.backend_job(digest).adapter) for digest in stale}
         for digest, text in finished.failures.items():
             failures[digest] = Failure(WorkerError.__name__, f"{text} (worker {worker_id})")
         await self._fail_prompts(failures)

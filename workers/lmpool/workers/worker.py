@@ -27,7 +27,7 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _PUBLISHERS = 2
-# A step that brings no more is published with those that follow while the one before is under way.
+# What a step brings that is no larger is published together with what others bring meanwhile: so many of them at most.
 _SMALL_BYTES = 64 * 1024
 _MOST_STEPS = 8
 _LEAVE_S = 10.0
@@ -36,6 +36,8 @@ _GIVE_WAY_S = 0.001
 # Steps that are shorter take less than a call of the server, so the backend would wait for the next batch: then a call
 # takes several. With longer ones, what a worker takes beyond a batch would be missing to another.
 _SHORT_STEP_S = 0.001
+# Of prompts in a call that takes several batches, far below what a connection accepts as a reply.
+_MOST_TAKEN_BYTES = 32 * 1024 * 1024
 _UNPUBLISHED_BATCHES = 4
 
 
@@ -98,6 +100,7 @@ class FetchLoop:
         self._engine_thread = serving.engine_thread
         self._consumer = serving.consumer
         self._dispatcher = serving.dispatcher
+        self._most_job_bytes = 4 * serving.info.max_prompt_tokens
         # Locked from taking jobs until they are in `_in_flight`: a job that is not is neither renewed nor counted.
         self._taking = asyncio.Lock()
 
@@ -160,7 +163,7 @@ class FetchLoop:
     def _count_to_take(self, capacity: int) -> int:
         """A batch, or as many whole ones as there is capacity for when a step takes less than a call of the server."""
         batch = self._engine_thread.batch
-        is_short = self._engine_thread.step_s < _SHORT_STEP_S
+        is_short = self._engine_thread.step_s < _SHORT_STEP_S and capacity * self._most_job_bytes <= _MOST_TAKEN_BYTES
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
@@ -437,7 +440,7 @@ class Worker:
         stats = serving.engine_thread.stats
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
-            "held": len(serving.in_flight),
+            "in_flight": len(serving.in_flight),
             "failures": serving.dispatcher.failures,
             **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
@@ -449,7 +452,8 @@ class Worker:
         _log.info("%s, %d in flight, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
-        is_small = finished.nbytes <= _SMALL_BYTES
+        # What has failed does not wait for others' rows.
+        is_small = 0 < finished.nbytes <= _SMALL_BYTES
         (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.
 

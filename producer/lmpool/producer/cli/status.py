@@ -294,7 +294,7 @@ def _workers(models: Survey) -> list[Column]:
         Column("state", [_text(worker.get("state")) for worker in workers], 1),
         Column("rows", [_text(worker.get("rows")) for worker in workers], 10),
         Column("rows/s", [_rate(number(worker, "rows_per_s")) for worker in workers], 2),
-        Column("held", [_text(worker.get("held")) for worker in workers], 8),
+        Column("in-flight", [_text(worker.get("in_flight")) for worker in workers], 8),
         Column("failed", [_text(worker.get("failures")) for worker in workers], 3),
         Column("reuse", [_reuse(worker) for worker in workers], 9),
     ]

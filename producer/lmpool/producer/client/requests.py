@@ -433,7 +433,7 @@ class SingleWaiter:
         future: has the row.
         request: what it waits for; set by who adds it there.
         seconds: as above.
-        bucket: the number of its bucket in `Deadlines`.
+        bucket: the number of its bucket in `DeadlineTimers`.
     """
 
     __slots__ = ("bucket", "future", "request", "seconds")
@@ -453,7 +453,7 @@ class SingleWaiter:
                 self.future.set_result(answer)
 
 
-class Deadlines:
+class DeadlineTimers:
     """Ends waits whose deadline has passed, at most 10 ms later.
 
     A timer for each would cost more than anything else of a request that is answered in time; one for all those

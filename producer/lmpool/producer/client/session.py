@@ -26,7 +26,7 @@ from lmpool.producer.client.receive import EntryReader, FoundEntries, Receiver, 
 from lmpool.producer.client.requests import (
     BatchWaiter,
     Counters,
-    Deadlines,
+    DeadlineTimers,
     PendingRequest,
     PendingRequests,
     ProducerStats,
@@ -99,7 +99,7 @@ class Session:
         self._cache = cache
         self._stats = stats
         self._requests = PendingRequests(cache, stats, counters)
-        self._deadlines = Deadlines(self.loop, self._on_deadline)
+        self._deadlines = DeadlineTimers(self.loop, self._on_deadline)
         self._connections = Connections(server, keys)
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)

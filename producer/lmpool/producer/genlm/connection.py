@@ -279,11 +279,6 @@ class PrivatePool:
             return "\n".join(lines[-_LINES_SHOWN:])
         return ""
 
-    @property
-    def worker_pid(self) -> int:
-        """Process id of the worker; 0 once it is closed."""
-        return 0 if self._process is None else self._process.pid
-
     def close(self) -> None:
         """End the worker and the server and remove their files; closing twice does nothing."""
         with self._lock:

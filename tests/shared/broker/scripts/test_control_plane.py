@@ -220,7 +220,7 @@ async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_h
     assert await capacity(redis) == 7
 
 
-async def test_rooms_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
+async def test_capacities_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
     for number in range(10):
         await register(redis, f"w{number}", 4)
     await register(redis, "w0", 10)

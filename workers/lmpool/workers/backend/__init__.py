@@ -1,4 +1,4 @@
 """What a backend is (`contract`), the thread that it runs in, and the watchdogs of both.
 
-Imports the shared folders; the thread, the worker's counters too.
+Imports the shared folders only.
 """

@@ -67,14 +67,13 @@ class Finished(NamedTuple):
         digests = [digest for block in blocks for digest in block.digests]
         is_alike = len({(block.encoding, block.numbers.shape[1]) for block in blocks}) == 1
         # A prompt may be there twice, given up and computed again meanwhile: then each block is for itself.
-        if is_alike and len(set(digests)) == len(digests):
+        if len(blocks) > 1 and is_alike and len(set(digests)) == len(digests):
             blocks = [RowBlock.joined(blocks)]
         answers = [step.answers for step in steps if step.answers is not None]
-        names = [name for block in answers for name in block.digests]
-        vectors = [vector for block in answers for vector in block.vectors]
+        vectors = {name: vector for some in answers for name, vector in zip(some.digests, some.vectors, strict=True)}
         failures = {digest: text for step in steps for digest, text in step.failures.items()}
         stale = tuple(digest for step in steps for digest in step.stale)
-        return cls(blocks, failures, VectorBlock(names, vectors) if names else None, stale)
+        return cls(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None, stale)
 
 
 class BackendStats(NamedTuple):

@@ -33,6 +33,8 @@ EXIT_CODE = int(signal.SIGALRM)
 
 _log = logging.getLogger("lmpool.worker")
 
+_FALLS = 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class _Load:
@@ -107,7 +109,7 @@ class EngineThread:
 
     Attributes:
         batch: prompts that make a full step.
-        step_s: seconds of its last step; infinity before the first.
+        step_s: seconds that a step over a whole batch takes at most, lately; infinity before the first.
         stats: the backend's counters after its last step.
         call: what the backend has been asked to do and has not done yet.
         is_hung: the thread does not return from the backend; only the end of the process ends it.
@@ -124,6 +126,7 @@ class EngineThread:
         self._make = make
         self._on_finished = on_finished
         self._on_broken = on_broken
+        self._on_step = on_step
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
@@ -133,13 +136,12 @@ class EngineThread:
         self._capacity = 0
         self._capacity_seen_at = 0
         self.batch = 1
+        self.step_s = math.inf
         self.stats = BackendStats()
         self.call: Call | None = None
         self.is_hung = False
         self._loads: set[asyncio.Future[str]] = set()
         self.stepping_since: float | None = None
-        self._on_step = on_step
-        self.step_s = math.inf
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -216,6 +218,13 @@ class EngineThread:
                 _log.error("the backend hangs: it has not closed within %g s (step_timeout_s)", timeout_s)
                 self.is_hung = True
 
+    def _note_step(self, seconds: float, answers: int) -> None:
+        # The longest counts, and is forgotten slowly: engines that compute ahead hand over at once what is ready.
+        if self.step_s == math.inf or seconds > self.step_s:
+            self.step_s = seconds
+        elif answers >= self.batch:
+            self.step_s = max(seconds, _FALLS * self.step_s)
+
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
@@ -265,9 +274,10 @@ class EngineThread:
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
             self.stepping_since = self.call = None
-            seconds = self.step_s = time.monotonic() - began
+            seconds = time.monotonic() - began
             answered = check_answers(finished, adapters, info)
             self._on_step(seconds, len(answered))
+            self._note_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
             self._post(self._step_done, finished, answered, backend.stats(), backend.capacity(), taken)

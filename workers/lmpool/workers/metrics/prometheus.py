@@ -105,7 +105,7 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     depth, age_s, dead = ((), (), ()) if queue is None else ((queue.depth,), (queue.age_s,), (queue.dead,))
     yield gauge("lmpool_queue_jobs", "Prompts of the model that wait or are computed, at the last heartbeat.", *depth)
     yield gauge("lmpool_queue_oldest_job_seconds", "Age of the oldest of them, at the last heartbeat.", *age_s)
-    yield gauge("lmpool_queue_dead_letters", "Jobs of the model that were given up and are kept for a snapshot.", *dead)
+    yield gauge("lmpool_queue_dead_letters", "Jobs that were given up, kept until retried or dropped.", *dead)
 # fmt: on
 
 
