@@ -107,7 +107,7 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
     # How many there is room for is a matter of how long the times are.
-    (left_out,) = re.findall(r"no room for ((?:\w+, )*\w+)", " ".join(text.split()))
+    (left_out,) = re.findall(r"no room for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
     assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
 
 
