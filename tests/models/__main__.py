@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """One way to check a model.
 
     Attributes:
-        settings: its file.
+        settings: the settings file (.cfg).
         model: the model's name.
         violated: the invariant that TLC must find violated; "" when all hold.
     """
@@ -45,11 +45,11 @@ class Case(NamedTuple):
 
     @classmethod
     def read(cls, settings: Path) -> Case:
-        """What a file says of itself."""
-        found = _HEADER.match(settings.read_text("utf-8"))
-        if found is None:
+        """The case that the first lines of a settings file describe."""
+        header = _HEADER.match(settings.read_text("utf-8"))
+        if header is None:
             raise SystemExit(f"{settings}: it must begin with the lines \\* model: … and \\* expected: …")
-        return cls(settings, found[1], found[3] or "")
+        return cls(settings, header[1], header[3] or "")
 
 
 def check(case: Case, java: str, jar: Path) -> str:

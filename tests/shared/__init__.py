@@ -1,1 +1,1 @@
-"""Tests of what all processes share: a room for each folder of `shared/lmpool`."""
+"""Tests of what all processes share: a folder for each folder of `shared/lmpool`."""

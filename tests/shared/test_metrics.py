@@ -46,13 +46,13 @@ def test_nothing_observed_has_no_quantile_and_too_much_has_the_last_bound() -> N
 
 
 def test_counts_of_several_are_put_together_and_malformed_ones_left_out() -> None:
-    one, other = Histogram(), Histogram()
-    observe_all(one, [0.001, 0.002, 5])
-    observe_all(other, [0.002, 1000])
-    total = [0] * len(one.counts)
-    for histogram in (one, other):
+    first, second = Histogram(), Histogram()
+    observe_all(first, [0.001, 0.002, 5])
+    observe_all(second, [0.002, 1000])
+    total = [0] * len(first.counts)
+    for histogram in (first, second):
         add_packed(total, pack_counts(histogram.counts))
-    assert total == [a + b for a, b in zip(one.counts, other.counts, strict=True)]
+    assert total == [a + b for a, b in zip(first.counts, second.counts, strict=True)]
     before = list(total)
     add_packed(total, "x 1: :1 99999:1 3:-1 1:99999999999999999999 \u0661:x 4")
     assert total == before

@@ -51,8 +51,8 @@ def jobs(memory: MemoryPool, model: str = "synthetic") -> int:
 
 
 def held(memory: MemoryPool, model: str = "synthetic") -> int:
-    found: Any = memory.redis.xinfo_groups(Keys().model(model).jobs)
-    return int(found[0]["pending"])
+    groups: Any = memory.redis.xinfo_groups(Keys().model(model).jobs)
+    return int(groups[0]["pending"])
 
 
 # Rows
@@ -76,8 +76,8 @@ def test_code_without_asyncio_uses_it(memory: MemoryPool) -> None:
 
 
 def test_two_pools_do_not_see_each_other() -> None:
-    one, other = SyntheticModel(vocab_size=8, seed=1), SyntheticModel(vocab_size=8, seed=2)
-    with pool(one) as first, pool(other) as second:
+    model, other = SyntheticModel(vocab_size=8, seed=1), SyntheticModel(vocab_size=8, seed=2)
+    with pool(model) as first, pool(other) as second:
         for memory in (first, second):
             with SyncProducer(redis=memory.url) as producer:
                 np.testing.assert_array_equal(producer.logprobs([3]), memory.model.row([3]))
@@ -191,8 +191,8 @@ async def test_trie_calls_are_answered() -> None:
         memory.serve_tries()
         other = await producer.trie(words(4, 30))
         weights = draw_weights(1, 30)
-        found = await other.weight_max(weights)
-        np.testing.assert_allclose(found, answers_of(other.structure).of("max", weights), rtol=1e-6)
+        maxima = await other.weight_max(weights)
+        np.testing.assert_allclose(maxima, answers_of(other.structure).of("max", weights), rtol=1e-6)
 
 
 # Failures

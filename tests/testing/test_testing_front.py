@@ -27,10 +27,10 @@ DEADLINE_S = 120.0
 async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
     """A server, with nothing in its tenth database."""
     if request.param == "real":
-        found = Server(request.getfixturevalue("server_url") + "?db=9")
-        client = found.client()
+        server = Server(request.getfixturevalue("server_url") + "?db=9")
+        client = server.client()
         await client.flushdb()
-        yield found
+        yield server
         await client.flushdb()
         await client.aclose()
         return
@@ -41,9 +41,9 @@ async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterat
 
 @pytest.fixture
 async def raw(server: Server) -> AsyncIterator[RawCommandConnection]:
-    found = RawCommandConnection(await server.open())
-    yield found
-    found.close()
+    connection = RawCommandConnection(await server.open())
+    yield connection
+    connection.close()
 
 
 async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
@@ -52,11 +52,11 @@ async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, b
 
 
 async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
-    """Wait until these have begun to read in the group, and have found nothing."""
+    """Wait until these consumers have begun to read in the group, and have found nothing."""
 
     async def is_so() -> bool:
-        found = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
-        return {one[1].decode() for one in found} == set(consumers)
+        reply = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
+        return {consumer[1].decode() for consumer in reply} == set(consumers)
 
     await until_async(is_so, f"{consumers} read")
 
@@ -91,7 +91,7 @@ async def test_strings_and_statuses_differ_on_a_connection_for_rows(server: Serv
     raw = RawRowConnection(await server.open(), 1 << 20)
     stored, told = raw.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), raw.call((b"GET", b"k"))
     assert await stored == [None]
-    assert [bytes(one) for one in await told] == [b"OK"]  # type: ignore[arg-type]
+    assert [bytes(value) for value in await told] == [b"OK"]  # type: ignore[arg-type]
     raw.close()
 
 
@@ -105,11 +105,11 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     await asyncio.gather(*(raw.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
     again = await raw.set([writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9)
     assert again == [None, None]  # What is there stays unless it is to be overwritten.
-    found = await raw.mget([*keys, b"none"])
-    assert found[0] is None or bytes(found[0])[16:] == numbers[1].tobytes()
-    for row, got in zip(numbers[1:], found[1:-1], strict=True):
+    values = await raw.mget([*keys, b"none"])
+    assert values[0] is None or bytes(values[0])[16:] == numbers[1].tobytes()
+    for row, got in zip(numbers[1:], values[1:-1], strict=True):
         assert bytes(got)[16:] == row.tobytes()
-    assert found[-1] is None
+    assert values[-1] is None
     raw.close()
 
 

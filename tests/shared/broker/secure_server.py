@@ -93,8 +93,8 @@ class SecureServer:
         user = f"{role}:{quote(password or password_of(role), safe='')}"
         if not self.tls:
             return spoken(f"unix://{user}@{self.folder}/s")
-        ours = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
-        chosen = {name: str(self.folder / file) for name, file in ours.items()} | dict(files or {})
+        defaults = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
+        chosen = {name: str(self.folder / file) for name, file in defaults.items()} | dict(files or {})
         query = urlencode({name: value for name, value in chosen.items() if value is not None})
         return spoken(f"rediss://{user}@{host}:{self.port}/0{'?' if query else ''}{query}")
 
@@ -107,8 +107,8 @@ class SecureServer:
         with self.client("admin") as admin:
             log: Any = admin.acl_log()
         return sorted(
-            f"{_text(one['username'])}: {_text(one['object'])} ({_text(one['reason'])}, {_text(one['context'])})"
-            for one in log
+            f"{_text(line['username'])}: {_text(line['object'])} ({_text(line['reason'])}, {_text(line['context'])})"
+            for line in log
         )
 
     @contextmanager

@@ -155,7 +155,7 @@ def command(server: SecureServer, role: str, *arguments: str) -> str:
 
 
 async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
-    """All that a client can ask for, with every value checked."""
+    """All that a client ca query for, with every value checked."""
     prompts = [[1, 2, 3], [4, 5], [6]]
     rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
     async with Producer("syn", redis=server.url("producer"), cache_bytes=0) as producer:
@@ -231,8 +231,8 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
         with server.client("admin") as admin:
 
             async def is_held() -> bool:
-                found: Any = admin.xpending(KEYS.model("stuck").jobs, GROUP)
-                return bool(found["pending"])
+                summary: Any = admin.xpending(KEYS.model("stuck").jobs, GROUP)
+                return bool(summary["pending"])
 
             await until_async(is_held, "the worker holds prompts")
             started.append(workers.start("worker", "worker", "stuck", *SYNTHETIC))
@@ -293,7 +293,7 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
                 return bool(admin.xlen(jobs) == 400)
 
             await until_async(is_queued, "all are in the stream")
-            one = asyncio.create_task(modest.logprobs([1, 2]))
+            request = asyncio.create_task(modest.logprobs([1, 2]))
 
             async def has_given_way() -> bool:
                 return bool(admin.xlen(jobs) < 20)
@@ -301,7 +301,7 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
             await until_async(has_given_way, "what is beyond the usual has gone back")
             admin.set(KEYS.model("alone").sole_client, b"-" + KEYS.model("alone").reply("x"), px=60_000)
             worker.signal(signal.SIGCONT)
-            assert np.array_equal(await one, synthetic_row([1, 2], vocab_size=V))
+            assert np.array_equal(await request, synthetic_row([1, 2], vocab_size=V))
             assert (await many).shape == (400, V)
     assert not (refused := server.refusals()), "\n".join(refused)
 
@@ -336,10 +336,10 @@ async def test_operators_may_empty_a_queue_and_those_who_ask_may_not(server: Sec
             assert told["removed"] == 300 - told["held"]
 
             async def has_told() -> bool:
-                return bool(sum(one.done() for one in asked) == told["removed"])
+                return bool(sum(request.done() for request in asked) == told["removed"])
 
             await until_async(has_told, "who waited has been told")
-            ended = [one.exception() for one in asked if one.done()]
+            ended = [request.exception() for request in asked if request.done()]
             assert all(isinstance(error, QueueCleared) for error in ended)
         await asyncio.gather(*asked, return_exceptions=True)
     assert not (refused_now := server.refusals()), "\n".join(refused_now)
@@ -363,15 +363,15 @@ def _is_refusal(error: ResponseError) -> bool:
 
 
 async def test_users_of_one_model_can_neither_use_nor_read_another(server: SecureServer, workers: Workers) -> None:
-    ours = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).info.fingerprint
-    guest, guest_worker = add_guest(server, "producer", ours), add_guest(server, "worker", ours)
+    fingerprint = SyntheticBackend(SyntheticSettings(name="mine", vocab_size=V, seed=1)).info.fingerprint
+    guest, guest_worker = add_guest(server, "producer", fingerprint), add_guest(server, "worker", fingerprint)
     workers.start("worker", "worker", "theirs", *SYNTHETIC)
     restricted = workers.start(guest_worker, "worker", "mine", *SYNTHETIC, "--seed", "1")
     for worker in workers.all:
         await asyncio.to_thread(worker.until_says, "serving ")
-    async with Producer("theirs", redis=server.url("producer")) as theirs:
-        await theirs.logprobs([1])
-        reply = theirs._sessions.session._connections.model.reply  # type: ignore[union-attr]
+    async with Producer("theirs", redis=server.url("producer")) as producer:
+        await producer.logprobs([1])
+        reply = producer._sessions.session._connections.model.reply  # type: ignore[union-attr]
     jobs = KEYS.model("theirs").jobs
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})
@@ -397,7 +397,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
                 assert _is_refusal(caught.value), caught.value
 
     def has_looked() -> bool:
-        return any(one.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for one in server.refusals())
+        return any(line.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for line in server.refusals())
 
     # It leaves to the other model's workers what is theirs, and goes on.
     await asyncio.to_thread(until, has_looked, "the restricted worker looks after infos that nobody serves")
@@ -461,23 +461,23 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
         assert "was replaced" not in workers.all[1].text
     assert "syn" in command(server, "blue-operator", "status", "--prefix", "blue")
     # What redis-py says of itself, for the client of this test.
-    assert not (refused := [one for one in server.refusals() if "client|setinfo" not in one]), "\n".join(refused)
+    assert not (refused := [line for line in server.refusals() if "client|setinfo" not in line]), "\n".join(refused)
     with server.client("admin") as admin:
         admin.set("blue:weights:w", "x")
 
         def of_all_kinds() -> list[bytes]:
-            found = sorted(admin.scan_iter("blue:*"))
+            keys = sorted(admin.scan_iter("blue:*"))
             kinds = ("models", "worker", "row", "weights", "{syn}:jobs", "{syn}:adapters")
-            return found if all(any(key.startswith(f"blue:{kind}".encode()) for key in found) for kind in kinds) else []
+            return keys if all(any(key.startswith(f"blue:{kind}".encode()) for key in keys) for kind in kinds) else []
 
         # A heartbeat that is late leaves no key of its worker for a while.
-        theirs = await asyncio.to_thread(until, of_all_kinds, "there is a key of each kind")
+        blue_keys = await asyncio.to_thread(until, of_all_kinds, "there is a key of each kind")
     for role in ROLES:
         with server.client(f"red-{role}") as client:
             for line in ("SCAN 0", "KEYS *", "RANDOMKEY", "DBSIZE", "ACL LIST", "CLIENT LIST"):
                 with pytest.raises(NoPermissionError):
                     client.execute_command(*line.split())
-            for key in theirs:
+            for key in blue_keys:
                 for name, *arguments in map(str.split, TO_A_KEY):
                     with pytest.raises(NoPermissionError):
                         client.execute_command(*_about(key, name, *arguments))
@@ -506,5 +506,7 @@ def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Pat
 def test_trie_workers_may_store_answers_and_no_rows() -> None:
     # The fingerprint of trie workers is the same everywhere until the meaning of their answers changes.
     info = TrieBackend(TrieSettings()).info
-    (line,) = [one for one in (SHIPPED / "users.acl").read_text().splitlines() if one.startswith("user trie-worker ")]
+    (line,) = [
+        line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user trie-worker ")
+    ]
     assert f"~lmpool:row:{info.fingerprint}:*)" in line

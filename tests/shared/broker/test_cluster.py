@@ -68,9 +68,9 @@ async def test_rows_lie_on_all_masters_and_the_queue_on_one(cluster: LocalCluste
 
 async def test_a_prompt_is_computed_once_for_all_who_ask(pool: Pool) -> None:
     pool.start("--step-ms", 5, "--lease-s", 10)
-    async with pool.producer(cache_bytes=0) as one, pool.producer(cache_bytes=0) as other:
+    async with pool.producer(cache_bytes=0) as producer, pool.producer(cache_bytes=0) as other:
         prompts = [[i, j] for i in range(8) for j in range(50)]
-        await asyncio.gather(ask_all(one, prompts), ask_all(other, prompts), ask_all(one, prompts[::-1]))
+        await asyncio.gather(ask_all(producer, prompts), ask_all(other, prompts), ask_all(producer, prompts[::-1]))
 
         async def counted() -> bool:
             return await pool.rows_computed() >= 400
@@ -150,12 +150,12 @@ def move_slot(cluster: LocalCluster, slot: int) -> None:
         run(node, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
 
 
-def _serves(node: redis.Redis, own: bytes, slot: int) -> bool:
+def _serves(node: redis.Redis, node_id: bytes, slot: int) -> bool:
     ranges: Any = run(node, "CLUSTER", "SLOTS")
-    entries = ranges.items() if isinstance(ranges, dict) else (((one[0], one[1]), one[2:]) for one in ranges)
+    entries = ranges.items() if isinstance(ranges, dict) else (((entry[0], entry[1]), entry[2:]) for entry in ranges)
     for (first, last), rest in entries:
         if first <= slot <= last:
-            return own in str(rest).encode()
+            return node_id in str(rest).encode()
     return False
 
 

@@ -40,7 +40,7 @@ CASES: dict[str, tuple[tuple[Any, ...], str, str, dict[str, tuple[str, str]]]] =
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A server that may be spoilt."""
+    """A server whose settings and users a test may change."""
     with EmbeddedServer(folder=tmp_path_factory.mktemp("s") / "r") as server:
         yield server
 
@@ -67,12 +67,12 @@ def test_what_a_server_refuses_is_a_sentence_and_its_own_words_in_and_outside_of
                 client.execute_command("REPLICAOF", "127.0.0.1", 1)
             for name, (there, _) in settings.items():
                 client.config_set(name, there)
-            found = [explained(server, client, *one) for one in commands]
+            errors = [explained(server, client, *words) for words in commands]
         finally:
             for name, (_, back) in settings.items():
                 client.config_set(name, back)
             client.execute_command("REPLICAOF", "NO", "ONE")
-    for error in found:
+    for error in errors:
         assert type(error) is ServerError
         assert str(error).startswith(f"{server} {sentence}")
         assert re.search(rf"\({code} .*\)$", str(error))

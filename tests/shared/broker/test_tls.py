@@ -57,7 +57,7 @@ async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path:
         prompts = [[i] for i in range(6)]
         rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
         folder = server.folder
-        ours: redis_async.Redis = redis_async.Redis(
+        client: redis_async.Redis = redis_async.Redis(
             host="localhost",
             port=server.port,
             username="producer",
@@ -67,7 +67,7 @@ async def test_big_rows_come_through_bit_for_bit(server: SecureServer, tmp_path:
             ssl_certfile=str(folder / "client.crt"),
             ssl_keyfile=str(folder / "client.key"),
         )
-        for place in (server.url("producer"), ours, server.client("producer")):
+        for place in (server.url("producer"), client, server.client("producer")):
             async with Producer("big", redis=place, cache_bytes=0) as producer:
                 assert np.array_equal(await producer.batch_logprobs(prompts), rows)
                 assert np.array_equal(await producer.logprobs(prompts[1], targets=[V - 1]), rows[1][-1:])
@@ -95,14 +95,14 @@ async def test_clients_of_a_cluster_with_tls_are_taken_over(cluster: SecureServe
     try:
         worker.until_says("serving ")
         url, options = cluster.url("producer"), options_of(cluster)
-        for one in (
+        for client_or_url in (
             place("producer"),
             RedisCluster.from_url(url),
             RedisCluster(**options),
             redis.RedisCluster.from_url(url),
             redis.RedisCluster(**options),
         ):
-            async with Producer("syn", redis=one, cache_bytes=0) as producer:
+            async with Producer("syn", redis=client_or_url, cache_bytes=0) as producer:
                 assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=64))
     finally:
         worker.end()
@@ -230,8 +230,8 @@ async def test_who_is_not_let_in_hears_why_at_once(server: SecureServer, case: s
         await asyncio.wait_for(Producer("syn", redis=url, timeout=3600).logprobs([1]), DEADLINE_S)
     message = str(caught.value)
     assert "\n" not in message
-    for one in (message, repr(caught.value), *map(str, _causes(caught.value))):
-        assert SECRET not in one
+    for shown in (message, repr(caught.value), *map(str, _causes(caught.value))):
+        assert SECRET not in shown
 
 
 async def test_who_is_not_let_in_hears_why_though_the_first_connection_is_reset(server: SecureServer) -> None:
@@ -320,10 +320,10 @@ def refused(arguments: list[str], **environment: str) -> str:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """The exceptions that a traceback would show too."""
-    one = error.__cause__ or error.__context__
-    while one is not None:
-        yield one
-        one = one.__cause__ or one.__context__
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def test_a_connection_that_breaks_mid_life_is_explained_as_one(server: SecureServer) -> None:

@@ -67,7 +67,7 @@ def eventually(true: Callable[[], bool], within: float = 120.0) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie, which only its parent can bury, has."""
+    """Whether a process has ended; a zombie, which only its parent can reap, has."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -455,10 +455,10 @@ def test_find_ignores_a_socket_of_another_user(folder: Path) -> None:
 
 
 def test_too_long_path_names_the_variable_and_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = embedded._SOCKET_PATH_LIMIT - len(os.fsencode(base / "x" / "redis.sock")) + 1
-    with EmbeddedServer(folder=base / ("x" * room)) as server, redis.from_url(server.url) as client:
+    length = embedded._SOCKET_PATH_LIMIT - len(os.fsencode(base / "x" / "redis.sock")) + 1
+    with EmbeddedServer(folder=base / ("x" * length)) as server, redis.from_url(server.url) as client:
         assert client.ping()
-    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / ("x" * (room + 1))))
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / ("x" * (length + 1))))
     for use in (EmbeddedServer().start, embedded.find):
         with pytest.raises(SettingsError, match=rf"limit is {embedded._SOCKET_PATH_LIMIT}.*LMPOOL_RUNTIME_DIR"):
             use()

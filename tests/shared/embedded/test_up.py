@@ -159,13 +159,13 @@ def test_a_server_that_is_killed_is_started_again_and_not_for_ever(up: Up, folde
     both = [up("syn", "--memory-mb", "64"), up("other", "--memory-mb", "32")]
     assert "--memory-mb has no effect" in both[1].text
     pid = server_pid(folder)
-    with SyncProducer("syn", timeout=60) as one, SyncProducer("other", timeout=60) as two:
-        assert all(is_right(producer, 1) for producer in (one, two))
+    with SyncProducer("syn", timeout=60) as syn, SyncProducer("other", timeout=60) as other:
+        assert all(is_right(producer, 1) for producer in (syn, other))
         os.kill(pid, signal.SIGKILL)
         for process in both:
             process.until_says("your server was ended by signal 9 (SIGKILL); the end of")
             process.until_says("your server runs again at unix://")
-        assert all(is_right(producer, 2) for producer in (one, two))
+        assert all(is_right(producer, 2) for producer in (syn, other))
     assert server_pid(folder) not in (0, pid)
     assert embedded.memory_limit(folder / "redis.sock") == 64 * 2**20
     os.kill(server_pid(folder), signal.SIGKILL)

@@ -156,13 +156,13 @@ def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.
         for _ in range(data.draw(st.integers(1, 3))):
             good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
         try:
-            found: Any = read(bytes(good))
+            message: Any = read(bytes(good))
         except ProtocolError:
             continue
-        if isinstance(found, Job):
-            assert [type(field) for field in msgspec.structs.astuple(found)] == [bytes, str, str, bool, bytes]
+        if isinstance(message, Job):
+            assert [type(field) for field in msgspec.structs.astuple(message)] == [bytes, str, str, bool, bytes]
         else:
-            assert [type(field) for field in msgspec.structs.astuple(found)] == [str, str]
+            assert [type(field) for field in msgspec.structs.astuple(message)] == [str, str]
 
 
 @given(

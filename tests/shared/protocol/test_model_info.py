@@ -110,18 +110,18 @@ def test_values_do_not_run_into_each_other_in_the_fingerprint() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_differences_name_the_identity_field_and_both_values(name: str) -> None:
-    found = INFO.differences(replace(INFO, **{name: OTHER[name]}))
+    differences = INFO.differences(replace(INFO, **{name: OTHER[name]}))
     if name == "lossy":
-        assert found == ["lossy: '', not 'f32'"]
+        assert differences == ["lossy: '', not 'f32'"]
     elif name in IDENTITY:
-        assert found == [f"{name}: {getattr(INFO, name)!r}, not {OTHER[name]!r}"]
+        assert differences == [f"{name}: {getattr(INFO, name)!r}, not {OTHER[name]!r}"]
     else:
-        assert found == []
+        assert differences == []
 
 
 def test_differences_name_every_field_that_differs() -> None:
-    found = INFO.differences(ModelInfo(**OTHER))
-    assert {line.partition(":")[0] for line in found} == IDENTITY
+    differences = INFO.differences(ModelInfo(**OTHER))
+    assert {line.partition(":")[0] for line in differences} == IDENTITY
 
 
 def test_infos_without_differences_have_one_fingerprint_and_the_other_way_round() -> None:
@@ -131,15 +131,15 @@ def test_infos_without_differences_have_one_fingerprint_and_the_other_way_round(
 
 
 def test_the_encoding_is_known_by_its_code() -> None:
-    found = {name: replace(INFO, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
-    assert found == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
+    encodings = {name: replace(INFO, encoding=name).row_encoding for name in ("f32", "bf16", "f16")}
+    assert encodings == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
 
 
 # Malformed infos
 
 
 def packed(**changed: Any) -> bytes:
-    """A info as MessagePack, with fields of one's own."""
+    """An info as MessagePack, with fields of one's own."""
     data: bytes = msgpack.packb({**encoded(INFO), **changed})
     return data
 
@@ -240,11 +240,11 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
     for _ in range(data.draw(st.integers(1, 3))):
         bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = ModelInfo.unpack(bytes(bad))
+        info = ModelInfo.unpack(bytes(bad))
     except ProtocolError:
         return
     for name, declared in get_type_hints(ModelInfo).items():
-        assert type(getattr(found, name)) in {declared, int if declared is float else declared}
+        assert type(getattr(info, name)) in {declared, int if declared is float else declared}
 
 
 # Other releases
@@ -273,9 +273,9 @@ def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_i
 
 def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
     # It compares the fields with its own, and then says "do all sides run the same one?".
-    ours, theirs = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
-    assert ours.keys() - theirs.keys() == {"wire_version"}
-    assert {name: value for name, value in ours.items() if name in theirs} == theirs
+    new, old = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
+    assert new.keys() - old.keys() == {"wire_version"}
+    assert {name: value for name, value in new.items() if name in old} == old
 
 
 def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:

@@ -98,11 +98,11 @@ def test_digest_is_16_bytes_of_blake2b() -> None:
 
 
 def test_digest_is_keyed_by_the_adapter() -> None:
-    plain, one, other = (encode(IDS, adapter=name) for name in ("", "one", "other"))
-    assert one.ids == plain.ids
-    assert one.digest == hashlib.blake2b(IDS_BYTES, digest_size=16, key=b"one").digest()
-    assert len({plain.digest, one.digest, other.digest}) == 3
-    assert one.digest == digest_of(IDS_BYTES, "one")
+    plain, adapted, other = (encode(IDS, adapter=name) for name in ("", "one", "other"))
+    assert adapted.ids == plain.ids
+    assert adapted.digest == hashlib.blake2b(IDS_BYTES, digest_size=16, key=b"one").digest()
+    assert len({plain.digest, adapted.digest, other.digest}) == 3
+    assert adapted.digest == digest_of(IDS_BYTES, "one")
 
 
 def test_long_adapter_names_are_told_apart() -> None:

@@ -128,7 +128,7 @@ def test_what_is_asked_of_a_prompt_has_a_name_of_its_own() -> None:
     prompt = encode_prompt([1, 2], vocab_size=9, max_tokens=9)
     queries = [QUERY, replace(QUERY, op="max"), replace(QUERY, nodes=b"\x01\0\0\0"), replace(QUERY, source=b"t" * 16)]
     asked = [prompt.with_query(query.pack(), 2) for query in queries]
-    assert len({prompt.digest, *(one.digest for one in asked)}) == 5
+    assert len({prompt.digest, *(request.digest for request in asked)}) == 5
     assert asked[0].ids == prompt.ids
     assert asked[0].digest == query_digest(digest_of(prompt.ids), QUERY.pack())
     other = encode_prompt([1, 3], vocab_size=9, max_tokens=9).with_query(QUERY.pack(), 2)

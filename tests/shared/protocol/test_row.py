@@ -186,10 +186,10 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
 def test_rows_decoded_together_are_those_decoded_one_by_one(encoding: Encoding) -> None:
     numbers = np.array([[0.0 - at, -3.0, -4.0, -5.0, -6.0] for at in range(6)], np.float32) / np.float32(4)
     stored = narrow_to_bf16(numbers) if encoding is Encoding.BF16 else numbers.astype(encoding.dtype)
-    found = [block_of(encoding, one).encode(0) for one in stored]
-    rows = decode_rows(found, 5)
+    entries = [block_of(encoding, row).encode(0) for row in stored]
+    rows = decode_rows(entries, 5)
     assert rows is not None
-    for row, data in zip(rows, found, strict=True):
+    for row, data in zip(rows, entries, strict=True):
         assert row.tobytes() == decode_row(received(data), 5).tobytes()
         with pytest.raises(ValueError, match="WRITEABLE"):
             row.flags.writeable = True
@@ -215,10 +215,10 @@ def test_one_that_is_no_row_has_each_of_a_chunk_looked_at_by_itself(encoding: En
         decode_row(received(sound), 5),
     ]
     assert decode_rows([sound] * 6, 5) is not None
-    for one in damaged:
-        found: list[object] = [sound] * 6
-        found[at] = one
-        assert decode_rows(found, 5) is None
+    for entry in damaged:
+        entries: list[object] = [sound] * 6
+        entries[at] = entry
+        assert decode_rows(entries, 5) is None
 
 
 # Damage

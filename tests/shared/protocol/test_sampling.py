@@ -20,11 +20,11 @@ ROW = synthetic_row([1, 2, 3], vocab_size=5000)
 def test_the_largest_entries_are_those_of_a_sort_by_value_and_then_by_id(row: np.ndarray, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(row)))
     expected = sorted(range(len(row)), key=lambda token: (-row[token], token))[:k]
-    found = top(row, k)
-    assert found.ids.tolist() == expected
-    assert np.array_equal(found.values, row[expected])
-    assert found.ids.dtype == np.int64
-    assert found.values.dtype == np.float32
+    likeliest = top(row, k)
+    assert likeliest.ids.tolist() == expected
+    assert np.array_equal(likeliest.values, row[expected])
+    assert likeliest.ids.dtype == np.int64
+    assert likeliest.values.dtype == np.float32
 
 
 @given(ROWS.filter(lambda row: row.max() > -np.inf), st.floats(0.01, 1), st.floats(0.05, 5), st.integers(0, 2**64 - 1))
@@ -65,13 +65,13 @@ def test_a_flat_row_is_drawn_from_beyond_the_first_thousand() -> None:
 
 
 def test_answers_survive_the_wire_and_wrong_ones_are_refused() -> None:
-    found = top(ROW, 7)
-    again = unpack_top(pack_top(found), len(ROW))
-    assert np.array_equal(again.ids, found.ids)
-    assert np.array_equal(again.values, found.values)
+    likeliest = top(ROW, 7)
+    again = unpack_top(pack_top(likeliest), len(ROW))
+    assert np.array_equal(again.ids, likeliest.ids)
+    assert np.array_equal(again.values, likeliest.values)
     assert unpack_token(pack_token(2**32 - 1), 2**32) == 2**32 - 1
     with pytest.raises(ProtocolError, match="not the largest entries of a row of 3"):
-        unpack_top(pack_top(found), 3)
+        unpack_top(pack_top(likeliest), 3)
     with pytest.raises(ProtocolError, match="4999 was drawn from a row of 4999 entries"):
         unpack_token(pack_token(4999), 4999)
     with pytest.raises(ProtocolError):

@@ -137,12 +137,12 @@ cuts = st.lists(st.integers(1, 12), max_size=60)
 
 
 @given(values, nulls, cuts)
-def test_an_mget_reply_cut_anywhere_gives_its_values(found: list[bytes | None], null: bytes, sizes: list[int]) -> None:
+def test_an_mget_reply_cut_anywhere_gives_its_values(answer: list[bytes | None], null: bytes, sizes: list[int]) -> None:
     async def work() -> None:
         connection = Connection()
-        reply = connection.mget(len(found))
-        connection.feed(array(found, null), sizes)
-        assert plain(reply) == found
+        reply = connection.mget(len(answer))
+        connection.feed(array(answer, null), sizes)
+        assert plain(reply) == answer
         assert not connection.raw.closed
 
     in_a_loop(work)
@@ -164,15 +164,15 @@ def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
                 expected.append([value])
                 continue
             if kind == "mget":
-                found: list[Any] = data.draw(values)
-                stream += array(found, data.draw(nulls))
-                replies.append(connection.mget(len(found)))
+                answer: list[Any] = data.draw(values)
+                stream += array(answer, data.draw(nulls))
+                replies.append(connection.mget(len(answer)))
             else:
                 outcomes = data.draw(st.lists(st.sampled_from(["+OK", "$-1", "_", "-OOM no room"]), min_size=1))
                 stream += b"".join(outcome.encode() + b"\r\n" for outcome in outcomes)
-                found = [outcome[1:] if outcome.startswith("-") else None for outcome in outcomes]
+                answer = [outcome[1:] if outcome.startswith("-") else None for outcome in outcomes]
                 replies.append(connection.set(len(outcomes)))
-            expected.append(found)
+            expected.append(answer)
         connection.feed(stream, data.draw(cuts))
         assert [plain(reply) for reply in replies] == expected
 
@@ -183,14 +183,14 @@ def test_pipelined_commands_get_each_its_own_reply(data: st.DataObject) -> None:
 @given(st.data())
 def test_rows_larger_than_the_window_arrive_whole(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.sampled_from([0, 1, 1023, 1025, 32_768, 65_536, 65_537, LARGE]), min_size=1))
-    found: list[bytes | None] = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+    rows: list[bytes | None] = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
     steps = data.draw(st.lists(st.sampled_from([1, 2, 3, 1000, 70_000]), max_size=40))
 
     async def work() -> None:
         connection = Connection()
-        first, second = connection.mget(len(found)), connection.mget(1)
-        connection.feed(array(found) + array([b"after"]), steps)
-        assert plain(first) == found
+        first, second = connection.mget(len(rows)), connection.mget(1)
+        connection.feed(array(rows) + array([b"after"]), steps)
+        assert plain(first) == rows
         assert plain(second) == [b"after"]
 
     in_a_loop(work)
@@ -206,10 +206,10 @@ async def test_a_reply_that_comes_byte_by_byte(size: int) -> None:
 
 async def test_many_small_rows_fill_the_window_many_times() -> None:
     connection = Connection()
-    found: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
+    rows: list[bytes | None] = [bytes([i % 256]) * 300 for i in range(1000)]
     reply = connection.mget(1000)
-    connection.feed(array(found))
-    assert plain(reply) == found
+    connection.feed(array(rows))
+    assert plain(reply) == rows
 
 
 async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() -> None:
@@ -226,39 +226,39 @@ async def test_small_values_are_read_many_at_a_time_again_after_a_large_one() ->
 
 async def test_a_value_may_contain_anything_that_looks_like_a_reply() -> None:
     connection = Connection()
-    found: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
+    answer: list[bytes | None] = [b"\r\n", b"-ERR\r\n", b"*2\r\n$-1\r\n", b"$5\r\nhello\r\n"]
     reply = connection.mget(4)
-    connection.feed(array(found), iter(lambda: 2, 0))
-    assert plain(reply) == found
+    connection.feed(array(answer), iter(lambda: 2, 0))
+    assert plain(reply) == answer
 
 
 async def test_each_value_is_fresh_memory_of_its_own() -> None:
     connection = Connection()
     first, second = connection.mget(4), connection.mget(1)
     connection.feed(array([b"one", b"one", b"x" * LARGE, b"x" * LARGE]) + array([b"two"]))
-    *small, one, other = first.result()
+    *small, large, other_large = first.result()
     assert [type(value) for value in (*small, *second.result())] == [bytes] * 3
-    assert one.dtype == np.uint8
-    assert one.shape == (LARGE,)
-    assert not np.shares_memory(one, other)
-    one[:] = 0
-    assert other.tobytes() == b"x" * LARGE
+    assert large.dtype == np.uint8
+    assert large.shape == (LARGE,)
+    assert not np.shares_memory(large, other_large)
+    large[:] = 0
+    assert other_large.tobytes() == b"x" * LARGE
 
 
 @pytest.mark.parametrize("step", [1, 7, 70_000, 10**9])
 async def test_what_comes_behind_a_large_value_may_be_something_else(step: int) -> None:
     connection = Connection()
     large, other = b"x" * LARGE, b"y" * (LARGE - 1)
-    found: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
-    replies = [connection.mget(len(found)), connection.mget(2), connection.set(1), connection.mget(1)]
-    connection.feed(array(found) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
-    assert [plain(reply) for reply in replies] == [found, [large, None], [None], [large]]
+    answer: list[bytes | None] = [large, large, None, large, b"", large, other, other, b"z" * 100, large, b"z" * 70_000]
+    replies = [connection.mget(len(answer)), connection.mget(2), connection.set(1), connection.mget(1)]
+    connection.feed(array(answer) + array([large, None]) + b"+OK\r\n" + array([large]), iter(lambda: step, 0))
+    assert [plain(reply) for reply in replies] == [answer, [large, None], [None], [large]]
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**9])
 async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> None:
     connection = Connection()
-    found: list[bytes | None] = [
+    answer: list[bytes | None] = [
         b"ab",
         b"cd",
         b"ef",
@@ -272,9 +272,9 @@ async def test_values_of_one_size_are_told_from_others_among_them(step: int) -> 
         b"x" * 5000,
         b"op",
     ]
-    replies = [connection.mget(len(found)), connection.mget(2), connection.mget(3)]
-    connection.feed(array(found) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
-    assert [plain(reply) for reply in replies] == [found, [b"ab", b"cd"], [b"ef", b"gh", b"ij"]]
+    replies = [connection.mget(len(answer)), connection.mget(2), connection.mget(3)]
+    connection.feed(array(answer) + array([b"ab", b"cd"]) + array([b"ef", b"gh", b"ij"]), iter(lambda: step, 0))
+    assert [plain(reply) for reply in replies] == [answer, [b"ab", b"cd"], [b"ef", b"gh", b"ij"]]
 
 
 @pytest.mark.parametrize("at", range(4))
@@ -616,12 +616,12 @@ def resp(value: Any) -> bytes:
 
 
 @given(st.lists(NESTED, min_size=1, max_size=5), cuts)
-def test_replies_of_commands_come_in_order_wherever_they_are_cut(found: list[Any], sizes: list[int]) -> None:
+def test_replies_of_commands_come_in_order_wherever_they_are_cut(answers: list[Any], sizes: list[int]) -> None:
     async def work() -> None:
         commands = Commands()
-        replies = [commands.raw.call([b"X"]) for _ in found]
-        commands.feed(b"".join(map(resp, found)), sizes)
-        assert [reply.result() for reply in replies] == found
+        replies = [commands.raw.call([b"X"]) for _ in answers]
+        commands.feed(b"".join(map(resp, answers)), sizes)
+        assert [reply.result() for reply in replies] == answers
 
     in_a_loop(work)
 

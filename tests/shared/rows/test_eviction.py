@@ -98,7 +98,7 @@ def digest_of(*prompt: int) -> bytes:
 
 async def ask(producer: Producer, *tokens: int) -> None:
     """Ask for rows and check them."""
-    for token, row in zip(tokens, await asyncio.gather(*(producer.logprobs([one]) for one in tokens)), strict=True):
+    for token, row in zip(tokens, await asyncio.gather(*(producer.logprobs([token]) for token in tokens)), strict=True):
         assert np.array_equal(row, synthetic_row([token], vocab_size=V))
 
 
@@ -113,7 +113,7 @@ async def test_only_rows_that_are_missing_are_stored_again(own_pool: Pool, evict
     evicting.is_gone = lambda _, digest: digest in unlucky and evicting.stored[digest] <= 2
     async with own_pool.producer() as producer:
         await ask(producer, *range(8))
-    assert evicting.stored == {digest_of(one): 3 if digest_of(one) in unlucky else 1 for one in range(8)}
+    assert evicting.stored == {digest_of(token): 3 if digest_of(token) in unlucky else 1 for token in range(8)}
 
 
 def is_the_row_of_3(block: Block, digest: bytes) -> bool:
@@ -175,8 +175,8 @@ async def test_a_batch_larger_than_the_server_s_memory_holds_nobody_up(short_dir
             await asyncio.to_thread(pool.start, "--vocab-size", size, "--max-batch", batch, "--lease-s", 1)
             async with pool.producer(cache_bytes=0) as producer:
                 asked = [producer.logprobs([2, token], timeout=2) for token in range(4 * batch)]
-                found = await asyncio.gather(*asked, return_exceptions=True)
-                assert all(isinstance(one, (np.ndarray, LMPoolError)) for one in found)
+                outcomes = await asyncio.gather(*asked, return_exceptions=True)
+                assert all(isinstance(outcome, (np.ndarray, LMPoolError)) for outcome in outcomes)
                 row = await producer.logprobs([3])
                 assert np.array_equal(row, synthetic_row([3], vocab_size=size))
                 await until_async(lambda: is_done(pool), "nothing is queued or held")

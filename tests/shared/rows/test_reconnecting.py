@@ -1,4 +1,4 @@
-"""Lines: who waits for a connection uses it in the order of coming."""
+"""Connections for many callers: a silent server is given up, and callers wait in the order of coming."""
 
 from __future__ import annotations
 

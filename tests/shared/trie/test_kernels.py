@@ -119,8 +119,8 @@ def test_sums_of_any_sign_lose_nothing_but_what_cancels(make: Maker, case: tuple
     trie, weights = case
     expected = by_hand(trie, weights, math.fsum)
     cancelled = by_hand(trie, np.abs(weights), math.fsum) * 1e-14
-    found = make(trie).values("sum", weights)
-    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected) + cancelled + 1e-44).all()
+    values = make(trie).values("sum", weights)
+    assert (np.abs(values - expected) <= 1e-6 * np.abs(expected) + cancelled + 1e-44).all()
 
 
 @everywhere
@@ -139,10 +139,10 @@ def test_each_node_has_the_log_sum_exp_of_the_tokens_below_it(make: Maker, case:
     expected = by_hand(trie, weights, log_sum)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = make(trie).values("logsumexp", weights)
-    assert np.array_equal(np.isinf(found), np.isinf(expected))
+        values = make(trie).values("logsumexp", weights)
+    assert np.array_equal(np.isinf(values), np.isinf(expected))
     finite = np.isfinite(expected)
-    error = np.abs(found[finite] - expected[finite])
+    error = np.abs(values[finite] - expected[finite])
     assert (error <= 1e-6 * np.maximum(1, np.abs(expected[finite]))).all()
 
 
@@ -166,8 +166,8 @@ def test_large_vocabularies_keep_every_sum(make: Maker, vocabulary: str) -> None
     np.testing.assert_allclose(kernels.values("sum", weights), expected, rtol=1e-6, atol=1e-44)
     with np.errstate(divide="ignore"):
         logs, expected = np.log(weights), np.log(plain_sums(trie, np.exp(np.log(weights))))
-    found = kernels.values("logsumexp", logs)
-    assert np.nanmax(np.abs(found - expected) / np.maximum(1, np.abs(expected))) < 1e-6
+    values = kernels.values("logsumexp", logs)
+    assert np.nanmax(np.abs(values - expected) / np.maximum(1, np.abs(expected))) < 1e-6
 
 
 @everywhere
@@ -185,10 +185,10 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
     for far in range(rows):
         weights = np.full((rows, 3), -1, np.float32)
         weights[far] = -20000
-        found = CpuKernels(trie, threads=2).values("logsumexp", weights)[:, 0]
+        values = CpuKernels(trie, threads=2).values("logsumexp", weights)[:, 0]
         expected = np.full(rows, math.log(3) - 1)
         expected[far] = math.log(3) - 20000
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 # What is special about some numbers
@@ -198,19 +198,19 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
 def test_a_light_node_keeps_its_sum_beside_a_heavy_one(make: Maker) -> None:
     trie = Trie([b"a", b"b1", b"b2", b"b3"])
     weights = np.array([[1, 1e-30, 2e-30, 3e-30]], np.float32)
-    found = make(trie).values("sum", weights)[0]
-    assert found[trie.node(b"b")] == pytest.approx(6e-30, rel=1e-6)
-    assert found[0] == 1
+    values = make(trie).values("sum", weights)[0]
+    assert values[trie.node(b"b")] == pytest.approx(6e-30, rel=1e-6)
+    assert values[0] == 1
 
 
 @everywhere
 def test_a_light_node_keeps_its_log_10000_below_the_heaviest(make: Maker) -> None:
     trie = Trie([b"a", b"b1", b"b2", b"c1", b"c2"])
     weights = np.array([[0, -10000, -10000, -np.inf, -np.inf], [0, -1, -1, -2, -2]], np.float32)
-    found = make(trie).values("logsumexp", weights)
-    assert found[0, trie.node(b"b")] == pytest.approx(-10000 + math.log(2), rel=1e-7)
-    assert found[0, trie.node(b"c")] == -np.inf
-    assert found[:, 0] == pytest.approx([0, math.log(1 + 2 * math.exp(-1) + 2 * math.exp(-2))], abs=1e-6)
+    values = make(trie).values("logsumexp", weights)
+    assert values[0, trie.node(b"b")] == pytest.approx(-10000 + math.log(2), rel=1e-7)
+    assert values[0, trie.node(b"c")] == -np.inf
+    assert values[:, 0] == pytest.approx([0, math.log(1 + 2 * math.exp(-1) + 2 * math.exp(-2))], abs=1e-6)
 
 
 @everywhere
@@ -220,19 +220,19 @@ def test_infinities_stay_what_they_are(make: Maker, op: Op) -> None:
     weights = np.array([[-np.inf, -np.inf, np.inf, 0, 0, 0]], np.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = make(trie).values(op, weights)[0]
-    assert found[trie.node(b"a")] == -np.inf
-    assert found[trie.node(b"b")] == np.inf
-    assert np.isfinite(found[trie.node(b"c")])
-    assert np.isnan(found[0]) if op == "sum" else found[0] == np.inf
+        values = make(trie).values(op, weights)[0]
+    assert values[trie.node(b"a")] == -np.inf
+    assert values[trie.node(b"b")] == np.inf
+    assert np.isfinite(values[trie.node(b"c")])
+    assert np.isnan(values[0]) if op == "sum" else values[0] == np.inf
 
 
 @everywhere
 def test_the_largest_exponents_do_not_overflow(make: Maker) -> None:
     trie = Trie([b"a"] * 1000)
     for value in (599.0, 601.0, 710.0, 3e38):
-        found = make(trie).values("logsumexp", np.full((1, 1000), value, np.float32))
-        assert found[0] == pytest.approx(value + math.log(1000), rel=1e-6)
+        values = make(trie).values("logsumexp", np.full((1, 1000), value, np.float32))
+        assert values[0] == pytest.approx(value + math.log(1000), rel=1e-6)
 
 
 @everywhere
@@ -254,9 +254,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: O
     kernels = make(trie)
     alone = np.concatenate([kernels.inner(op, weights[row : row + 1]) for row in range(9)])
     for rows in BATCHES:
-        together = kernels.inner(op, weights[:rows])
-        assert together[:9].tobytes() == alone[:rows].tobytes()
-        assert kernels.inner(op, weights[:rows]).tobytes() == together.tobytes()
+        batch = kernels.inner(op, weights[:rows])
+        assert batch[:9].tobytes() == alone[:rows].tobytes()
+        assert kernels.inner(op, weights[:rows]).tobytes() == batch.tobytes()
 
 
 @every_op
@@ -264,9 +264,9 @@ def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: O
 def test_the_number_of_threads_does_not_show(op: Op, threads: int) -> None:
     trie = Trie(tekken()[:5000])
     weights = some_weights(33, 5000)
-    one, many = CpuKernels(trie, threads=1), CpuKernels(trie, threads=threads)
+    single, many = CpuKernels(trie, threads=1), CpuKernels(trie, threads=threads)
     for rows in range(34):
-        assert many.values(op, weights[:rows]).tobytes() == one.values(op, weights[:rows]).tobytes()
+        assert many.values(op, weights[:rows]).tobytes() == single.values(op, weights[:rows]).tobytes()
 
 
 @everywhere
@@ -276,9 +276,9 @@ def test_calls_from_several_threads_at_once_do_not_mix(make: Maker) -> None:
     jobs = [(op, some_weights(rows, 20000, rows)) for rows in (1, 4, 19, 32) for op in OPS] * 3
     expected = [kernels.values(op, weights) for op, weights in jobs]
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda job: kernels.values(*job), jobs))
-    for one, other in zip(found, expected, strict=True):
-        assert one.tobytes() == other.tobytes()
+        results = list(pool.map(lambda job: kernels.values(*job), jobs))
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.tobytes() == wanted.tobytes()
 
 
 @everywhere
@@ -339,16 +339,16 @@ def test_no_more_buffers_are_kept_than_threads() -> None:
     kernels = CpuKernels(trie, threads=1)
     empty = kernels.nbytes
     kernels.inner("sum", some_weights(1, 1000))
-    one = kernels.nbytes - empty
-    together = Barrier(4)
+    buffer_size = kernels.nbytes - empty
+    barrier = Barrier(4)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: _borrow_together(kernels, together), range(4)))
-    assert kernels.nbytes - empty == one
+        list(pool.map(lambda _: _borrow_together(kernels, barrier), range(4)))
+    assert kernels.nbytes - empty == buffer_size
 
 
-def _borrow_together(kernels: CpuKernels, together: Barrier) -> None:
+def _borrow_together(kernels: CpuKernels, barrier: Barrier) -> None:
     with kernels._borrowed():
-        together.wait(60)
+        barrier.wait(60)
 
 
 # Refusals

@@ -17,9 +17,9 @@ ONES = np.ones(3, np.float32)
 
 
 def test_good_weights_are_not_copied() -> None:
-    one, several = np.arange(3, dtype=np.float32), np.ones((2, 3), np.float32)
-    assert np.shares_memory(check_weights(one, 3, batch=False), one)
-    assert np.shares_memory(check_weights(several, 3, batch=True), several)
+    row, rows = np.arange(3, dtype=np.float32), np.ones((2, 3), np.float32)
+    assert np.shares_memory(check_weights(row, 3, batch=False), row)
+    assert np.shares_memory(check_weights(rows, 3, batch=True), rows)
 
 
 def test_read_only_weights_are_taken_as_they_are() -> None:

@@ -46,8 +46,8 @@ async def check(producer: Producer, adapter: str, revision: str, *prompts: list[
 
 @asynccontextmanager
 async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
-    async with pool.producer("syn") as one, pool.producer("syn") as other:
-        yield one, other
+    async with pool.producer("syn") as client, pool.producer("syn") as other:
+        yield client, other
 
 
 def no_offers(pool: Pool) -> Any:

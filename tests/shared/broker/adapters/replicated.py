@@ -1,4 +1,4 @@
-"""A server with a replica that may lag behind, and a way to them that leads to the replica after a failover."""
+"""A server with a replica that may lag behind, and a proxy that leads to the replica after a failover."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Replicated:
     """A primary and its replica.
 
     Args:
-        primary: the one.
-        folder: of the other's files.
-        proxy: the way to the primary.
+        primary: the server that replicates.
+        folder: where the replica has its files.
+        proxy: through which clients reach the primary, and the replica after a failover.
     """
 
     def __init__(self, primary: EmbeddedServer, folder: Path, proxy: Proxy) -> None:

@@ -39,18 +39,18 @@ from tests.support.pool import Pool, deadline_ms, until_async
 
 async def test_an_adapter_that_is_added_reaches_every_worker(pool: Pool, tmp_path: Path) -> None:
     workers = [pool.start(*QUICK) for _ in range(2)]
-    async with two_clients(pool) as (one, other):
-        assert await one.adapters() == {}
+    async with two_clients(pool) as (client, other):
+        assert await client.adapters() == {}
         with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: none"):
             await other.logprobs([1], adapter="poet")
-        revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
+        revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
         assert await other.adapters() == {"poet": revision}
         await check(other, "poet", revision)
-        await check(one, "", "")
+        await check(client, "", "")
         # Each of them by itself.
         workers[0].signal(signal.SIGTERM)
         assert workers[0].wait() == 0
-        await check(one, "poet", revision, [4], [5])
+        await check(client, "poet", revision, [4], [5])
     assert all("serving the adapter 'poet'" in worker.text for worker in workers)
 
 
@@ -76,9 +76,9 @@ async def test_after_a_replacement_nobody_gets_a_row_of_the_old_weights(
             while not done.is_set():
                 # Few prompts: most rows are in the cache, or in the producer's own memory.
                 token, oldest = draw.randrange(4), in_service
-                found = rows[(await producer.logprobs([token], adapter="poet")).tobytes()]
-                assert found >= oldest, f"a row of version {found} after {oldest} had been put in service"
-                seen.add(found)
+                row_version = rows[(await producer.logprobs([token], adapter="poet")).tobytes()]
+                assert row_version >= oldest, f"a row of version {row_version} after {oldest} had been put in service"
+                seen.add(row_version)
                 await asyncio.sleep(0)
 
         hammers = [asyncio.create_task(hammer(producer, seed)) for seed in range(3) for producer in clients]
@@ -112,10 +112,10 @@ async def replaced_while_known(
         await check(asking, "poet", before, [1])  # It has read the registry now.
 
         async def check_new() -> None:
-            found = await asking.logprobs([1], adapter="poet")
+            row = await asking.logprobs([1], adapter="poet")
             after = (await changing.adapters())["poet"]
             assert after != before
-            assert np.array_equal(found, expected([1], after))
+            assert np.array_equal(row, expected([1], after))
 
         yield changing, new, check_new
 
@@ -165,9 +165,9 @@ async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Pa
     gates = [OneByOne(), OneByOne()]
     backends = [GatedBackend(gate, vocab_size=V) for gate in gates]
     async with (
-        gated_worker(pool, backends[0]), gated_worker(pool, backends[1]), two_clients(pool) as (one, other),
+        gated_worker(pool, backends[0]), gated_worker(pool, backends[1]), two_clients(pool) as (client, other),
     ):  # fmt: skip
-        old = await one.add_adapter("poet", write(tmp_path, "old", "1"))
+        old = await client.add_adapter("poet", write(tmp_path, "old", "1"))
         base = asyncio.gather(*(other.logprobs([5, token]) for token in range(V)))
         asked = [
             asyncio.create_task(other.logprobs([token, at], adapter="poet")) for token in range(V) for at in range(9)
@@ -178,11 +178,11 @@ async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Pa
 
         batch = asyncio.create_task(other.batch_logprobs(iter([[at] for at in range(V)]), adapter="poet"))
         await until_async(are_queued, "all have asked")
-        while not any(one.done() for one in asked):
+        while not any(request.done() for request in asked):
             for gate in gates:
                 gate.let_one()
             await asyncio.wait(asked, timeout=0.2, return_when=asyncio.FIRST_COMPLETED)
-        change = asyncio.create_task(one.add_adapter("poet", write(tmp_path, "new", "2")))
+        change = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "new", "2")))
         while not change.done():
             # Workers load an adapter between two steps.
             for gate in gates:
@@ -208,20 +208,20 @@ async def test_requests_that_wait_survive_a_replacement(pool: Pool, tmp_path: Pa
 async def test_what_is_removed_is_unknown_to_everybody(pool: Pool, tmp_path: Path) -> None:
     for _ in range(2):
         pool.start(*QUICK)
-    async with two_clients(pool) as (one, other):
-        await one.add_adapter("poet", write(tmp_path, "a", "1"))
+    async with two_clients(pool) as (client, other):
+        await client.add_adapter("poet", write(tmp_path, "a", "1"))
         revision = await other.add_adapter("judge", write(tmp_path, "b", "2"))
-        await check(other, "poet", (await one.adapters())["poet"])
-        await one.remove_adapter("poet")
-        for producer in (one, other):
+        await check(other, "poet", (await client.adapters())["poet"])
+        await client.remove_adapter("poet")
+        for producer in (client, other):
             with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: judge"):
                 await producer.logprobs([1], adapter="poet")
             with pytest.raises(UnknownAdapter, match="no adapter 'poet'; it has: judge"):
                 await producer.remove_adapter("poet")
         await check(other, "judge", revision)
-        await check(one, "", "")
+        await check(client, "", "")
         again = await other.add_adapter("poet", write(tmp_path, "c", "3"))
-        await check(one, "poet", again)
+        await check(client, "poet", again)
 
 
 async def test_a_worker_that_comes_later_has_what_is_in_service(pool: Pool, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ async def test_an_adapter_that_does_not_load_is_tried_less_and_less_often(monkey
     while len(tries) < 7:
         await keeper._serve("poet", Adapter("/nowhere", "0f"))
         now += 0.5
-    pauses = [begin - end for end, begin in zip(tries, [one - 20.0 for one in tries[1:]], strict=False)]
+    pauses = [begin - end for end, begin in zip(tries, [ended - 20.0 for ended in tries[1:]], strict=False)]
     assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=0.6)
 
 
@@ -323,17 +323,17 @@ async def test_a_server_that_loses_everything_is_told_again(
     try:
         for _ in range(2):
             pool.start(*QUICK)
-        async with two_clients(pool) as (one, other):
-            revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
-            await one.add_adapter("gone", write(tmp_path, "b", "2"))
-            await one.remove_adapter("gone")
+        async with two_clients(pool) as (client, other):
+            revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
+            await client.add_adapter("gone", write(tmp_path, "b", "2"))
+            await client.remove_adapter("gone")
             for round_ in range(3):
                 pool.redis.flushall()
                 await check(other, "poet", revision, [round_], [round_, 1])
                 with pytest.raises(UnknownAdapter, match="has no adapter 'gone'; it has: poet"):
-                    await one.logprobs([1], adapter="gone")
+                    await client.logprobs([1], adapter="gone")
             pool.redis.flushall()
-            newer = await one.add_adapter("poet", write(tmp_path, "c", "3"))
+            newer = await client.add_adapter("poet", write(tmp_path, "c", "3"))
             pool.redis.flushall()
             await check(other, "poet", newer, [1], [2])
     finally:
@@ -345,8 +345,8 @@ async def test_a_server_that_loses_everything_is_told_again(
 
 async def test_what_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:
     workers = [pool.start(*QUICK) for _ in range(2)]
-    async with two_clients(pool) as (one, other):
-        revision = await one.add_adapter("poet", write(tmp_path, "a", "1"))
+    async with two_clients(pool) as (client, other):
+        revision = await client.add_adapter("poet", write(tmp_path, "a", "1"))
         (tmp_path / "empty").mkdir()
         for source, why in [
             (tmp_path / "none", "cannot be read: No such file"),
@@ -356,7 +356,7 @@ async def test_what_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool
                 await other.add_adapter("poet", source)
             with pytest.raises(AdapterRefused, match=why):
                 await other.add_adapter("new", str(source))
-        assert await one.adapters() == {"poet": revision}
+        assert await client.adapters() == {"poet": revision}
         await check(other, "poet", revision, [1], [2])
         await until_async(no_offers(pool), "offers are taken back")
     assert all(worker.is_running for worker in workers)

@@ -27,16 +27,16 @@ async def test_of_two_changes_at_once_one_is_told_and_the_other_is_in_service(po
         pool.start(*QUICK)
     folders = [write(tmp_path, name, name) for name in "ab"]
     async with two_clients(pool) as clients:
-        changes = [one.add_adapter("poet", folder) for one, folder in zip(clients, folders, strict=True)]
+        changes = [client.add_adapter("poet", folder) for client, folder in zip(clients, folders, strict=True)]
         outcomes = await asyncio.gather(*changes, return_exceptions=True)
-        (refused,) = [one for one in outcomes if isinstance(one, BaseException)]
-        (revision,) = [one for one in outcomes if isinstance(one, str)]
+        (refused,) = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        (revision,) = [outcome for outcome in outcomes if isinstance(outcome, str)]
         assert isinstance(refused, AdapterRefused)
         assert "somebody else has changed it meanwhile" in str(refused)
         for producer in clients:
             assert await producer.adapters() == {"poet": revision}
             await check(producer, "poet", revision)
-        others = await asyncio.gather(*(one.add_adapter(f"n{n}", folders[n]) for n, one in enumerate(clients)))
+        others = await asyncio.gather(*(client.add_adapter(f"n{n}", folders[n]) for n, client in enumerate(clients)))
         assert await clients[0].adapters() == {"poet": revision, "n0": others[0], "n1": others[1]}
 
 
@@ -107,17 +107,17 @@ async def test_a_worker_that_dies_during_a_change_does_not_stop_it(pool: Pool, t
 
 async def test_a_removal_during_a_change_ends_the_change(pool: Pool, tmp_path: Path) -> None:
     worker = pool.start(*QUICK)
-    async with two_clients(pool) as (one, other):
-        await one.add_adapter("poet", write(tmp_path, "a", "1"))
+    async with two_clients(pool) as (client, other):
+        await client.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGSTOP)
-        change = asyncio.create_task(one.add_adapter("poet", write(tmp_path, "b", "2")))
+        change = asyncio.create_task(client.add_adapter("poet", write(tmp_path, "b", "2")))
         await until_async(is_offered(pool), "the adapter is offered")
         removal = asyncio.create_task(other.remove_adapter("poet"))
         with pytest.raises(AdapterRefused, match="somebody else has changed it meanwhile"):
             await asyncio.wait_for(change, DEADLINE_S)
         worker.signal(signal.SIGCONT)
         await removal
-        assert await one.adapters() == {}
+        assert await client.adapters() == {}
     assert pool.names("{syn}:offers") == []
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("short_memory")
 
 @pytest.fixture
 async def pair(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[tuple[Replicated, Proxy]]:
-    """A server with a replica, and the way to it."""
+    """A server with a replica, and the proxy through which clients reach them."""
     async with (
         Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy,
         Replicated(own_server, short_dir / "r", proxy).running() as servers,
@@ -32,7 +32,7 @@ async def pair(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[tup
 
 @pytest.fixture
 def servers(pair: tuple[Replicated, Proxy]) -> Replicated:
-    """The two."""
+    """The primary and its replica."""
     return pair[0]
 
 
@@ -70,16 +70,16 @@ async def test_a_replacement_outlives_a_failover_that_has_forgotten_it(
 ) -> None:
     for _ in range(2):
         await start(far)
-    async with far.producer("syn", cache_bytes=0) as one, far.producer("syn", cache_bytes=0) as other:
-        old, new = await replaced_and_forgotten(far, servers, tmp_path, one, other)
+    async with far.producer("syn", cache_bytes=0) as producer, far.producer("syn", cache_bytes=0) as other:
+        old, new = await replaced_and_forgotten(far, servers, tmp_path, producer, other)
         await servers.fail_over()
         written, asked = 0, 0
         while written < 10:
             # Prompts that the cache of the replica has with the old weights, and one that is computed.
-            for client in (one, other):
+            for client in (producer, other):
                 await check(client, "poet", new, [1], [2, 3], [3, asked % 64])
             asked += 1
-            written += (await one.adapters()) == {"poet": new}
+            written += (await producer.adapters()) == {"poet": new}
         async with far.producer("syn") as late:
             assert await late.adapters() == {"poet": new}
             await check(late, "poet", new)
@@ -147,9 +147,9 @@ async def test_a_change_after_a_failover_does_not_undo_one_that_was_forgotten(
             knowing.signal(signal.SIGCONT)
             judge = await change
             assert await client.adapters() == {"poet": new, "judge": judge}
-            for one in (client, late):
-                await check(one, "poet", new)
-                await check(one, "judge", judge)
+            for producer in (client, late):
+                await check(producer, "poet", new)
+                await check(producer, "judge", judge)
 
 
 async def test_weights_that_a_failover_has_forgotten_keep_their_adapters(

@@ -52,7 +52,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 def write_adapters(folder: Path) -> list[str]:
-    """As `folders`."""
+    """Write two adapters; returns the settings that name them."""
     for name in NAMES[1:]:
         (folder / name).write_text(name)
     return [f"{name}={folder / name}" for name in NAMES[1:]]
@@ -132,8 +132,8 @@ async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
             }
 
     async with serving(pool, adapted(folders)):
-        revisions, found = await asyncio.to_thread(ask)
-    for adapter, (row, rows) in found.items():
+        revisions, answers = await asyncio.to_thread(ask)
+    for adapter, (row, rows) in answers.items():
         wanted = [
             synthetic_row(ids, vocab_size=V, adapter_revision=revisions.get(adapter, "")) for ids in ([1, 2], [3])
         ]
@@ -217,7 +217,7 @@ async def test_a_worker_computes_nothing_with_other_weights_than_a_job_names(poo
     ids = encode_prompt([1], vocab_size=V, max_tokens=1).ids
     backend = adapted(folders)
     async with serving(pool, backend):
-        for adapter in ("one@0f", "two@0f", *(one + "0" for one in backend.adapters)):
+        for adapter in ("one@0f", "two@0f", *(name + "0" for name in backend.adapters)):
             told = await asyncio.to_thread(reply_to, pool, ids, adapter)
             expected = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
             assert unpack_failure(told[b"e"]) == expected
@@ -319,17 +319,17 @@ async def _read_back(pool: Pool) -> None:
         assert not await registry.create({}, lost), "somebody was faster"
         assert await registry.offer("one", Offer("/b", "n"), 10)
         await registry.fill("one", Offer("/b", "n"), "1e")
-        found = await registry.read()
-        assert found[:3] == ("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
-        assert await registry.adopt("one", Offer("/b", "n"), found, 60) is None, "it is another by now"
+        registered = await registry.read()
+        assert registered[:3] == ("f" * 32, {"ü": Adapter("/a", "0f")}, {"one": Offer("/b", "n", "1e")})
+        assert await registry.adopt("one", Offer("/b", "n"), registered, 60) is None, "it is another by now"
         assert await registry.adopt("one", Offer("/b", "n", "1e"), lost, 60) is None, "the registry is another by now"
-        made = await registry.adopt("one", Offer("/b", "n", "1e"), found, 60)
+        made = await registry.adopt("one", Offer("/b", "n", "1e"), registered, 60)
         assert await registry.known_for("one") == 0, "nobody can know another one"
-        found, before = await registry.read(), found
-        assert found.adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
-        assert (found.generation, found.base) == (made, before.generation)
+        registered, before = await registry.read(), registered
+        assert registered.adapters == {"ü": Adapter("/a", "0f"), "one": Adapter("/b", "1e")}
+        assert (registered.generation, registered.base) == (made, before.generation)
         assert await registry.offer("ü", Offer("/c", "n", "2d"), 10)
-        assert await registry.adopt("ü", Offer("/c", "n", "2d"), found, 60)
+        assert await registry.adopt("ü", Offer("/c", "n", "2d"), registered, 60)
         assert not await registry.register("ü", Adapter("/d", "3c"), await registry.read()), "the name is taken"
         assert await registry.remove("two", await registry.read(), 30) is None, "there is none"
         assert await registry.remove("one", await registry.read(), 30)

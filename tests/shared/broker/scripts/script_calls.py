@@ -51,7 +51,7 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 
 
 async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, lease_ms: int = LEASE_MS) -> None:
-    """Give a worker's sign of life: it computes `size` prompts at once."""
+    """Send the heartbeat of a worker that computes `size` prompts at once."""
     keys = [MODEL.workers, MODEL.jobs, MODEL.capacity]
     await scripts.REGISTER(redis, keys, [worker, lease_ms, LIFETIME_MS, GROUP, size])
 
@@ -69,7 +69,17 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
 
 def finish_args(*endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0) -> list[Any]:
     """What `finish.lua` is told of entries: (entry, failure, dead); b"" for no failure."""
-    args: list[Any] = [GROUP, "fp", cap, LIFETIME_MS, 100, "w1", mark_ms, len(endings), *(one[0] for one in endings)]
+    args: list[Any] = [
+        GROUP,
+        "fp",
+        cap,
+        LIFETIME_MS,
+        100,
+        "w1",
+        mark_ms,
+        len(endings),
+        *(ending[0] for ending in endings),
+    ]
     for number, (_, failure, dead) in enumerate(endings, 1):
         args += [number, failure, int(dead)] if failure else []
     return args
@@ -93,10 +103,10 @@ async def entries_of(
     redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
 ) -> list[tuple[bytes, dict[bytes, bytes]]]:
     """The entries of a stream; without the lifetimes of jobs."""
-    found: Any = await redis.xrange(key)
+    reply: Any = await redis.xrange(key)
     return [
         (entry, {name: value for name, value in fields.items() if with_lifetimes or name != LIFETIME_FIELD})
-        for entry, fields in found
+        for entry, fields in reply
     ]
 
 
@@ -106,10 +116,10 @@ async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes
 
 async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
     """Entry -> who holds it, and its deliveries."""
-    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
-    return {one["message_id"]: (one["consumer"], one["times_delivered"]) for one in found}
+    reply: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
+    return {entry["message_id"]: (entry["consumer"], entry["times_delivered"]) for entry in reply}
 
 
 async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
-    found: Any = await redis.hgetall(key)
-    return dict(found)
+    reply: Any = await redis.hgetall(key)
+    return dict(reply)

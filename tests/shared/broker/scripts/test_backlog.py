@@ -119,7 +119,7 @@ async def test_who_joins_a_prompt_of_a_long_backlog_has_it_at_its_own_turn(redis
     await submit(redis, *range(50))
     assert await submit(redis, 49, reply=B) == "J"
     assert (await compute_all(redis)).index(49) <= IN_STREAM + 1
-    assert [one[b"d"] for one in await told(redis, B)] == [digest(49)]
+    assert [message[b"d"] for message in await told(redis, B)] == [digest(49)]
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")
@@ -242,7 +242,7 @@ async def test_jobs_that_nobody_waits_for_are_removed_from_who_holds_them(redis:
     await cancel(redis, 1)
     await redis.delete(waiting(3))
     keys = [JOBS, *(waiting(number) for number in (1, 2, 3))]
-    assert await scripts.DROP_UNWANTED(redis, keys, [one for entry in entries for one in (entry, 1)]) == [1, 3]
+    assert await scripts.DROP_UNWANTED(redis, keys, [arg for entry in entries for arg in (entry, 1)]) == [1, 3]
     assert [entry for entry, _ in await entries_of(redis)] == entries[1:2]
     assert (await redis.xpending(JOBS, GROUP))["pending"] == 1
 
@@ -252,7 +252,7 @@ async def test_jobs_for_the_same_that_nobody_waits_for_are_removed_together(redi
     await redis.xadd(JOBS, {"m": b"job-1"})
     entries = await take(redis, count=2)
     await cancel(redis, 1)
-    args = [one for entry in entries for one in (entry, 10**15)]
+    args = [arg for entry in entries for arg in (entry, 10**15)]
     assert await scripts.DROP_UNWANTED(redis, [JOBS, waiting(1), waiting(1)], args) == [1, 2]
     assert await nothing_is_left(redis)
 
@@ -298,7 +298,7 @@ async def test_what_is_beyond_the_usual_goes_back_when_another_client_comes(redi
     order = await compute_all(redis)
     assert [order.index(number) for number in (60, 61, 62)] <= [4, 6, 8]
     assert [number for number in order if number < 60] == list(range(1, 40)), "in the order in which they were asked"
-    assert [one[b"d"] for one in await told(redis, B)] == [digest(60), digest(61), digest(62)]
+    assert [message[b"d"] for message in await told(redis, B)] == [digest(60), digest(61), digest(62)]
 
 
 async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:
@@ -307,7 +307,7 @@ async def test_prompts_that_came_back_can_be_cancelled_and_joined(redis: redis_a
     assert await cancel(redis, *range(10, 20)) == 10
     assert await submit(redis, 5, reply=B) == "J"
     assert sorted(await compute_all(redis)) == [*range(10), 60]
-    assert sorted(one[b"d"] for one in await told(redis, B)) == sorted([digest(5), digest(60)])
+    assert sorted(message[b"d"] for message in await told(redis, B)) == sorted([digest(5), digest(60)])
     assert await nothing_is_left(redis)
 
 

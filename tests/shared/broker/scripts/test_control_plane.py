@@ -1,4 +1,4 @@
-"""What many workers and many stored things cost the server: a look is always the same, a call is bounded."""
+"""What many workers and long queues cost the server: a look is always the same, a call is bounded."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ async def test_a_producers_look_is_the_same_work_for_the_server_however_many_wor
 
     await register(redis)
     await look()
-    one = await commands_of(redis, look)
+    commands = await commands_of(redis, look)
     for number in range(300):
         await register(redis, f"w{number}")
     assert (await discovery.alive(INFO.name)).serving == 300
-    assert await commands_of(redis, look) == one
+    assert await commands_of(redis, look) == commands
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -91,18 +91,18 @@ async def test_a_workers_heartbeat_and_sweep_are_the_same_work_however_many_othe
 ) -> None:
     # As if it were for others to look at the infos of other models.
     monkeypatch.setattr("random.random", lambda: 2.0)
-    ours = heartbeat(redis)
-    await ours.join({})
+    worker = heartbeat(redis)
+    await worker.join({})
 
     async def live() -> None:
-        await ours.send({})
-        await ours.sweep()
+        await worker.send({})
+        await worker.sweep()
 
     await live()
-    one = await commands_of(redis, live)
+    commands = await commands_of(redis, live)
     for number in range(300):
         await register(redis, f"w{number}")
-    assert await commands_of(redis, live) == one
+    assert await commands_of(redis, live) == commands
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:
@@ -142,8 +142,8 @@ async def test_waiting_for_a_model_is_the_same_work_for_the_server_however_many_
 async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_many_others_load(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn = 2.0  # As if it were for others to look for the dead.
-    monkeypatch.setattr("random.random", lambda: turn)
+    drawn = 2.0  # As if it were for others to look for the dead.
+    monkeypatch.setattr("random.random", lambda: drawn)
     loading = Loading(cast(Any, None), WorkerSettings("test"), "w0", "m")
     loading._redis = redis
 
@@ -152,13 +152,13 @@ async def test_the_heartbeat_of_a_worker_that_loads_is_the_same_work_however_man
         await loading._sweep()
 
     await beat()
-    one = await commands_of(redis, beat)
+    commands = await commands_of(redis, beat)
     for number in range(300):
         await load(redis, f"w{number}", "m")
-    assert await commands_of(redis, beat) == one
+    assert await commands_of(redis, beat) == commands
     for number in range(1, 300):
         await redis.delete(KEYS.worker(f"w{number}"))
-    turn = 0.0
+    drawn = 0.0
     swept = await commands_of(redis, beat)
     assert 0 < swept["cmdstat_exists"] <= 200
     await beat()
@@ -170,8 +170,8 @@ async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[Non
     """How often the server ran each command for some work, those in scripts too."""
 
     async def counts() -> dict[str, int]:
-        found: Any = await redis.info("commandstats")
-        return {name: int(stats["calls"]) for name, stats in found.items() if name != "cmdstat_info"}
+        reply: Any = await redis.info("commandstats")
+        return {name: int(stats["calls"]) for name, stats in reply.items() if name != "cmdstat_info"}
 
     before = await counts()
     await work()
@@ -220,7 +220,7 @@ async def test_something_else_where_workers_are_listed_is_replaced_by_the_next_h
     assert await capacity(redis) == 7
 
 
-async def test_capacities_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
+async def test_batch_sizes_add_up_whoever_comes_changes_and_goes(redis: redis_async.Redis) -> None:
     for number in range(10):
         await register(redis, f"w{number}", 4)
     await register(redis, "w0", 10)
@@ -245,17 +245,17 @@ async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_
     for name in ("w1", "w2"):
         await register(redis, name)
     await redis.delete(MODEL.workers)
-    ours = heartbeat(redis)
-    await ours.join({})
-    await ours.sweep()
+    worker = heartbeat(redis)
+    await worker.join({})
+    await worker.sweep()
     assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
     await register(redis, "w3", lease_ms=10 * LEASE_MS)
     deadline = await redis.zscore(MODEL.workers, "w3")
     await redis.xgroup_createconsumer(JOBS, GROUP, "w4")
-    await ours.sweep()
+    await worker.sweep()
     assert await redis.zscore(MODEL.workers, "w3") == deadline, "it has another lease"
     await let_pass(redis, "w2", "w3", "w4")
-    await ours.sweep()
+    await worker.sweep()
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
@@ -263,25 +263,25 @@ async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis:
     await register(redis, "w2", 4)
     await submit(redis, 1)
     (entry,) = await take(redis, "w2")
-    ours = heartbeat(redis)
-    await ours.join({})
+    worker = heartbeat(redis)
+    await worker.join({})
     await let_pass(redis, "w2")
-    await ours.sweep()
+    await worker.sweep()
     assert set(await read_consumers(redis, MODEL)) == {b"w1", b"w2"}
     assert await capacity(redis) == 1
     await fall_silent(redis, entry, deliveries=1, consumer="w2")
-    assert [one[0] for one in (await claim(redis, consumer="w1"))[1]] == [entry]
-    await ours.sweep()
+    assert [job[0] for job in (await claim(redis, consumer="w1"))[1]] == [entry]
+    await worker.sweep()
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
 async def test_infos_of_models_that_nobody_serves_are_removed_by_workers_of_others(redis: redis_async.Redis) -> None:
-    ours = heartbeat(redis)
-    await ours.join({})
+    worker = heartbeat(redis)
+    await worker.join({})
     await redis.hset(KEYS.models(), "gone", ModelInfo("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
 
     async def is_removed() -> bool:
-        await ours.sweep()
+        await worker.sweep()
         return not await redis.hexists(KEYS.models(), "gone")
 
     await until_async(is_removed, "the info is removed")
@@ -310,7 +310,7 @@ async def test_one_call_takes_back_a_part_of_what_a_client_that_asked_alone_has_
     assert not await redis.exists(MODEL.sole_client)
     order = await take_all(redis)
     assert order.index(digest(1)) <= 4
-    assert [one for one in order if one != digest(1)] == many(1000), "in the order in which they were asked"
+    assert [other for other in order if other != digest(1)] == many(1000), "in the order in which they were asked"
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -322,8 +322,8 @@ async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_a
     digests, size = many(384), 50_000
     for at in range(0, len(digests), 8):
         part = digests[at : at + 8]
-        keys = [JOBS, A, *(MODEL.waiting + one for one in part)]
-        await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *(b"x" * size + one for one in part)])
+        keys = [JOBS, A, *(MODEL.waiting + digest for digest in part)]
+        await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *(b"x" * size + digest for digest in part)])
     assert await redis.xlen(JOBS) == 384
     await heartbeat(redis, "w2", 64).leave(for_good=False)
 
@@ -339,8 +339,8 @@ async def test_large_jobs_that_are_more_than_the_usual_since_workers_have_gone_a
 async def test_large_prompts_of_a_client_that_asks_alone_wait_in_the_backlog(redis: redis_async.Redis) -> None:
     await register(redis)
     digests = many(20)
-    keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
-    jobs = [b"x" * 9000 + one for one in digests]
+    keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests)]
+    jobs = [b"x" * 9000 + digest for digest in digests]
     assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "", 0, *jobs]) == b"Q" * 20
     assert await redis.xlen(JOBS) == 3
     assert await redis.zcard(MODEL.backlog) == 17
@@ -349,8 +349,8 @@ async def test_large_prompts_of_a_client_that_asks_alone_wait_in_the_backlog(red
 async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redis_async.Redis) -> None:
     await register(redis)
     digests = many(40)
-    keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
-    jobs = [b"x" * 100_000 + one for one in digests]
+    keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests)]
+    jobs = [b"x" * 100_000 + digest for digest in digests]
     await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "", 0, *jobs])
     await register(redis, "w2", 100)
     assert await scripts.REFILL(redis, [JOBS], []) == 1
@@ -412,12 +412,12 @@ async def test_one_look_for_silent_jobs_goes_through_some_of_those_held_and_the_
     entries = await take(redis, count=5000)
     await fall_silent(redis, entries[-1], deliveries=1)
     args = [GROUP, "w2", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
-    found: list[bytes] = []
+    claimed: list[bytes] = []
     calls = share = 0
-    while not found:
+    while not claimed:
         _, taken, further = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
-        found, calls, share = [one[0] for one in taken], calls + 1, max(share, further)
-    assert found == entries[-1:]
+        claimed, calls, share = [job[0] for job in taken], calls + 1, max(share, further)
+    assert claimed == entries[-1:]
     assert calls >= 5
     assert share >= calls - 1, "one worker alone looks at everything"
 
@@ -432,13 +432,13 @@ async def test_workers_share_a_look_for_silent_jobs(redis: redis_async.Redis) ->
         await pipe.execute()
     entries = await take(redis, count=5000)
     await fall_silent(redis, entries[-1], deliveries=1)
-    found: list[bytes] = []
+    claimed: list[bytes] = []
     further = 0
     for number in range(5000 // 500 + 1):
         args = [GROUP, f"w{number % 10}", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
         _, taken, further = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
-        found += [one[0] for one in taken]
-    assert found == entries[-1:]
+        claimed += [job[0] for job in taken]
+    assert claimed == entries[-1:]
     assert further <= 1
 
 
@@ -451,17 +451,17 @@ async def test_a_look_for_silent_jobs_goes_on_behind_an_entry_with_the_last_poss
     entries = await take(redis, count=1000)
     assert (await claim(redis))[1] == []
     await fall_silent(redis, entries[0], deliveries=1)
-    assert [one[0] for one in (await claim(redis))[1]] == entries[:1]
+    assert [job[0] for job in (await claim(redis))[1]] == entries[:1]
 
 
 async def test_what_is_left_of_a_look_for_silent_jobs_is_found_by_the_next(redis: redis_async.Redis) -> None:
     await submit_many(redis, 90)
     entries = await take(redis, count=100)
     await fall_silent(redis, *entries, deliveries=1)
-    found = []
+    claimed = []
     for number in range(9):
-        found += [one[0] for one in (await claim(redis, consumer=f"w{number}", want=10))[1]]
-    assert sorted(found) == sorted(entries)
+        claimed += [job[0] for job in (await claim(redis, consumer=f"w{number}", want=10))[1]]
+    assert sorted(claimed) == sorted(entries)
     assert (await claim(redis, consumer="w9"))[1] == []
 
 
@@ -472,7 +472,7 @@ def many(count: int) -> list[bytes]:
 async def submit_many(redis: redis_async.Redis, count: int) -> None:
     for at in range(0, count, scripts.MOST_AT_ONCE):
         digests = many(count)[at : at + scripts.MOST_AT_ONCE]
-        keys = [JOBS, A, *(MODEL.waiting + one for one in digests)]
+        keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests)]
         await scripts.SUBMIT(redis, keys, [10_000, LIFETIME_MS, "", 0, *digests])
 
 
@@ -481,10 +481,10 @@ async def take_all(redis: redis_async.Redis) -> list[bytes]:
     order = []
     while entries := await take(redis, count=1):
         job = (await entries_of(redis))[0][1][b"m"]
-        own = job if job.startswith(b"many") else digest(1)
-        order.append(own)
+        prompt_digest = job if job.startswith(b"many") else digest(1)
+        order.append(prompt_digest)
         args = finish_args((entries[0], b"", False))
-        await scripts.FINISH(redis, [JOBS, DEAD, MODEL.waiting + own], args)
+        await scripts.FINISH(redis, [JOBS, DEAD, MODEL.waiting + prompt_digest], args)
     assert await hash_of(redis, MODEL.backlog_jobs) == {}
     return order
 
@@ -508,6 +508,6 @@ async def test_a_worker_that_holds_much_renews_all_of_it_and_nothing_of_others(r
     await fall_silent(redis, *entries, deliveries=1)
     await fall_silent(redis, *entries[550:], deliveries=1, consumer="w2")
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries[400:]]) == entries[550:]
-    found: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
-    silent = [one["message_id"] for one in found if one["time_since_delivered"] >= LEASE_MS]
+    held: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
+    silent = [entry["message_id"] for entry in held if entry["time_since_delivered"] >= LEASE_MS]
     assert silent == entries[:400] + entries[550:]

@@ -160,7 +160,7 @@ async def test_a_job_that_a_worker_holds_stays_and_can_be_joined(redis: redis_as
     await submit(redis, 1)
     (entry,) = await take(redis)
     assert await cancel(redis, 1) == 0
-    assert [found for found, _ in await entries_of(redis)] == [entry]
+    assert [kept for kept, _ in await entries_of(redis)] == [entry]
     assert await submit(redis, 1, reply=B) == "J"
     assert await hash_of(redis, waiting(1)) == {b"job": entry, B: b""}
 
@@ -337,14 +337,14 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     numbers = list(range(scripts.MOST_AT_ONCE))
     digests = [number.to_bytes(16, "big") for number in numbers]
     await register(redis, size=len(numbers))
-    keys = [JOBS, A, *(MODEL.waiting + one for one in digests), *(ROWS + one for one in digests)]
+    keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests), *(ROWS + digest for digest in digests)]
     assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
         numbers
     )
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
     args = finish_args(*((entry, b"", False) for entry in entries))
-    assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + one for one in digests)], args) == b"1"
+    assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + digest for digest in digests)], args) == b"1"
     assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp"}]
     await assert_queue_is_empty(redis)
 
