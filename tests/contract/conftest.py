@@ -38,8 +38,8 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 @pytest.fixture(scope="session", params=chosen(), ids=lambda subject: subject.name)
 def subject(request: pytest.FixtureRequest) -> Subject:
     """One of the backends that are tested in this run."""
-    found: Subject = request.param
-    return found
+    subject: Subject = request.param
+    return subject
 
 
 @pytest.fixture(scope="module")

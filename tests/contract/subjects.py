@@ -207,8 +207,8 @@ def _engine(name: str, *shims: str) -> Callable[[], Subject]:
     def find() -> Subject:
         for shim in shims:
             getattr(import_module(f"tests.engines.{name}_shims"), shim)()
-        found: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
-        return found
+        subject: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
+        return subject
 
     return find
 

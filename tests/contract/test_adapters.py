@@ -21,17 +21,17 @@ def test_adapters_that_come_and_go_leave_right_rows(
         with Opened(subject, model_folder, "float32", {}) as opened, pytest.raises(SettingsError, match="^adapters: "):
             opened.backend.load_adapter("warm", str(adapter_folders["warm"]))
         return
-    one, other = ADAPTERS
+    first, second = ADAPTERS
     with Opened(subject, model_folder, "float32", {}) as opened:
         backend = opened.backend
         prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
         # Under one name first, so that nothing but the weights tells them apart.
-        revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (one, other)}
+        revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (first, second)}
         assert set(backend.adapters) == {qualify("a", revision) for revision in revisions.values()}
         for revision in revisions.values():
             backend.drop_adapter(qualify("a", revision))
         assert not backend.adapters
-        for name in (one, other, one):
+        for name in (first, second, first):
             assert backend.load_adapter(name, str(adapter_folders[name])) == revisions[name]
             for _ in range(3):
                 wanted = {"": opened.submit(prompts), name: opened.submit(prompts, name)}

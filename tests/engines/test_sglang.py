@@ -62,8 +62,8 @@ def opened(folder: Path, **changes: Any) -> Iterator[Opened]:
         return SglangSettings(**{**settings_of(model, dtype, adapters), **changes}).open()
 
     subject: Subject = replace(SUBJECT, make=make)
-    with Opened(subject, folder, "float32", ADAPTERS) as found:
-        yield found
+    with Opened(subject, folder, "float32", ADAPTERS) as subject_opened:
+        yield subject_opened
 
 
 def scheduler_of(backend: Any) -> Any:

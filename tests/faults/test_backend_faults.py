@@ -198,13 +198,13 @@ async def test_a_frozen_worker_whose_jobs_were_taken_hands_back_nothing_of_other
 
 
 async def test_a_frozen_worker_whose_jobs_were_taken_fails_nothing_of_others(pool: Pool, tmp_path: Path) -> None:
-    own, gate = Gate(tmp_path / "own"), Gate(tmp_path / "gate")
-    frozen = pool.start("--fail-token", POISON, "--lease-s", 2, "--max-batch", 16, command=own.command)
+    frozen_gate, gate = Gate(tmp_path / "own"), Gate(tmp_path / "gate")
+    frozen = pool.start("--fail-token", POISON, "--lease-s", 2, "--max-batch", 16, command=frozen_gate.command)
     async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, i] for i in range(10)]))
         await until_async(lambda: holds_all(pool), "the worker holds all prompts")
         other = await taken_over(pool, frozen, gate)
-        own.open()
+        frozen_gate.open()
         frozen.signal(signal.SIGCONT)
         frozen.signal(signal.SIGTERM)
         assert await asyncio.to_thread(frozen.wait) == 0

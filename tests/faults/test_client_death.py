@@ -164,14 +164,14 @@ async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    # Ours wait for longer than the clock is set forward.
+    # These requests wait for longer than the clock is set forward.
     async with gated_worker(pool, backend), pool.producer("syn", timeout=3000) as producer:
         asked = [asyncio.ensure_future(producer.logprobs([7]))]
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         clients.append(await asyncio.to_thread(ClientProcess, pool, 3))
         # One of its prompts is another client's too.
-        ours = [[7], [1, 0, 2], [8]]
-        asked += [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in ours[1:]]
+        prompts = [[7], [1, 0, 2], [8]]
+        asked += [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts[1:]]
         await until_async(lambda: _holds(pool, 5), "all are held")
         await until_async(lambda: _are_two(pool, [1, 0, 2]), "both wait for one of them")
         if is_killed:
@@ -179,14 +179,14 @@ async def test_what_a_worker_holds_for_a_client_that_has_gone_is_not_computed(
             await asyncio.to_thread(set_clock, AFTER)
         else:
             clients[0].interrupt()
-        await until_async(lambda: _holds_just(pool, ours), "what only the other client asked for is let go")
-        ours.append([1, 0, 0])
-        asked.append(asyncio.ensure_future(producer.logprobs(ours[-1])))
-        await until_async(lambda: _holds_just(pool, ours), "one is asked for again")
+        await until_async(lambda: _holds_just(pool, prompts), "what only the other client asked for is let go")
+        prompts.append([1, 0, 0])
+        asked.append(asyncio.ensure_future(producer.logprobs(prompts[-1])))
+        await until_async(lambda: _holds_just(pool, prompts), "one is asked for again")
         gate.open()
-        for prompt, row in zip(ours, await asyncio.gather(*asked), strict=True):
+        for prompt, row in zip(prompts, await asyncio.gather(*asked), strict=True):
             assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
-    assert sorted(backend.computed) == sorted(_ids(prompt) for prompt in ours)
+    assert sorted(backend.computed) == sorted(_ids(prompt) for prompt in prompts)
     assert await is_empty(pool)
 
 
@@ -202,8 +202,8 @@ async def _are_two(pool: Pool, prompt: list[int]) -> bool:
 async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:
     """Whether these are waited for and held, and no others."""
     prefix = pool.keys.model("syn").waiting
-    found = set(pool.redis.scan_iter(match=prefix + b"*", count=1000))
-    return pool.held() == len(prompts) and found == {prefix + digest_of(_ids(prompt), "") for prompt in prompts}
+    keys = set(pool.redis.scan_iter(match=prefix + b"*", count=1000))
+    return pool.held() == len(prompts) and keys == {prefix + digest_of(_ids(prompt), "") for prompt in prompts}
 
 
 async def test_a_closed_client_leaves_nothing_in_the_queue(pool: Pool, gate: Gate) -> None:

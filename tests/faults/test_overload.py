@@ -50,13 +50,13 @@ async def test_a_single_prompt_is_answered_within_ten_batches_of_anothers_many(p
         await until_async(lambda: has_queued(pool, 8192), "as many as may be are queued")
         for prompt in ([501, i] for i in range(10)):
             before = len(backend.computed)
-            one = asyncio.create_task(checked(modest, prompt))
+            request = asyncio.create_task(checked(modest, prompt))
             await until_waited_for(pool, prompt)
             await until_async(lambda: is_the_way_clear(pool), "what was in its way is behind it")
             while _ids(prompt) not in backend.computed[before:]:
                 await compute_a_batch()
             assert len(backend.computed) - before <= 10 * BATCH
-            await one
+            await request
         for task in many:
             task.cancel()
         await asyncio.gather(*many, return_exceptions=True)
@@ -199,21 +199,21 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
     """Rows of 100,000 prompts would be 26 GB; those that have not been fetched yet wait in the server's cache."""
     wide = 65_536
     pool.start("--vocab-size", wide, "--max-batch", 64, "--encoding", "bf16")
-    landed = 0
+    answered = 0
     async with pool.producer(cache_bytes=0, timeout=600) as producer:
 
         async def ask(i: int) -> None:
-            nonlocal landed
+            nonlocal answered
             await producer.logprobs([i % 60_000, i // 60_000])
-            landed += 1
-            if landed % 50 == 0:
+            answered += 1
+            if answered % 50 == 0:
                 taken.append(resident_bytes())
 
         taken = [resident_bytes()]
         tasks = [asyncio.create_task(ask(i)) for i in range(100_000)]
 
         async def some() -> bool:
-            return landed >= 3000
+            return answered >= 3000
 
         await until_async(some, "rows come")
         grown = max(taken) - taken[0]

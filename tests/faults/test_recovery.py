@@ -298,8 +298,8 @@ async def test_evicted_bookkeeping_costs_no_row(pool: Pool, gate: Gate) -> None:
         await asyncio.wait_for(asked, DEADLINE_S)
 
 
-@pytest.mark.parametrize("what", ["a list", "an empty string", "no row"])
-async def test_what_somebody_puts_where_rows_will_be_is_put_right(pool: Pool, gate: Gate, what: str) -> None:
+@pytest.mark.parametrize("stored", ["a list", "an empty string", "no row"])
+async def test_what_somebody_puts_where_rows_will_be_is_put_right(pool: Pool, gate: Gate, stored: str) -> None:
     pool.start("--max-batch", 8, command=gate.command)
     async with pool.producer(cache_bytes=0) as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS[:16]))
@@ -307,10 +307,10 @@ async def test_what_somebody_puts_where_rows_will_be_is_put_right(pool: Pool, ga
         prefix = pool.keys.row(producer.model.fingerprint)
         for ids in PROMPTS[:16]:
             key = prefix + digest_of(np.asarray(ids, "<u4").tobytes())
-            if what == "a list":
+            if stored == "a list":
                 pool.redis.rpush(key, b"x")
             else:
-                pool.redis.set(key, b"" if what == "an empty string" else b"x" * 2064)
+                pool.redis.set(key, b"" if stored == "an empty string" else b"x" * 2064)
         gate.open()
         await asyncio.wait_for(asked, DEADLINE_S)
 

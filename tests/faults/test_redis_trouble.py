@@ -256,10 +256,10 @@ async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
     async with shaken.producer() as producer:
 
         async def trouble() -> None:
-            ours = int(shaken.redis.client_id())
+            own_id = int(shaken.redis.client_id())
             for _ in range(10):
                 for client in shaken.redis.client_list():
-                    if int(client["id"]) != ours and draw.random() < 0.5:
+                    if int(client["id"]) != own_id and draw.random() < 0.5:
                         shaken.redis.client_kill_filter(_id=client["id"])
                 await asyncio.sleep(draw.uniform(0, 0.1))  # Random moments are what this is about.
             for kind in ("normal", "pubsub", "replica", "master"):
@@ -287,9 +287,9 @@ async def test_rows_that_were_never_announced_are_found_behind_many_that_stall(
         assert not await rows.put(block)
         rows.close()
         assert np.array_equal(await last, synthetic_row([2], vocab_size=V))
-        assert not any(one.done() for one in stalled)
-        for one in stalled:
-            one.cancel()
+        assert not any(request.done() for request in stalled)
+        for request in stalled:
+            request.cancel()
 
 
 # The server

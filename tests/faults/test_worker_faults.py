@@ -57,7 +57,7 @@ async def beat_on(heartbeat: Heartbeat) -> None:
         await heartbeat.send({})
 
 
-# Presence
+# Registration
 
 
 def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
@@ -79,7 +79,7 @@ def test_of_two_mismatching_workers_that_start_together_one_ends(pool: Pool) -> 
 async def test_a_worker_ends_when_its_model_was_taken_over_meanwhile(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
     other = info_of(2)
-    # A info alone may be anybody's junk; here somebody serves what it says.
+    # An info alone may be anybody's junk; here somebody serves what it says.
     heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.service_fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})

@@ -1,4 +1,4 @@
-"""What becomes of in_flight prompts when asks and requests for the row itself meet."""
+"""What becomes of prompts in flight when asks and requests for the row itself meet."""
 
 from __future__ import annotations
 

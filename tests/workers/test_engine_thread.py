@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 class Outcome:
-    """What a engine thread told its owner."""
+    """What an engine thread told its owner."""
 
     def __init__(self) -> None:
         self.finished: list[Finished] = []
@@ -117,18 +117,18 @@ class Outcome:
         """The prompts whose rows or failures were handed on."""
         return [digest for finished in self.finished for digest in [*digests_of(finished), *finished.failures]]
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], expected: str) -> None:
         """Wait until a condition holds."""
 
         async def met() -> bool:
             return condition()
 
-        await until_async(met, what)
+        await until_async(met, expected)
 
 
 @asynccontextmanager
 async def stepping(backend: Backend) -> AsyncIterator[tuple[EngineThread, Outcome]]:
-    """A engine thread that has started, and what it tells."""
+    """An engine thread that has started, and what it tells."""
     outcome = Outcome()
     engine_thread = EngineThread(lambda: backend, outcome.finished.append, outcome.broken.append)
     await asyncio.wait_for(engine_thread.start(), DEADLINE_S)

@@ -446,7 +446,7 @@ def test_an_exception_of_the_tree_stays_what_it_is() -> None:
     assert Server("redis://h").explain(error) is error
 
 
-def test_every_good_worker_setting_fits_in_a_info() -> None:
+def test_every_good_worker_setting_fits_in_an_info() -> None:
     for settings in (
         WorkerSettings(lease_s=0.1, queue_limit=1, row_ttl_s=1),
         WorkerSettings(lease_s=3600, queue_limit=2**31, row_ttl_s=1e9),

@@ -31,11 +31,11 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is par
 
 def test_each_function_that_torch_leaves_to_mkl_is_called_once_with_one_element() -> None:
     header = (Path(torch.__file__).parent / "include/ATen/cpu/vml.h").read_text()
-    theirs = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header, re.M))
-    assert theirs
+    functions = set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header, re.M))
+    assert functions
     with Calls() as calls:
         torch_device.settle.__wrapped__()
-    assert calls.seen == {(name, dtype) for name in theirs for dtype in (torch.float32, torch.float64)}
+    assert calls.seen == {(name, dtype) for name in functions for dtype in (torch.float32, torch.float64)}
 
 
 def test_no_kernels_of_torch_are_made_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,9 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
                 await asyncio.to_thread(fleet.kill)
     finally:
         await asyncio.to_thread(server.stop)
-    requests = [one for number in range(settings.clients) for one in read_requests(fleet.log_of(number), number)]
+    requests = [
+        request for number in range(settings.clients) for request in read_requests(fleet.log_of(number), number)
+    ]
     return Report(
         settings,
         count(requests, settings.timeout_s + settings.grace_s),

@@ -186,15 +186,15 @@ class Fleet:
         """Have workers drain and end."""
         self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
 
-    def _end(self, what: str, processes: Sequence[Process], seconds: float) -> None:
+    def _end(self, role: str, processes: Sequence[Process], seconds: float) -> None:
         end = time.monotonic() + seconds
         for process in processes:
             process.signal(signal.SIGTERM)
         for process in processes:
             if not process.ends_within(max(0.1, end - time.monotonic())):
-                self.leaked.append(f"{what} {process.number}: {process.last_words}")
+                self.leaked.append(f"{role} {process.number}: {process.last_words}")
             elif process.code:
-                self.failed.append(f"{what} {process.number} ended with {process.code}: {process.last_words}")
+                self.failed.append(f"{role} {process.number} ended with {process.code}: {process.last_words}")
 
     def kill(self) -> None:
         """End at once whatever still runs."""

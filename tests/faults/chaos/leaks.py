@@ -16,15 +16,15 @@ _TICK_S = 0.05
 
 def leaked_processes(folder: Path) -> list[str]:
     """The processes that still run in a folder, by what they were started with; none where there is no /proc."""
-    found = []
+    processes = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().split(b"\0")
         except OSError:  # It has ended meanwhile.
             continue
         if any(str(folder).encode() in word for word in words):
-            found.append(f"process {place.name}: {b' '.join(words).decode('utf-8', 'replace'):.200}")
-    return found
+            processes.append(f"process {place.name}: {b' '.join(words).decode('utf-8', 'replace'):.200}")
+    return processes
 
 
 def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
@@ -62,22 +62,22 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
     beats = f"{keys.prefix}:worker:*"
     _wait(lambda: not any(client.ttl(key) >= 0 for key in client.scan_iter(beats, 1000)), lease_s + 1)
     jobs = keys.model("syn").jobs
-    found = []
+    leaks = []
     for key in client.scan_iter(f"{keys.prefix}:*", 1000):
         name, ttl = key.decode("ascii", "backslashreplace"), client.ttl(key)
         if ttl == -1 and key != jobs:
-            found.append(f"{name}: never expires")
+            leaks.append(f"{name}: never expires")
         elif key.startswith(keys.model("syn").waiting) and ttl > most_ttl_s:
-            found.append(f"{name}: expires in {ttl} s only")
+            leaks.append(f"{name}: expires in {ttl} s only")
         elif key.startswith(f"{keys.prefix}:worker:".encode()) and ttl != -2:
-            found.append(f"{name}: a worker that has gone")
+            leaks.append(f"{name}: a worker that has gone")
     if client.exists(jobs):
         if length := client.xlen(jobs):
-            found.append(f"{length} jobs")
+            leaks.append(f"{length} jobs")
         groups: Any = client.xinfo_groups(jobs)
         for group in groups:
             if group["pending"]:
-                found.append(f"{group['pending']} pending jobs")
+                leaks.append(f"{group['pending']} pending jobs")
             if group["consumers"]:
-                found.append(f"{group['consumers']} consumers")
-    return found
+                leaks.append(f"{group['consumers']} consumers")
+    return leaks

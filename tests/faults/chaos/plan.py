@@ -69,16 +69,16 @@ def draw_plan(seed: int, seconds: float) -> list[Strike]:
     """The strikes of a run: in bursts of one to three, with pauses between them of up to seven seconds."""
     draw = random.Random(seed)
     plan: list[Strike] = []
-    deck: list[Kind] = []
+    kinds: list[Kind] = []
     at = _FIRST_S
     while True:
         for _ in range(draw.choice((1, 1, 2, 3))):
             if at > seconds - _QUIET_AT_THE_END_S:
                 return plan
-            if not deck:  # All kinds come equally often.
-                deck = list(Kind)
-                draw.shuffle(deck)
-            kind = deck.pop()
+            if not kinds:  # All kinds come equally often.
+                kinds = list(Kind)
+                draw.shuffle(kinds)
+            kind = kinds.pop()
             lasts = draw.uniform(*_LASTING[kind]) if kind in _LASTING else 0.0
             plan.append(
                 Strike(at, kind, lasts, draw.choice((0.3, 0.6, 1.0)), draw.choice(list(Way)), draw.randrange(1000))

@@ -25,19 +25,19 @@ class Trouble(NamedTuple):
 def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list[float]:
     """Seconds that each recovery took; requests that never ended are counted elsewhere."""
     clients: dict[int, list[Request]] = {}
-    for request in sorted(requests, key=lambda one: one.began):
+    for request in sorted(requests, key=lambda request: request.began):
         clients.setdefault(request.client, []).append(request)
-    found: list[float] = []
+    seconds: list[float] = []
     over = recovered = float("-inf")
     for trouble in sorted(troubles):
         if trouble.hit < recovered:
             over = max(over, trouble.over)
-            found.pop()
+            seconds.pop()
         else:
             over = trouble.over
-        recovered = max([over, *(_recovered(over, ours) for ours in clients.values())])
-        found.append(recovered - over)
-    return found
+        recovered = max([over, *(_recovered(over, client_requests) for client_requests in clients.values())])
+        seconds.append(recovered - over)
+    return seconds
 
 
 def _recovered(over: float, requests: Sequence[Request]) -> float:

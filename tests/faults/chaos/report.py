@@ -56,7 +56,7 @@ class Report:
     def __str__(self) -> str:
         tally, computed = self.tally, self.computed
         p99, worst = percentile(self.recoveries, 0.99), max(self.recoveries, default=0.0)
-        slowest = max((one.ended - one.began for one in tally.requests if one.ended), default=0.0)
+        slowest = max((request.ended - request.began for request in tally.requests if request.ended), default=0.0)
         rows = [
             ("requests", f"{len(tally.requests)}"),
             ("lost", f"{tally.lost}"),

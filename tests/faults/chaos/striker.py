@@ -83,7 +83,11 @@ class Striker:
 
     def _victims(self, strike: Strike) -> list[Process]:
         """Workers that are neither frozen nor just starting, but never all: somebody has to serve."""
-        ready = [one for one in self._fleet.workers if one.code is None and not one.is_frozen and one.says("serving ")]
+        ready = [
+            worker
+            for worker in self._fleet.workers
+            if worker.code is None and not worker.is_frozen and worker.says("serving ")
+        ]
         count = min(len(ready) - 1, max(1, round(strike.share * len(ready) / 2)))
         start = strike.number % max(1, len(ready))
         return (ready[start:] + ready[:start])[: max(0, count)]
@@ -110,9 +114,9 @@ class Striker:
     def _kill_some(self, share: float) -> None:
         client = redis.Redis.from_url(self._server.url)
         try:
-            for one in client.client_list():
+            for connection in client.client_list():
                 if self._draw.random() < share:
-                    client.client_kill_filter(_id=one["id"])
+                    client.client_kill_filter(_id=connection["id"])
         except redis.ConnectionError:
             pass  # The server is away just now: nobody is connected.
         finally:

@@ -43,8 +43,8 @@ def read_requests(log: Path, client: int) -> list[Request]:
     began: dict[str, float] = {}
     ended: dict[str, tuple[float, str]] = {}
     for line in log.read_text().splitlines():
-        what, number, at, *outcome = line.split(" ", 3)
-        if what == "b":
+        event, number, at, *outcome = line.split(" ", 3)
+        if event == "b":
             began[number] = float(at)
         else:
             ended[number] = (float(at), outcome[0])

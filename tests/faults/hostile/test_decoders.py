@@ -62,7 +62,7 @@ def test_what_is_read_as_a_failure_is_a_failure(data: bytes) -> None:
 
 @cases(200)
 @given(hostile.infos)
-def test_what_is_read_as_a_info_is_one_that_a_worker_can_have(data: bytes) -> None:
+def test_what_is_read_as_an_info_is_one_that_a_worker_can_have(data: bytes) -> None:
     try:
         info = ModelInfo.unpack(data)
     except ProtocolError:
@@ -116,10 +116,10 @@ def test_a_row_that_passes_the_checks_has_log_probabilities_of_that_length(data:
 @given(
     st.lists(hostile.mutated(st.just(ROW[: HEADER_SIZE + 8])) | st.just(ROW[: HEADER_SIZE + 8]), min_size=1, max_size=3)
 )
-def test_entries_read_together_are_those_read_one_by_one(found: list[bytes]) -> None:
-    together = decode_alike(found, V, 2)
+def test_entries_read_together_are_those_read_one_by_one(entries: list[bytes]) -> None:
+    together = decode_alike(entries, V, 2)
     apart = []
-    for data in found:
+    for data in entries:
         try:
             apart.append(decode_entries(data, V, 2))
         except ProtocolError:
@@ -137,13 +137,13 @@ def test_what_is_read_as_the_likeliest_tokens_can_be_those_of_a_row(data: bytes)
     if len(data) != TOP.nbytes:  # The length of an answer is checked before.
         return
     try:
-        found = unpack_top(np.frombuffer(data, np.float32), V)
+        likeliest = unpack_top(np.frombuffer(data, np.float32), V)
     except ProtocolError:
         return
-    assert len(set(found.ids.tolist())) == 4
-    assert 0 <= found.ids.min() <= found.ids.max() < V
-    assert (np.diff(found.values) <= 0).all()
-    assert -math.log(V) - 1 <= found.values[0] <= 1
+    assert len(set(likeliest.ids.tolist())) == 4
+    assert 0 <= likeliest.ids.min() <= likeliest.ids.max() < V
+    assert (np.diff(likeliest.values) <= 0).all()
+    assert -math.log(V) - 1 <= likeliest.values[0] <= 1
 
 
 def test_likeliest_tokens_that_come_twice_or_out_of_order_are_refused() -> None:

@@ -80,8 +80,8 @@ async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(poo
     others = [[7, at] for at in range(20)]
     await producer.batch_logprobs(others)
     for ask in (prompts + others, prompts):
-        found = await producer.batch_logprobs(ask)
-        assert all(np.array_equal(one, row(prompt)) for one, prompt in zip(found, ask, strict=True))
+        replies = await producer.batch_logprobs(ask)
+        assert all(np.array_equal(reply, row(prompt)) for reply, prompt in zip(replies, ask, strict=True))
     assert all(pool.redis.strlen(key) == len(ROW) for key in keys), "what is stored has been put right"
 
 
@@ -94,21 +94,21 @@ async def test_what_is_asked_of_a_spoilt_row_is_answered_from_a_new_one(pool: Po
         lambda prompt: producer.logprobs(prompt, fresh=True),
     ]
     values: list[Callable[[Row], object]] = [
-        lambda found: top(found, 3),
-        lambda found: sample(found, Sampling(1.0, 1.0, 3)),
-        lambda found: found[[0, 5, V - 1]],
-        lambda found: found,
+        lambda vector: top(vector, 3),
+        lambda vector: sample(vector, Sampling(1.0, 1.0, 3)),
+        lambda vector: vector[[0, 5, V - 1]],
+        lambda vector: vector,
     ]
-    for kind, (what, spoilt) in enumerate(SPOILT.items()):
+    for kind, (label, spoilt) in enumerate(SPOILT.items()):
         prompts = [[kind, at] for at in range(len(asks))]
         for prompt in prompts:
             pool.redis.set(prefix + name(prompt), spoilt)
-        found = await asyncio.gather(*(ask(prompt) for ask, prompt in zip(asks, prompts, strict=True)))
-        for one, prompt, value in zip(found, prompts, values, strict=True):
+        replies = await asyncio.gather(*(ask(prompt) for ask, prompt in zip(asks, prompts, strict=True)))
+        for reply, prompt, value in zip(replies, prompts, values, strict=True):
             wanted: Any = value(row(prompt))
             # Of a few entries nobody can tell that all the others are as low.
-            if value is not values[2] or what not in ("a row of -inf", "a row of low numbers"):
-                assert np.array_equal(np.array(one), np.array(wanted)), what
+            if value is not values[2] or label not in ("a row of -inf", "a row of low numbers"):
+                assert np.array_equal(np.array(reply), np.array(wanted)), label
 
 
 async def hears(producer: Producer, number: int, asked: Iterator[int]) -> bool:
@@ -169,12 +169,12 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             redis.set(keys.row(producer.model.fingerprint) + digest, draw(hostile.spoilt_rows(ROW)))
         case 3:
             key = draw(st.sampled_from([keys.row(producer.model.fingerprint) + digest, model.waiting + digest]))
-            together = redis.pipeline()
+            pipeline = redis.pipeline()
             command, value = draw(st.sampled_from(["rpush", "sadd", "set"])), draw(hostile.noise)
             # At once: the pool may write there in between.
-            together.delete(key)
-            getattr(together, command)(key, value)
-            together.execute()
+            pipeline.delete(key)
+            getattr(pipeline, command)(key, value)
+            pipeline.execute()
         case 4 | 5:
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes
@@ -216,13 +216,13 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
             for _ in range(A_BATCH // 2):  # While they are under way.
                 await asyncio.sleep(0)
                 spoil(producer)
-            found = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), DEADLINE_S)
-        for prompt, one in zip(prompts, found, strict=True):
-            if isinstance(one, BaseException):
-                assert isinstance(one, LMPoolError), one
+            outcomes = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), DEADLINE_S)
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                assert isinstance(outcome, LMPoolError), outcome
                 ended["errors"] += 1
             else:
-                assert np.array_equal(one, row(prompt))
+                assert np.array_equal(outcome, row(prompt))
                 ended["rows"] += 1
 
     @cases(240, a_batch=A_BATCH, most=6000)
@@ -241,7 +241,7 @@ def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, work
     assert "Traceback" not in worker.text
 
 
-async def test_a_info_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
+async def test_an_info_under_another_name_is_not_believed(pool: Pool, producer: Producer) -> None:
     pool.redis.hset(pool.keys.models(), "twin", hostile.INFO.pack())
     with pytest.raises(ProtocolError, match="'twin' cannot be read: it is that of 'syn'"):
         await pool.producer("twin").open()

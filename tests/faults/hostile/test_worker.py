@@ -67,8 +67,8 @@ def test_jobs_of_any_kind_harm_nobody(pool: Pool, worker: WorkerProcess, produce
             execute(pool.redis, "XADD", jobs, "*", *(part for pair in fields for part in pair))
         # Their rows are neither those of the junk, nor later than it by more than its own time.
         prompts = [[next(asked) % V, 1, 2], [next(asked) % V, 3]]
-        for prompt, found in zip(prompts, producer.batch_logprobs(prompts), strict=True):
-            assert np.array_equal(found, row(*prompt))
+        for prompt, reply in zip(prompts, producer.batch_logprobs(prompts), strict=True):
+            assert np.array_equal(reply, row(*prompt))
 
     send()
     assert_serves(pool, worker)
@@ -105,9 +105,9 @@ def test_odd_entries_are_ended_whichever_way_they_come(
     assert pool.held() == len(silent)
     after = pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
     assert_serves(pool, after)
-    found: Any = pool.redis.xrange(dead)
-    assert len(found) >= len(ODD_ENTRIES)
-    for _, fields in found:
+    dead_letters: Any = pool.redis.xrange(dead)
+    assert len(dead_letters) >= len(ODD_ENTRIES)
+    for _, fields in dead_letters:
         assert sum(map(len, fields.values())) < 2**20 + 10_000, "what is too large is not kept"
 
 
@@ -189,7 +189,7 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
     pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.INFO.pack()})
     pool.redis.hset(model.adapters, "junk", b"\xc1")
-    # It has seen all that when it has claimed and beaten: once a lease at least.
+    # It has seen all that when it has claimed jobs and sent a heartbeat: once a lease at least.
     until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "infos of nobody are swept")
     other = pool.start("--lease-s", LEASE_S, wait=False)
     assert_serves(pool, worker)
@@ -202,13 +202,13 @@ def test_keys_that_hold_something_else_end_no_worker(pool: Pool, worker: WorkerP
     assert worker.is_running
 
 
-def test_a_info_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
+def test_an_info_that_nobody_stands_for_is_replaced(pool: Pool, worker: WorkerProcess, producer: SyncProducer) -> None:
     models = pool.keys.models()
-    ours = pool.redis.hget(models, "syn")
-    assert ours is not None
+    info = pool.redis.hget(models, "syn")
+    assert info is not None
     for junk in (b"junk", bytes(2**20), hostile.INFO.pack().replace(b"seed-0", b"seed-9")):
         pool.redis.hset(models, "syn", junk)
-        until(lambda: pool.redis.hget(models, "syn") == ours, "the worker puts its info right")
+        until(lambda: pool.redis.hget(models, "syn") == info, "the worker puts its info right")
     assert_serves(pool, worker)
 
 
@@ -219,6 +219,6 @@ async def test_adapters_that_cannot_be_read_do_not_fill_a_worker_with_jobs(pool:
     for number in range(200):
         pool.redis.xadd(model.jobs, {"m": Job(ids, f"poet@{number}", hostile.INFO.fingerprint).pack()})
     async with pool.producer("syn") as producer:
-        found = await asyncio.gather(*(producer.logprobs([number]) for number in range(20)))
-    assert all(np.array_equal(one, row(number)) for number, one in enumerate(found))
+        replies = await asyncio.gather(*(producer.logprobs([number]) for number in range(20)))
+    assert all(np.array_equal(reply, row(number)) for number, reply in enumerate(replies))
     await asyncio.to_thread(assert_serves, pool, worker)

@@ -332,7 +332,11 @@ class Scored(SyntheticBackend):
         if finished.answers is None:
             return finished
         spoilt = [self._spoil(scores) for scores in finished.answers.vectors]
-        kept = [(digest, own) for digest, own in zip(finished.answers.digests, spoilt, strict=True) if own is not None]
+        kept = [
+            (digest, scores)
+            for digest, scores in zip(finished.answers.digests, spoilt, strict=True)
+            if scores is not None
+        ]
         return finished._replace(answers=VectorBlock(*map(list, zip(*kept, strict=True))) if kept else None)
 
 

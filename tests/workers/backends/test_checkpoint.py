@@ -320,11 +320,13 @@ def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
     assert checkpoint_revision(folder) != before
 
 
-@pytest.mark.parametrize(("one", "other"), [(0, 1), (700, 100_000), (5, 512 + 5), (5, 512**2 + 5), (-1, -2), (7, -1)])
-def test_two_weights_that_change_places_change_the_digest(write: Write, one: int, other: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 1), (700, 100_000), (5, 512 + 5), (5, 512**2 + 5), (-1, -2), (7, -1)]
+)
+def test_two_weights_that_change_places_change_the_digest(write: Write, first: int, second: int) -> None:
     words = np.random.default_rng(0).integers(0, 2**63, 2 * 512**2 + 9, dtype=np.uint64)
     before = checkpoint_revision(write("before", model=words.tobytes()))
-    words[[one, other]] = words[[other, one]]
+    words[[first, second]] = words[[second, first]]
     assert checkpoint_revision(write("after", model=words.tobytes())) != before
 
 

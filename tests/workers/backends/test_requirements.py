@@ -65,24 +65,24 @@ def test_what_is_missing_is_named_with_how_to_install_it(packages: list[str], mi
 
 
 @pytest.mark.parametrize(
-    "found",
+    "version",
     ["0.32", "0.32.0", "0.32.0+cu129", "0.32.1", "0.33", "0.33.0rc1", "0.33.0.dev5+g0a1b2c", "0.33.1.post1", "0.33.99"],
 )
-def test_a_version_in_the_range_passes_and_is_told(installed: Installed, found: str) -> None:
-    installed.distribution("some-engine", found)
-    assert require_version("backend", ("some-engine",), LEAST, BELOW) == found
+def test_a_version_in_the_range_passes_and_is_told(installed: Installed, version: str) -> None:
+    installed.distribution("some-engine", version)
+    assert require_version("backend", ("some-engine",), LEAST, BELOW) == version
 
 
 @pytest.mark.parametrize(
-    "found",
+    "version",
     ["0.31.9", "0.31", "0.4", "0", "0.34", "0.34.0", "0.34.0+cu129", "0.34.0rc1", "0.34.0.dev1", "0.100", "1.0", "dev"],
 )
-def test_a_version_outside_is_refused_with_the_range_and_what_to_install(installed: Installed, found: str) -> None:
-    installed.distribution("some-engine", found)
+def test_a_version_outside_is_refused_with_the_range_and_what_to_install(installed: Installed, version: str) -> None:
+    installed.distribution("some-engine", version)
     with pytest.raises(SettingsError) as caught:
         require_version("backend", ("some-engine",), LEAST, BELOW)
     assert str(caught.value) == (
-        f"backend: some-engine {found} is installed; this backend is made for some-engine >= 0.32, < 0.34: "
+        f"backend: some-engine {version} is installed; this backend is made for some-engine >= 0.32, < 0.34: "
         "pip install 'some-engine>=0.32,<0.34'"
     )
 

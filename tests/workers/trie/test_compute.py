@@ -84,12 +84,12 @@ def test_each_selection_is_what_it_says() -> None:
     }
     block, failures = answer(wanted)
     assert not failures
-    found = vectors(block)
-    assert_right(built.expand(found[b"inner"], ws), exact)
-    assert np.array_equal(found[b"values"], np.concatenate((found[b"inner"], ws)))
-    assert_right(found[b"nodes"], exact[[3, 3, 0]])
-    assert_right(found[b"under"], exact[expected.children[0]])
-    assert found[b"none"].size == found[b"leaf"].size == 0
+    values = vectors(block)
+    assert_right(built.expand(values[b"inner"], ws), exact)
+    assert np.array_equal(values[b"values"], np.concatenate((values[b"inner"], ws)))
+    assert_right(values[b"nodes"], exact[[3, 3, 0]])
+    assert_right(values[b"under"], exact[expected.children[0]])
+    assert values[b"none"].size == values[b"leaf"].size == 0
 
 
 def test_what_one_job_brings_wrong_fails_that_job_alone() -> None:
@@ -225,20 +225,20 @@ def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyP
 
 def test_weights_of_one_name_in_two_jobs_are_not_taken_for_one_another() -> None:
     trie = lazy_trie()
-    one, two = draw_weights(4, V), 2 * draw_weights(5, V)
+    first, second = draw_weights(4, V), 2 * draw_weights(5, V)
     block, _ = answer(
-        {b"a": job(trie, one, select="nodes", nodes=[0]), b"b": job(trie, two, select="nodes", nodes=[0])}
+        {b"a": job(trie, first, select="nodes", nodes=[0]), b"b": job(trie, second, select="nodes", nodes=[0])}
     )
-    found = vectors(block)
-    assert_right(found[b"a"], [1.0])
-    assert_right(found[b"b"], [2.0])
+    values = vectors(block)
+    assert_right(values[b"a"], [1.0])
+    assert_right(values[b"b"], [2.0])
 
 
 def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
     backend, trie = TrieBackend(TrieSettings(max_batch=4)), lazy_trie()
     inputs = {bytes([n]) * 16: job(trie, draw_weights(n, V), select="nodes", nodes=[0]) for n in range(5)}
     inputs[b"bad!" * 4] = job(trie, np.full(V, np.nan, np.float32))
-    backend.submit(BackendJob(name, b"", "", one) for name, one in inputs.items())
+    backend.submit(BackendJob(name, b"", "", trie_input) for name, trie_input in inputs.items())
     assert backend.capacity() == 2
     first = backend.step()
     backend.abort([b"\x04" * 16, b"unknown"])
@@ -250,39 +250,39 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
     assert backend.capacity() == 8
 
 
-class Book:
+class Sized:
     """Something that takes memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
 
-def test_a_shelf_drops_what_was_used_longest_ago() -> None:
-    cache: ByteLRU[str, Book] = ByteLRU(100)
+def test_a_cache_drops_what_was_used_longest_ago() -> None:
+    cache: ByteLRU[str, Sized] = ByteLRU(100)
     for name in "abc":
-        cache.put(name, Book(33))
+        cache.put(name, Sized(33))
     assert cache.get("a") is not None
-    cache.put("d", Book(33))
+    cache.put("d", Sized(33))
     assert [name for name in "abcd" if cache.get(name) is not None] == ["a", "c", "d"]
 
 
-def test_a_shelf_counts_a_thing_that_is_put_twice_once() -> None:
-    cache: ByteLRU[str, Book] = ByteLRU(100)
+def test_a_cache_counts_a_value_that_is_put_twice_once() -> None:
+    cache: ByteLRU[str, Sized] = ByteLRU(100)
     for _ in range(10):
-        cache.put("a", Book(60))
-    cache.put("b", Book(40))
+        cache.put("a", Sized(60))
+    cache.put("b", Sized(40))
     assert cache.get("a") is not None
-    cache.put("a", Book(61))
+    cache.put("a", Sized(61))
     assert cache.get("b") is None
 
 
-def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
-    cache: ByteLRU[str, Book] = ByteLRU(0)
-    cache.put("a", Book(10))
-    cache.put("b", Book(10**12))
+def test_a_cache_keeps_the_newest_whatever_it_takes() -> None:
+    cache: ByteLRU[str, Sized] = ByteLRU(0)
+    cache.put("a", Sized(10))
+    cache.put("b", Sized(10**12))
     assert cache.get("a") is None
     assert cache.get("b") is not None
-    cache.put("c", Book(1))
+    cache.put("c", Sized(1))
     assert cache.get("b") is None
 
 
@@ -292,15 +292,15 @@ def test_a_shelf_keeps_the_newest_whatever_it_takes() -> None:
     [words(42, 50), words(43, 5000), [b"a"], [b"ab", b"ab"], [b"a" * n for n in range(300)]],
     ids=["few", "many", "one", "twins", "nested"],
 )
-def test_a_trie_and_its_kernels_take_no_more_than_its_shelf_is_told(tokens: Sequence[bytes], device: str) -> None:
-    one = LazyTrie(Vocabulary(tokens), device, ValuesCache(0))
-    trie, kernels = one.open()
+def test_a_trie_and_its_kernels_take_no_more_than_its_cache_is_told(tokens: Sequence[bytes], device: str) -> None:
+    lazy = LazyTrie(Vocabulary(tokens), device, ValuesCache(0))
+    trie, kernels = lazy.open()
     assert trie.n_inner <= trie.n_tokens
     weights = np.zeros((32 * count_cores(), trie.n_tokens), np.float32)
     if device == "cpu":
         for _ in range(3):
             kernels.inner("logsumexp", weights)
-    assert trie.nbytes + one.vocabulary.nbytes + kernels.nbytes <= one.nbytes + 4096
+    assert trie.nbytes + lazy.vocabulary.nbytes + kernels.nbytes <= lazy.nbytes + 4096
 
 
 def test_a_prompt_is_held_once_however_many_ask_of_it() -> None:

@@ -35,18 +35,18 @@ async def sums(trie: PooledTrie, seeds: range) -> None:
     """Ask for many sums of weights at once, and check every value."""
     told = answers_of(trie.structure)
     weights = [draw_weights(seed, trie.structure.n_tokens) for seed in seeds]
-    found = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
-    for ws, got in zip(weights, found, strict=True):
-        assert_right(got, told.of("sum", ws))
+    replies = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
+    for ws, reply in zip(weights, replies, strict=True):
+        assert_right(reply, told.of("sum", ws))
 
 
 async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
     """Ask for what many prompts say of some nodes, and check every value."""
     told = answers_of(trie.structure)
-    found = await asyncio.gather(*(trie.logsumexp(prompt=prompt, nodes=[0, 1, 2]) for prompt in prompts))
-    for prompt, got in zip(prompts, found, strict=True):
+    replies = await asyncio.gather(*(trie.logsumexp(prompt=prompt, nodes=[0, 1, 2]) for prompt in prompts))
+    for prompt, reply in zip(prompts, replies, strict=True):
         np.testing.assert_allclose(
-            got, told.of("logsumexp", row_weights(prompt, V, "logsumexp"))[:3], rtol=1e-6, atol=1e-6
+            reply, told.of("logsumexp", row_weights(prompt, V, "logsumexp"))[:3], rtol=1e-6, atol=1e-6
         )
 
 
@@ -139,8 +139,8 @@ def private(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: EmbeddedServer) -> None:
     async with private.producer() as producer:
-        own, others = await producer.trie(), await producer.trie(words(23, 300))
-        await sums(others, range(3))
+        model_trie, other_trie = await producer.trie(), await producer.trie(words(23, 300))
+        await sums(other_trie, range(3))
         troubles: list[Callable[[], Any]] = [
             private.redis.flushall,
             lambda: private.redis.execute_command("CLIENT", "KILL", "TYPE", "normal"),  # type: ignore[no-untyped-call]
@@ -150,8 +150,8 @@ async def test_what_the_server_forgets_is_sent_again(private: Pool, own_server: 
             for worker in private.workers:
                 worker.signal(signal.SIGSTOP)
             asked = [
-                asyncio.ensure_future(referred(own, [[number, i] for i in range(100)])),
-                *(asyncio.ensure_future(sums(trie, range(100))) for trie in (own, others)),
+                asyncio.ensure_future(referred(model_trie, [[number, i] for i in range(100)])),
+                *(asyncio.ensure_future(sums(trie, range(100))) for trie in (model_trie, other_trie)),
             ]
             await until_async(_queued(private, 1), "jobs are queued")
             for worker in private.workers:

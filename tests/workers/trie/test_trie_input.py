@@ -225,9 +225,9 @@ async def good(trie: PooledTrie, seeds: range) -> None:
     """Requests that must be served whatever else is in the batch."""
     told = answers(tuple(trie.structure.vocabulary.tokens))
     weights = [draw_weights(seed, V) for seed in seeds]
-    found = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
-    for ws, got in zip(weights, found, strict=True):
-        assert_right(got, told.of("sum", ws))
+    replies = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
+    for ws, reply in zip(weights, replies, strict=True):
+        assert_right(reply, told.of("sum", ws))
 
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
@@ -369,8 +369,8 @@ async def test_hostile_asks_of_a_model_with_tries_fail_alone(shared: Pool, produ
         ids = np.array([number % 4], "<u4").tobytes()
         packed = Job(ids, "", model.fingerprint, False, query if isinstance(query, bytes) else query.pack()).pack()
         shared.redis.xadd(shared.keys.model("syn").jobs, {"m": packed})
-    found = await asyncio.gather(*(trie.weight_sum(prompt=[number], nodes=[0]) for number in range(8)))
-    assert_right(np.concatenate(found), np.ones(8))
+    replies = await asyncio.gather(*(trie.weight_sum(prompt=[number], nodes=[0]) for number in range(8)))
+    assert_right(np.concatenate(replies), np.ones(8))
 
     async def ended() -> bool:
         return shared.jobs() == 0
@@ -395,12 +395,12 @@ async def test_a_vocabulary_that_was_overwritten_is_put_right_by_who_has_it(
 
 async def test_the_bytes_of_another_vocabulary_under_a_model_s_name_are_noticed(pool: Pool) -> None:
     backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
-    own, other = backend.vocabulary(), Vocabulary(words(35, V))
-    assert own is not None
+    vocabulary, other = backend.vocabulary(), Vocabulary(words(35, V))
+    assert vocabulary is not None
     async with serving(pool, backend), pool.producer() as producer:
-        pool.redis.set(pool.keys.vocabulary(own.digest), other.pack())
-        with pytest.raises(errors.UnknownVocabulary, match=rf"{own.digest} is another: {other.digest}"):
+        pool.redis.set(pool.keys.vocabulary(vocabulary.digest), other.pack())
+        with pytest.raises(errors.UnknownVocabulary, match=rf"{vocabulary.digest} is another: {other.digest}"):
             await producer.trie()
-        pool.redis.set(pool.keys.vocabulary(own.digest), b"LMPV")
+        pool.redis.set(pool.keys.vocabulary(vocabulary.digest), b"LMPV")
         with pytest.raises((errors.UnknownVocabulary, errors.ProtocolError)):
             await producer.trie()

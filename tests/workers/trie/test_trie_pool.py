@@ -117,12 +117,12 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
         key = pool.keys.worker(worker.worker_id)
         left = await client.pttl(key)
 
-        async def has_beaten() -> bool:
+        async def has_reported() -> bool:
             nonlocal left
             before, left = left, await client.pttl(key)
             return left > before
 
-        await until_async(has_beaten, "a heartbeat")
+        await until_async(has_reported, "a heartbeat")
     finally:
         await client.aclose()
     return await counters(pool, model)
@@ -187,7 +187,7 @@ async def test_many_clients_at_once_are_each_told_the_right_values_in_shared_ste
             await trie.weight_sum(np.zeros(trie.structure.n_tokens, np.float32))
     before = await current(shared, "trie")
 
-    async def one(producer: Producer, seed: int) -> None:
+    async def ask_and_check(producer: Producer, seed: int) -> None:
         op = OPS[seed % 3]
         if seed % 4 == 0:
             trie = await producer.trie()
@@ -204,7 +204,7 @@ async def test_many_clients_at_once_are_each_told_the_right_values_in_shared_ste
 
     try:
         with frozen(shared):
-            asked = asyncio.gather(*(one(producer, seed) for producer in producers for seed in range(96)))
+            asked = asyncio.gather(*(ask_and_check(producer, seed) for producer in producers for seed in range(96)))
             await until_async(_has_jobs(shared, 64), "many jobs are queued")
         await asked
     finally:
@@ -238,9 +238,9 @@ def frozen(pool: Pool) -> Iterator[None]:
 
 
 async def test_jobs_of_two_clients_are_answered_in_one_step(shared: Pool) -> None:
-    one, two = shared.producer(), shared.producer()
+    first, second = shared.producer(), shared.producer()
     try:
-        tries = [await producer.trie(words(6, 200)) for producer in (one, two)]
+        tries = [await producer.trie(words(6, 200)) for producer in (first, second)]
         for trie in tries:
             await trie.weight_sum(draw_weights(0, 200))
         before = await current(shared, "trie")
@@ -253,7 +253,7 @@ async def test_jobs_of_two_clients_are_answered_in_one_step(shared: Pool) -> Non
         assert after["rows"] == before["rows"] + 16
         assert after["steps"] - before["steps"] <= 2, "the read that was under way may have brought one client's"
     finally:
-        await asyncio.gather(one.close(), two.close())
+        await asyncio.gather(first.close(), second.close())
 
 
 def _has_jobs(pool: Pool, count: int) -> Any:
@@ -368,7 +368,7 @@ def _as_before(pool: Pool, before: list[str]) -> Any:
 
 async def test_a_trie_that_is_used_a_lot_leaves_nothing_but_rows_and_answers_made_of_rows(shared: Pool) -> None:
     def count() -> int:
-        # Workers write those that they beat and claim with when it is time.
+        # Workers write the keys of their heartbeats and claims when it is time.
         passing = ("row:", "worker:", "claim_cursor")
         return sum(not any(part in name for part in passing) for name in shared.names("*"))
 
@@ -453,8 +453,8 @@ async def test_closing_ends_requests_and_takes_their_weights_along(shared: Pool)
         asked = [asyncio.create_task(trie.weight_sum(draw_weights(seed, 400))) for seed in range(4)]
         await until_async(_has_jobs(shared, 4), "the jobs are queued")
         await producer.close()
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        assert {type(one) for one in found} == {ProducerClosed}
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {ProducerClosed}
         assert not shared.names("weights:*")
     assert_right(await trie.weight_sum(draw_weights(1, 400), nodes=[0]), [1.0])
     await producer.close()
@@ -536,8 +536,8 @@ async def test_concurrent_first_calls_make_the_kernels_once_and_a_failure_is_tri
     trie = await Producer(redis="redis://localhost:1").trie(words(14, 100), local=True)
     ws = draw_weights(1, 100)
     for attempt, kind in enumerate((SettingsError, np.ndarray, np.ndarray)):
-        found = await asyncio.gather(*(trie.weight_sum(ws) for _ in range(10)), return_exceptions=True)
-        assert {type(one) for one in found} == {kind}
+        outcomes = await asyncio.gather(*(trie.weight_sum(ws) for _ in range(10)), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {kind}
         assert len(made) == min(attempt + 1, 2)
 
 
@@ -571,8 +571,8 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
 
 
 async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> None:
-    async with fused.producer(cache_bytes=0) as one, fused.producer(cache_bytes=0) as two:
-        tries = [await one.trie(), await two.trie(words(1, V)), await two.trie()]
+    async with fused.producer(cache_bytes=0) as first, fused.producer(cache_bytes=0) as second:
+        tries = [await first.trie(), await second.trie(words(1, V)), await second.trie()]
 
         async def both(producer: Producer, trie: PooledTrie, seed: int) -> None:
             prompt = [1020, seed % 20]
@@ -585,7 +585,7 @@ async def test_rows_and_what_is_asked_of_them_mix_in_one_model(fused: Pool) -> N
             assert_right(values, told)
 
         await asyncio.gather(
-            *(both(producer, trie, seed) for producer in (one, two) for trie in tries for seed in range(40))
+            *(both(producer, trie, seed) for producer in (first, second) for trie in tries for seed in range(40))
         )
     await until_done(fused)
 

@@ -260,13 +260,13 @@ async def serving(pool: Pool, backend: SteppedBackend) -> AsyncIterator[Worker]:
         await asyncio.wait_for(running, DEADLINE_S)
 
 
-async def until_true(holds: Callable[[], bool], what: str) -> None:
+async def until_true(holds: Callable[[], bool], expected: str) -> None:
     """Wait for what the worker's other thread brings about."""
 
     async def look() -> bool:
         return holds()
 
-    await until_async(look, what)
+    await until_async(look, expected)
 
 
 @pytest.fixture
