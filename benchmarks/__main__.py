@@ -82,7 +82,7 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
             print(f"measuring {name}", file=sys.stderr, flush=True)
             try:
                 place.refill()
-                found = _MEASURES[name](place)
+                measured = _MEASURES[name](place)
             except LeftOut as reason:
                 failures.left_out[name] = str(reason)
                 print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
@@ -91,8 +91,8 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
                 failures.did_not_run[name] = str(error)
                 print(f"{name}: did not run: {error}", file=sys.stderr, flush=True)
                 continue
-            results += found
-            print(*found, sep="\n", flush=True)
+            results += measured
+            print(*measured, sep="\n", flush=True)
     for name, fact in surroundings.facts.items():
         print(f"{name}: {fact}")
     if write is not None:

@@ -57,13 +57,13 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
-    found = asyncio.run(sample(given))
+    drawn = asyncio.run(sample(given))
     table = Table("sample", "log-weight")
-    for tokens, log_weight in sorted(found, key=lambda one: -one[1]):
+    for tokens, log_weight in sorted(drawn, key=lambda weighted: -weighted[1]):
         table.add_row(Text(repr(text_of(tokens))), f"{log_weight:.2f}")
     console = Console()
     console.print(table)
-    console.print(f"log-probability that the model by itself writes a match and ends there: about {found.log_ml:.1f}")
+    console.print(f"log-probability that the model by itself writes a match and ends there: about {drawn.log_ml:.1f}")
 
 
 if __name__ == "__main__":

@@ -121,27 +121,27 @@ def ask_from_clients(folder: str) -> list[dict[str, Any]]:
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
     ]
     try:
-        for one in clients:
-            assert one.stdout is not None
-            if one.stdout.readline() != "ready\n":
+        for client in clients:
+            assert client.stdout is not None
+            if client.stdout.readline() != "ready\n":
                 raise SystemExit("a client did not start")
-        for one in clients:
-            assert one.stdin is not None
-            one.stdin.write("go\n")
-            one.stdin.flush()
-        return [json.loads(one.communicate(timeout=120)[0]) for one in clients]
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        return [json.loads(client.communicate(timeout=120)[0]) for client in clients]
     finally:
-        for one in clients:
-            if one.poll() is None:
-                one.kill()
+        for client in clients:
+            if client.poll() is None:
+                client.kill()
 
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print the likeliest next words, and who got their rows from where."""
     console = Console()
     words = Table("sentence", "likeliest next words", title="What the model says")
-    for sentence, found in zip(SENTENCES, results[0]["words"], strict=True):
-        words.add_row(sentence, "  ".join(f"{word!r} {chance:.0%}" for word, chance in found))
+    for sentence, likeliest in zip(SENTENCES, results[0]["words"], strict=True):
+        words.add_row(sentence, "  ".join(f"{word!r} {chance:.0%}" for word, chance in likeliest))
     console.print(words)
     table = Table("client", "asked", "queued for a worker", "from cache or shared", "seconds", title="Three processes")
     for number, result in enumerate(results, 1):

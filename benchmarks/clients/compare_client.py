@@ -75,7 +75,7 @@ class Bursts:
         """Seconds for contexts that share a prompt and grow token by token, and the first entries of the last row."""
         start = time.perf_counter()
         for length in range(len(tokens[0])):
-            rows = await asyncio.gather(*[self._producer.logprobs(shared + own[:length]) for own in tokens])
+            rows = await asyncio.gather(*[self._producer.logprobs(shared + suffix[:length]) for suffix in tokens])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def median(self, requests: Iterable[Awaitable[object]]) -> float:

@@ -44,9 +44,9 @@ class Steered:
         self._prompted.prompt_ids = self._model.tokenizer.encode(prompt)
         start = time.perf_counter()
         sampler = AWRS(self._prompted, self._condition, seed=seed)
-        found = await sampler.smc(n_particles=particles, ess_threshold=0.5, max_tokens=steps)
+        sequences = await sampler.smc(n_particles=particles, ess_threshold=0.5, max_tokens=steps)
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "texts": [b"".join(map(_bytes, tokens)).hex() for tokens, _ in found]}
+        return {"seconds": seconds, "texts": [b"".join(map(_bytes, tokens)).hex() for tokens, _ in sequences]}
 
 
 def _bytes(token: Any) -> bytes:

@@ -99,9 +99,9 @@ class TrieClient:
             partial(self._trie.weight_sum, prompt=ids, under=under),
         ]
         for call in calls:
-            pooled, own = await call(local=False), await call(local=True)
-            if not np.allclose(pooled, own, rtol=_TOLERANCE, atol=0):
-                raise RuntimeError(f"the pool's values are {pooled[:8]}, this process's own are {own[:8]}")
+            pooled, expected = await call(local=False), await call(local=True)
+            if not np.allclose(pooled, expected, rtol=_TOLERANCE, atol=0):
+                raise RuntimeError(f"the pool's values are {pooled[:8]}, this process's own are {expected[:8]}")
 
     def _prefixes(self) -> list[bytes]:
         """The prefixes with the most children."""

@@ -17,7 +17,7 @@ from lmpool.trie.kernels import open_kernels
 from lmpool.trie.trie import Trie
 
 
-class Own:
+class Kernels:
     """Answers the benchmark's requests with timings; `trie_peer.py` answers the same ones.
 
     Args:
@@ -67,8 +67,8 @@ class Own:
 
 async def main() -> None:
     """Serve until stdin ends."""
-    own = Own(read_inputs(sys.argv[1]), *sys.argv[2:3] or ["cpu"])
-    await serve({handler.__name__: handler for handler in (own.build, own.compute, own.probe)})
+    kernels = Kernels(read_inputs(sys.argv[1]), *sys.argv[2:3] or ["cpu"])
+    await serve({handler.__name__: handler for handler in (kernels.build, kernels.compute, kernels.probe)})
 
 
 if __name__ == "__main__":

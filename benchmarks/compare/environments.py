@@ -120,7 +120,7 @@ def _installed(source: Path, folder: Path, extra: str) -> str:
 
 def _pins() -> list[str]:
     """The packages of this environment as constraints; whose build it is does not matter."""
-    versions = {re.sub(r"[-_.]+", "-", found.name).lower(): found.version for found in distributions()}
+    versions = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version for package in distributions()}
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in versions.items() if name != "lmpool")
 
 

@@ -77,12 +77,12 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
     for count in counts:
         client = Server(url).client()
         await client.flushall()
-        lines = [CommandConnection(Server(url), _MODEL.jobs) for _ in range(_READERS)]
+        connections = [CommandConnection(Server(url), _MODEL.jobs) for _ in range(_READERS)]
         try:
-            rows.append(await _Fleet(client, lines, count).row())
+            rows.append(await _Fleet(client, connections, count).row())
         finally:
-            for line in lines:
-                line.close()
+            for connection in connections:
+                connection.close()
             await client.aclose()
     return rows
 
@@ -90,20 +90,22 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
 class _Fleet:
     """Workers and producers of one model, as far as they talk to the server when nothing is asked."""
 
-    def __init__(self, client: Redis, lines: Sequence[CommandConnection], count: int) -> None:
-        self._client, self._lines, self._count = client, lines, count
+    def __init__(self, client: Redis, connections: Sequence[CommandConnection], count: int) -> None:
+        self._client, self._connections, self._count = client, connections, count
         counters = Counters()
         self._names = names = [f"host-{number}-{os.urandom(8).hex()}" for number in range(count)]
         self._workers = [
             (
                 Heartbeat(client, _KEYS, _INFO, name, _BATCH),
-                Consumer(client, lines[0], _MODEL, _INFO, name, 3, UnwantedJobs(client, _MODEL, counters), counters),
+                Consumer(
+                    client, connections[0], _MODEL, _INFO, name, 3, UnwantedJobs(client, _MODEL, counters), counters
+                ),
             )
             for name in names
         ]
         self._takers = [
-            Consumer(client, line, _MODEL, _INFO, names[0], 3, UnwantedJobs(client, _MODEL, counters), counters)
-            for line in lines
+            Consumer(client, connection, _MODEL, _INFO, names[0], 3, UnwantedJobs(client, _MODEL, counters), counters)
+            for connection in connections
         ]
         self._registry = AdapterRegistry(client, _MODEL, _INFO.fingerprint)
         self._discovery = Discovery(client, _KEYS)
@@ -136,8 +138,8 @@ class _Fleet:
             for _ in range(2 * _BATCH):
                 pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})
             await pipe.execute()
-        found: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
-        return [entry for entry, _ in found[0][1]]
+        reply: Any = await self._client.xreadgroup(GROUP, worker, {_MODEL.jobs: ">"}, count=2 * _BATCH)
+        return [entry for entry, _ in reply[0][1]]
 
     async def _look(self) -> None:
         """What a producer does each second while it waits for something."""
@@ -146,18 +148,18 @@ class _Fleet:
 
     async def _read_replies(self) -> None:
         command = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1, b"STREAMS", _MODEL.reply("c"), b"0-0")
-        await asyncio.gather(*(line.call(*command) for line in self._lines))
+        await asyncio.gather(*(connection.call(*command) for connection in self._connections))
 
     async def _workers_second(self) -> float:
         """Seconds of the server's processor for one second of all workers, beside prompts and rows."""
-        beat = await self._server_s(self._beats, 1) / self._settings.heartbeat_s
+        beat = await self._server_s(self._heartbeats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
         least = max(1, 200 // self._count)
         adapters = await self._server_s(self._registry.read, self._count * least) * _ADAPTER_LOOKS_PER_S
         take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
         return beat + claim + self._count * (adapters + take)
 
-    async def _beats(self) -> None:
+    async def _heartbeats(self) -> None:
         for heartbeat, consumer in self._workers:
             await heartbeat.send(_COUNTERS)
             await read_queue(self._client, _MODEL)
@@ -191,8 +193,8 @@ class _Fleet:
         return statistics.median(samples)
 
     async def _spent_us(self) -> float:
-        found: Any = await self._client.info("commandstats")
-        return float(found.get("cmdstat_evalsha", {"usec": 0})["usec"])
+        stats: Any = await self._client.info("commandstats")
+        return float(stats.get("cmdstat_evalsha", {"usec": 0})["usec"])
 
     async def _server_s(self, work: Callable[[], Awaitable[object]], times: int) -> float:
         """Seconds of the server's processor for one call."""
@@ -206,8 +208,8 @@ class _Fleet:
         return statistics.median(samples)
 
     async def _cpu_s(self) -> float:
-        found: Any = await self._client.info("cpu")
-        return float(found["used_cpu_user"]) + float(found["used_cpu_sys"])
+        info: Any = await self._client.info("cpu")
+        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
 def _page(fleet: Sequence[str], calls: Sequence[str], surroundings: Surroundings, notes: str) -> str:

@@ -52,11 +52,11 @@ class _Queue:
         return (self._spent_us() - before) / 1000
 
     def _spent_us(self) -> float:
-        found: Any = self.client.info("commandstats")
-        return float(found.get("cmdstat_evalsha", {"usec": 0})["usec"])
+        stats: Any = self.client.info("commandstats")
+        return float(stats.get("cmdstat_evalsha", {"usec": 0})["usec"])
 
     def submit(self, client: str, digests: Sequence[bytes], size: int) -> float:
-        keys = [_MODEL.jobs, _MODEL.reply(client), *(_MODEL.waiting + one for one in digests)]
+        keys = [_MODEL.jobs, _MODEL.reply(client), *(_MODEL.waiting + digest for digest in digests)]
         return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, *[os.urandom(size)] * len(digests))
 
     def hold(self, count: int) -> list[bytes]:
@@ -74,13 +74,13 @@ def _digests(count: int) -> list[bytes]:
 
 
 def measure_calls(client: redis.Redis) -> Iterator[str]:
-    """Rows of the table: what, and the median and the longest time of a call in ms."""
+    """Rows of the table: what is called, and the median and the longest time of a call in ms."""
     queue = _Queue(client)
-    for what, measure in _CALLS.items():
+    for name, measure in _CALLS.items():
         samples: list[float] = []
         while len(samples) < REPEATS:
             samples += measure(queue)
-        yield f"| {what} | {statistics.median(samples):.2f} | {max(samples):.2f} |"
+        yield f"| {name} | {statistics.median(samples):.2f} | {max(samples):.2f} |"
     client.flushall()
 
 
@@ -131,9 +131,8 @@ def _cancel(queue: _Queue) -> list[float]:
     for _ in range(3):
         queue.submit("b", _digests(200), 540)
     queue.submit("a", digests, 540)
-    return [
-        queue.ms(scripts.CANCEL, [_MODEL.jobs, _MODEL.reply("a"), *(_MODEL.waiting + one for one in digests)], GROUP)
-    ]
+    keys = [_MODEL.jobs, _MODEL.reply("a"), *(_MODEL.waiting + digest for digest in digests)]
+    return [queue.ms(scripts.CANCEL, keys, GROUP)]
 
 
 def _claim(is_silent: bool) -> Callable[[_Queue], list[float]]:
@@ -160,8 +159,8 @@ def _finish_behind_backlog(queue: _Queue) -> list[float]:
     for client in ("b", "c", "d"):
         queue.submit(client, _digests(200), 540)
     entries = _take(queue, 3 * _BATCH)
-    found: Any = queue.client.xrange(_MODEL.jobs, entries[0], entries[-1])
-    digests = [fields[b"u"].partition(b" ")[2] or os.urandom(16) for _, fields in found]
+    stored: Any = queue.client.xrange(_MODEL.jobs, entries[0], entries[-1])
+    digests = [fields[b"u"].partition(b" ")[2] or os.urandom(16) for _, fields in stored]
     return [_finish_ms(queue, entries, digests)]
 
 
@@ -195,8 +194,8 @@ def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes]
 
 
 def _take(queue: _Queue, count: int) -> list[bytes]:
-    found: Any = queue.client.xreadgroup(GROUP, "w0", {_MODEL.jobs: ">"}, count=count)
-    return [entry for entry, _ in found[0][1]]
+    reply: Any = queue.client.xreadgroup(GROUP, "w0", {_MODEL.jobs: ">"}, count=count)
+    return [entry for entry, _ in reply[0][1]]
 
 
 def _renew(queue: _Queue) -> list[float]:
@@ -215,7 +214,7 @@ def _release(queue: _Queue) -> list[float]:
 def _abandoned(queue: _Queue) -> list[float]:
     queue.empty()
     entries = queue.hold(scripts.MOST_AT_ONCE)
-    keys = [_MODEL.jobs, *(_MODEL.waiting + one for one in _digests(len(entries)))]
+    keys = [_MODEL.jobs, *(_MODEL.waiting + digest for digest in _digests(len(entries)))]
     return [queue.ms(scripts.DROP_UNWANTED, keys, *(value for entry in entries for value in (entry, 1)))]
 
 
@@ -251,7 +250,7 @@ def _alive(queue: _Queue) -> list[float]:
 
 def _entries(queue: _Queue) -> list[float]:
     queue.empty()
-    keys = [b"lmpool:row:f:" + one for one in _digests(16)]
+    keys = [b"lmpool:row:f:" + digest for digest in _digests(16)]
     for key in keys:
         queue.client.set(key, b"LMPR\x01\x00\x00\x00" + (49_152).to_bytes(4, "little") + bytes(4 + 4 * 49_152))
     places = " ".join(f"{16 + 400 * i} {19 + 400 * i}" for i in range(128))
@@ -288,5 +287,5 @@ _CALLS: dict[str, Callable[[_Queue], list[float]]] = {
     "survey: a prompt of 4 million tokens is held": _survey,
     "alive: 10,000 workers, named": _alive,
     "entries: 128 of each of 16 rows": _entries,
-    "fields: 4,096 infos": _fields,
+    "fields: 4,096 model infos": _fields,
 }

@@ -124,9 +124,9 @@ class Process:
     ) -> None:
         self.stop()
 
-    def _failure(self, what: str) -> BenchmarkError:
+    def _failure(self, reason: str) -> BenchmarkError:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        return BenchmarkError("\n  ".join([f"the process {self.name} {what}; its log ends with", *lines]))
+        return BenchmarkError("\n  ".join([f"the process {self.name} {reason}; its log ends with", *lines]))
 
 
 class Child(Process):

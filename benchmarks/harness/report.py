@@ -80,8 +80,8 @@ class Surroundings:
                 "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
                 "load before the run (1, 5, 15 minutes)": " ".join(f"{load:.2f}" for load in os.getloadavg()),
                 "server": f"{server}, Unix socket, 4 GiB, volatile-lru",
-                "versions": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
-                "versions of the peers": ", ".join(f"{name} {found}" for name, found in peers.items()) or "not used",
+                "versions": ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
+                "versions of the peers": ", ".join(f"{name} {value}" for name, value in peers.items()) or "not used",
             }
         )
 

@@ -64,7 +64,7 @@ def write_inputs(folder: Path) -> Path:
 
 def read_inputs(path: str) -> Inputs:
     """Read what `write_inputs` wrote."""
-    with np.load(path) as found:
-        data, ends = found["data"].tobytes(), np.cumsum(found["lengths"]).tolist()
-        weights = found["weights"]
+    with np.load(path) as arrays:
+        data, ends = arrays["data"].tobytes(), np.cumsum(arrays["lengths"]).tolist()
+        weights = arrays["weights"]
     return Inputs([data[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)], weights)

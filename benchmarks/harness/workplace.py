@@ -159,7 +159,7 @@ def open_workplace(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) 
             yield Workplace(server.url, folder, repeats, quick, server.pid, memory_bytes)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
     """Look until a condition holds.
 
     Raises:
@@ -168,7 +168,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise BenchmarkError(f"waited {seconds:g} s in vain for {what}")
+            raise BenchmarkError(f"waited {seconds:g} s in vain for {description}")
         time.sleep(_POLL_S)
 
 

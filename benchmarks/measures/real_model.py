@@ -106,14 +106,14 @@ def hf_long(place: Workplace) -> list[Result]:
     waits = f"seconds that a prompt of {_SHORT_TOKENS} tokens waits, one after the other,"
     option = f"`--chunked-prefill-size {_LONG_TOKENS}`"
     beside = f"a prompt of {length:,} tokens, SmolLM2-135M f32, in chunks as usual ÷ whole, by {option}"
-    counters: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    figures: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
         "hf-long-median": (f"median {waits} beside {beside}", lambda taken: statistics.median(taken["waits"])),
         "hf-long-most": (f"most {waits} beside {beside}", lambda taken: max(taken["waits"])),
         "hf-long": (f"seconds for {beside}, with short ones beside it", lambda taken: taken["seconds"]),
     }
     return [
         Result(name, meaning, None, *[Side(side, "s", list(map(figure, answers))) for side, answers in taken.items()])
-        for name, (meaning, figure) in counters.items()
+        for name, (meaning, figure) in figures.items()
     ]
 
 

@@ -37,19 +37,19 @@ def smc(place: Workplace) -> list[Result]:
             },
             place.repeats,
         )
-    what = f"{_PARTICLES} particles x {steps} steps of AWRS under a regular expression, SmolLM2-135M f32"
-    one = (
-        f"seconds of {what}, on a pool with one hf worker ÷ on genlm-backend's AsyncTransformer, same prompts and seeds"
+    task = f"{_PARTICLES} particles x {steps} steps of AWRS under a regular expression, SmolLM2-135M f32"
+    alone = (
+        f"seconds of {task}, on a pool with one hf worker ÷ on genlm-backend's AsyncTransformer, same prompts and seeds"
     )
-    two = f"seconds until two processes have run it at once on one worker, each its own prompt ÷ those of one; {what}"
-    same = f"texts that both sides found ÷ all texts; {what}"
+    two = f"seconds until two processes have run it at once on one worker, each its own prompt ÷ those of one; {task}"
+    same = f"texts that both sides found ÷ all texts; {task}"
     pool, genlm, both = (Side(name, "s", samples[name]) for name in ("pool", "genlm", "two"))
     # The round that warms up is counted too, for the pool's part of it was drawn with the same seeds.
-    found = Side("same", "texts", [share * _PARTICLES for share in contest.shares])
+    equal = Side("same", "texts", [share * _PARTICLES for share in contest.shares])
     return [
-        Result("smc", one, Goal(0.5, at_most=True), pool, genlm),
+        Result("smc", alone, Goal(0.5, at_most=True), pool, genlm),
         Result("smc-two", two, Goal(1.6, at_most=True), both, pool),
-        Result("smc-same", same, None, found, Side("all", "texts", [float(_PARTICLES)] * len(contest.shares))),
+        Result("smc-same", same, None, equal, Side("all", "texts", [float(_PARTICLES)] * len(contest.shares))),
     ]
 
 

@@ -64,12 +64,12 @@ def row_link(place: Workplace) -> list[Result]:
     """The pool's row transport alone."""
     rows = place.scaled(8192, 2048)
     with ExitStack() as stack:
-        own = [stack.enter_context(place.child("clients.row_link", place.url, str(FULL_V))) for _ in range(2)]
+        links = [stack.enter_context(place.child("clients.row_link", place.url, str(FULL_V))) for _ in range(2)]
         ceiling = Ceiling(stack, place, FULL_V * 4)
 
         def by_row_link() -> float:
-            own[0].ask("put", rows=_PRIMED_ROWS)
-            return rows / _both(own[0], own[1], rows=rows)
+            links[0].ask("put", rows=_PRIMED_ROWS)
+            return rows / _both(links[0], links[1], rows=rows)
 
         by_row_link(), ceiling.take(rows)
         samples = alternate({"row link": by_row_link, "ceiling": lambda: ceiling.take(rows)}, place.repeats)

@@ -37,46 +37,46 @@ def kernels(place: Workplace) -> list[Result]:
     peers = {"seq": "sequential", "par": "parallel"}
     with ExitStack() as stack:
         inputs = str(_inputs(place))
-        own = stack.enter_context(place.child("clients.trie_kernels", inputs))
+        ours = stack.enter_context(place.child("clients.trie_kernels", inputs))
         sides = {short: _peer(stack, place, inputs, kind) for short, kind in peers.items()}
         results = []
         for op, goal in _GOALS.items():
-            _compare(op, own, [*sides.values()], inputs)
+            _compare(op, ours, [*sides.values()], inputs)
             samples = alternated(
                 {
-                    "lmpool": _rows_per_second(own, op, _BATCH, place.scaled(64, 8)),
+                    "lmpool": _rows_per_second(ours, op, _BATCH, place.scaled(64, 8)),
                     **{name: _rows_per_second(peer, op, _BATCH, 4) for name, peer in sides.items()},
                 },
                 place.repeats,
             )
             for short, kind in peers.items():
                 meaning = f"rows/s of our kernels, weight_{op} ÷ genlm-backend's {kind} trie, on the CPU; {_WHAT}"
-                ours, theirs = Side("lmpool", "rows/s", samples["lmpool"]), Side("genlm", "rows/s", samples[short])
-                results.append(Result(f"trie-{op}-{short}", meaning, Goal(goal), ours, theirs))
-        return [*results, _errors(own, sides["par"], inputs, place.repeats)]
+                lmpool, genlm = Side("lmpool", "rows/s", samples["lmpool"]), Side("genlm", "rows/s", samples[short])
+                results.append(Result(f"trie-{op}-{short}", meaning, Goal(goal), lmpool, genlm))
+        return [*results, _errors(ours, sides["par"], inputs, place.repeats)]
 
 
-def _errors(own: Child, peer: Child, inputs: str, rows: int) -> Result:
+def _errors(ours: Child, peer: Child, inputs: str, rows: int) -> Result:
     """How far sums are from those of the same weights in float64."""
     tokens, weights = read_inputs(inputs)
     prefixes = [b"", *_some_prefixes(tokens)]
     below = [[index for index, token in enumerate(tokens) if token.startswith(prefix)] for prefix in prefixes]
 
     def errors(side: Child) -> list[float]:
-        found = []
+        largest = []
         for row in range(rows):
             exact = [float(weights[row][indices].sum(dtype=np.float64)) for indices in below]
             names = [prefix.hex() for prefix in prefixes]
             values = side.ask("probe", within=_WITHIN_S, op="sum", prefixes=names, row=row)
-            found.append(max(abs(value - sum_) / sum_ for value, sum_ in zip(values, exact, strict=True)))
-        return found
+            largest.append(max(abs(value - sum_) / sum_ for value, sum_ in zip(values, exact, strict=True)))
+        return largest
 
     meaning = (
         f"the largest relative error of weight_sum among the root and {len(prefixes) - 1} other nodes, of "
         f"genlm-backend's parallel trie ÷ of our kernels, against sums in float64; a sample is a row of weights; "
         f"tekken's first {N_TOKENS:,} tokens"
     )
-    sides = [Side(name, "of the sum", errors(side)) for name, side in (("genlm", peer), ("lmpool", own))]
+    sides = [Side(name, "of the sum", errors(side)) for name, side in (("genlm", peer), ("lmpool", ours))]
     return Result("trie-error-par", meaning, None, *sides)
 
 
@@ -84,12 +84,12 @@ def build(place: Workplace) -> list[Result]:
     """Making the trie."""
     with ExitStack() as stack:
         inputs = str(_inputs(place))
-        own = stack.enter_context(place.child("clients.trie_kernels", inputs))
+        ours = stack.enter_context(place.child("clients.trie_kernels", inputs))
         peer = stack.enter_context(place.child("peers.trie_peer", inputs, "sequential", python=peers_python()))
         samples = alternated(
             {
                 "genlm": lambda: float(peer.ask("build", times=1)),
-                "lmpool": lambda: float(own.ask("build", times=place.scaled(8, 2))),
+                "lmpool": lambda: float(ours.ask("build", times=place.scaled(8, 2))),
             },
             place.repeats,
         )
@@ -112,13 +112,13 @@ def on_device(place: Workplace, device: str) -> list[Result]:
     """As `cuda`, on any device of torch."""
     with ExitStack() as stack:
         inputs = str(_inputs(place))
-        own = stack.enter_context(place.child("clients.trie_kernels", inputs, device))
+        ours = stack.enter_context(place.child("clients.trie_kernels", inputs, device))
         peer = _peer(stack, place, inputs, "parallel", device)
         results = []
         for op in _GOALS:
-            _compare(op, own, [peer], inputs)
+            _compare(op, ours, [peer], inputs)
             samples = alternated(
-                {name: _row_ms(side, op, place.scaled(4, 1)) for name, side in (("genlm", peer), ("lmpool", own))},
+                {name: _row_ms(side, op, place.scaled(4, 1)) for name, side in (("genlm", peer), ("lmpool", ours))},
                 place.repeats,
             )
             meaning = (
@@ -185,7 +185,7 @@ def reference(place: Workplace) -> list[Result]:
             place.repeats,
         )
     base, *others = (Side(name, "requests/s", taken) for name, taken in samples.items())
-    what = (
+    cached = (
         f"weight_sum(prompt=, under=) through a trie worker on cached f32 rows of {_PROMPTS} prompts, never the same "
         f"pair of prompt and prefix (the prefixes with the most children, 8 to 256, {children} as a mean), "
         f"{_SMALL_AT_ONCE} awaits under way, requests/s ÷ weight_sum(ws) of all nodes, {_AT_ONCE} awaits under way"
@@ -196,7 +196,7 @@ def reference(place: Workplace) -> list[Result]:
         Result(name, meaning, goal, side, base)
         for name, meaning, goal, side in zip(
             ("trie-ref", "trie-ref-cold", "trie-ref-fused"),
-            (what, again, same),
+            (cached, again, same),
             (Goal(15), None, None),
             others,
             strict=True,
@@ -255,7 +255,7 @@ def _ceiling(ends: Sequence[Child], requests: int, there: int, back: int) -> Tak
     return take
 
 
-def _compare(op: str, own: Child, peers: Sequence[Child], inputs: str) -> None:
+def _compare(op: str, ours: Child, peers: Sequence[Child], inputs: str) -> None:
     """See that all sides compute the same.
 
     Raises:
@@ -263,10 +263,10 @@ def _compare(op: str, own: Child, peers: Sequence[Child], inputs: str) -> None:
     """
     tokens = read_inputs(inputs).tokens
     prefixes = [prefix.hex() for prefix in _some_prefixes(tokens)]
-    ours = own.ask("probe", op=op, prefixes=prefixes)
+    values = ours.ask("probe", op=op, prefixes=prefixes)
     for peer in peers:
-        theirs = peer.ask("probe", within=_WITHIN_S, op=op, prefixes=prefixes)
-        for prefix, a, b in zip(prefixes, ours, theirs, strict=True):
+        peer_values = peer.ask("probe", within=_WITHIN_S, op=op, prefixes=prefixes)
+        for prefix, a, b in zip(prefixes, values, peer_values, strict=True):
             if abs(a - b) > _TOLERANCE * abs(b):
                 raise BenchmarkError(f"the sides disagree on the {op} below {bytes.fromhex(prefix)!r}: {a} and {b}")
 

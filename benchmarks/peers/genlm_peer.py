@@ -49,7 +49,7 @@ class Peer:
             self._lm.cache_kv(shared)
         start = time.perf_counter()
         for length in range(len(tokens[0])):
-            rows = await asyncio.gather(*[self._lm.next_token_logprobs(shared + own[:length]) for own in tokens])
+            rows = await asyncio.gather(*[self._lm.next_token_logprobs(shared + suffix[:length]) for suffix in tokens])
         return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
 
 

@@ -47,7 +47,7 @@ class Peer:
         return (time.perf_counter() - start) / times
 
     async def compute(self, op: str, batch: int, times: int) -> float:
-        """As `Own.compute` in `trie_kernels.py`."""
+        """As `Kernels.compute` in `trie_kernels.py`."""
         batches = [self._given(rows) for rows in self._inputs.batches(batch)]
         start = time.perf_counter()
         for index in range(times):
@@ -55,7 +55,7 @@ class Peer:
         return time.perf_counter() - start
 
     async def probe(self, op: str, prefixes: list[str], row: int = 0) -> list[float]:
-        """As `Own.probe`."""
+        """As `Kernels.probe`."""
         values = self._values(op, self._given(self._inputs.weights[row : row + 1]))[0]
         return [float(values[self._node(bytes.fromhex(prefix))]) for prefix in prefixes]
 

@@ -56,7 +56,7 @@ class EndOfSequence:
 EOS = EndOfSequence()
 words = st.binary(max_size=4) | st.lists(st.sampled_from([0, 1, 97, 254, 255]), max_size=5).map(bytes)
 vocabularies = st.lists(words, min_size=1, max_size=25).map(
-    lambda found: [TheirToken(7 + i, word) for i, word in enumerate(found)]
+    lambda strings: [TheirToken(7 + i, word) for i, word in enumerate(strings)]
 )
 tuples = st.tuples(st.sampled_from([97, 255, "a", EOS])) | st.just((97, 98))
 others = st.text("aé字", max_size=3) | tuples | st.just(EOS)
@@ -95,7 +95,7 @@ def assert_close(ours: NDArray[Any], theirs: NDArray[Any], *, atol: float = 0.0)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=atol)
 
 
-def own(decode: list[Any]) -> list[Any]:
+def our_tokens(decode: list[Any]) -> list[Any]:
     """The vocabulary with our tokens in place of theirs."""
     return [Token(item.token_id, item.byte_string) if isinstance(item, TheirToken) else item for item in decode]
 
@@ -115,7 +115,7 @@ def weights_for(decode: list[Any], seed: int) -> NDArray[np.float32]:
 def test_nodes_have_genlms_numbers(decode: list[Any]) -> None:
     theirs = TheirSequential(decode)
     assert_same_structure(TokenCharacterTrie(decode), theirs)
-    assert TokenCharacterTrie(own(decode)).children == theirs.children
+    assert TokenCharacterTrie(our_tokens(decode)).children == theirs.children
 
 
 @given(mixed_vocabularies)
@@ -175,27 +175,27 @@ def test_weights_of_a_real_vocabulary_are_genlms(ours: Any, theirs: Any, op: str
     decode = [*tekken(5000), EOS]
     trie, reference, exact = ours(decode), theirs(decode), TheirSequential(decode)
     for row in weights_for(decode, 1)[:2].astype(dtype):
-        found, wanted = (getattr(each, f"weight_{op}")(row) for each in (trie, reference))
-        assert found.dtype == wanted.dtype
+        values, wanted = (getattr(each, f"weight_{op}")(row) for each in (trie, reference))
+        assert values.dtype == wanted.dtype
         # Their parallel class adds up in float32 and is off by 3e-6 at the root here.
-        np.testing.assert_allclose(found, wanted, rtol=1e-5 if theirs is TheirParallel else 1e-6)
+        np.testing.assert_allclose(values, wanted, rtol=1e-5 if theirs is TheirParallel else 1e-6)
         if op == "sum":
-            np.testing.assert_allclose(found, exact.weight_sum(row), rtol=1e-6)
+            np.testing.assert_allclose(values, exact.weight_sum(row), rtol=1e-6)
 
 
 @both_classes
 def test_a_maximum_below_zero_is_the_one_of_genlms_class_of_that_name(ours: Any, theirs: Any) -> None:
     trie = ours(DECODE)
-    found = trie.weight_max(np.array([-1, -2, -3, -4], np.float32))
-    assert found[trie.root] == theirs(DECODE).weight_max(torch.tensor([-1.0, -2, -3, -4]))[trie.root]
-    assert found[trie.root] == (0 if ours is TokenCharacterTrie else -1)
-    assert found[trie.word2leaf[b"ab", 2]] == -3
+    values = trie.weight_max(np.array([-1, -2, -3, -4], np.float32))
+    assert values[trie.root] == theirs(DECODE).weight_max(torch.tensor([-1.0, -2, -3, -4]))[trie.root]
+    assert values[trie.root] == (0 if ours is TokenCharacterTrie else -1)
+    assert values[trie.word2leaf[b"ab", 2]] == -3
 
 
 def test_a_light_node_keeps_its_sum_in_float64() -> None:
     trie = TokenCharacterTrie(DECODE)
-    found = trie.weight_sum(np.array([1e-300, 1.0, 2e-300, 1e9]))
-    assert found[trie.children[trie.root][97]] == pytest.approx(3e-300, rel=1e-12, abs=0)
+    values = trie.weight_sum(np.array([1e-300, 1.0, 2e-300, 1e9]))
+    assert values[trie.children[trie.root][97]] == pytest.approx(3e-300, rel=1e-12, abs=0)
 
 
 FORMS: list[Callable[[NDArray[np.float32]], Any]] = [
@@ -218,10 +218,10 @@ FORMS: list[Callable[[NDArray[np.float32]], Any]] = [
 def test_a_batch_in_any_form_is_computed_row_by_row(ours: Any, theirs: Any, op: str, form: Any) -> None:
     rows = np.array([WS, [0, 0.25, 0.5, 0.25], [0.75, -0.25, 0, 1]], np.float32)
     wanted = np.stack([getattr(theirs(DECODE), f"weight_{op}")(torch.from_numpy(row)) for row in rows])
-    found = getattr(ours(DECODE), f"batch_weight_{op}")(form(rows))
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    np.testing.assert_allclose(found, wanted, rtol=4e-3)
+    values = getattr(ours(DECODE), f"batch_weight_{op}")(form(rows))
+    assert values.shape == wanted.shape
+    assert values.dtype == wanted.dtype
+    np.testing.assert_allclose(values, wanted, rtol=4e-3)
 
 
 @both_classes
@@ -386,10 +386,10 @@ async def test_concurrent_requests_are_one_batch_for_each_operation(
     trie.start()
     batches = counted(trie, monkeypatch)
     rows = [torch.tensor(WS) * k for k in range(5)]
-    found = await asyncio.gather(*map(trie.weight_sum, rows), *map(trie.weight_max, rows))
+    results = await asyncio.gather(*map(trie.weight_sum, rows), *map(trie.weight_max, rows))
     assert sorted(batches) == [("max", 5), ("sum", 5)]
-    np.testing.assert_array_equal(found[:5], trie.trie.batch_weight_sum(rows))
-    np.testing.assert_array_equal(found[5:], trie.trie.batch_weight_max(rows))
+    np.testing.assert_array_equal(results[:5], trie.trie.batch_weight_sum(rows))
+    np.testing.assert_array_equal(results[5:], trie.trie.batch_weight_max(rows))
 
 
 async def test_a_bad_request_fails_alone() -> None:

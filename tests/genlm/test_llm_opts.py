@@ -33,8 +33,8 @@ from lmpool.producer.genlm.llm_opts import command_options, split
     ],
 )
 def test_options_reach_the_worker_by_our_names(backend: str, given: dict[str, Any], options: list[str]) -> None:
-    ours, worker = split(backend, given)
-    assert ours == {}
+    model_options, worker = split(backend, given)
+    assert model_options == {}
     assert command_options(worker) == options
 
 

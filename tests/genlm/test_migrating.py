@@ -29,12 +29,12 @@ def modules() -> dict[str, ast.Module]:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     root = Path(next(iter(spec.submodule_search_locations)))
-    found = {}
+    trees = {}
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root).with_suffix("").parts
         name = ".".join(["genlm.backend", *(part for part in inside if part != "__init__")])
-        found[name] = ast.parse(path.read_text("utf-8"))
-    return found
+        trees[name] = ast.parse(path.read_text("utf-8"))
+    return trees
 
 
 def is_public(name: str) -> bool:
@@ -87,13 +87,13 @@ def all_arguments(module: ast.Module) -> set[str]:
 
 def tables() -> dict[str, list[tuple[str, str]]]:
     """The rows of the table of each module."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_module: dict[str, list[tuple[str, str]]] = {}
     for section in PAGE.split("\n### ")[1:]:
         name, _, text = section.partition("\n")
         lines = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
         assert all(len(line) == 2 for line in lines), name
-        found[name] = [(there.strip(), here.strip()) for there, here in lines[2:]]
-    return found
+        by_module[name] = [(there.strip(), here.strip()) for there, here in lines[2:]]
+    return by_module
 
 
 MODULES = modules()
@@ -120,15 +120,15 @@ def resolved(dotted: str) -> Any:
     """What a name of ours stands for."""
     first, *rest = dotted.split(".")
     if first in OURS:
-        found: Any = OURS[first]
+        value: Any = OURS[first]
     else:
         module = next(
             ".".join(dotted.split(".")[:end]) for end in range(dotted.count(".") + 1, 0, -1) if exists(dotted, end)
         )
-        found, rest = importlib.import_module(module), dotted.removeprefix(module).strip(".").split(".")
+        value, rest = importlib.import_module(module), dotted.removeprefix(module).strip(".").split(".")
     for name in filter(None, rest):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def exists(dotted: str, end: int) -> bool:

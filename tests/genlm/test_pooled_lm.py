@@ -127,16 +127,16 @@ def test_the_vocabulary_is_that_of_genlm_backend(small: PooledLM, tokenizer: Any
     tokens, texts = their_decode_vocab(tokenizer)
     assert small.tokenizer is tokenizer
     assert small.byte_vocab == tokens
-    assert [(type(one), one.byte_string) for one in small.byte_vocab] == [(type(t), t.byte_string) for t in tokens]
+    assert [(type(t), t.byte_string) for t in small.byte_vocab] == [(type(t), t.byte_string) for t in tokens]
     assert small.str_vocab == texts
 
 
 async def test_a_seed_draws_what_genlm_backend_draws(small: PooledLM, tokenizer: Any) -> None:
-    theirs = RowsOfThePool(tokenizer)
+    reference = RowsOfThePool(tokenizer)
     for seed, temperature in ((1, 1.0), (2, 0.5), (3, 2.0)):
-        wanted = await theirs.sample(IDS, 12, [5], temperature, seed)
+        wanted = await reference.sample(IDS, 12, [5], temperature, seed)
         assert await small.sample(IDS, 12, [5], temperature, seed) == wanted
-        batch = await theirs.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed)
+        batch = await reference.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed)
         assert await small.batch_sample(PROMPTS, 5, [5], temperature=temperature, seed=seed) == batch
 
 
@@ -349,14 +349,14 @@ def test_other_processes_ask_for_themselves(small: PooledLM, method: str) -> Non
         answers = context.Queue()
         child = context.Process(target=send_both_ways, args=(small, IDS, answers))
         child.start()
-        found: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
+        answer: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
         await asyncio.to_thread(child.join, ENDS_WITHIN_S)
         assert child.exitcode == 0
         # The parent's connections have not suffered.
         for token in range(20, 40):
             assert torch.equal(await small.next_token_logprobs([token]), expected([token]))
             assert torch.equal(small.next_token_logprobs_sync([token, 1]), expected([token, 1]))
-        return found
+        return answer
 
     pid, *sums = asyncio.run(fork_inside_a_running_loop())
     assert pid != os.getpid()

@@ -40,15 +40,15 @@ def temporary_folder(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def processes_in(folder: Path) -> list[str]:
     """The command lines of the processes that have to do with a folder."""
-    found = []
+    lines = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
         except OSError:
             continue
         if str(folder) in line and "pytest" not in line:
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def test_the_pool_is_the_default(small_pool: Pool, tokenizer: Any) -> None:

@@ -55,8 +55,8 @@ async def test_rows_are_those_of_genlm_backend(real: PooledLM, theirs: Any, prom
 
 async def test_a_seed_draws_the_same_text(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> None:
     def draw(llm: Any) -> Awaitable[list[list[int]]]:
-        found: Awaitable[list[list[int]]] = llm.batch_sample(prompts, 8, [llm.tokenizer.eos_token_id], seed=80808)
-        return found
+        tokens: Awaitable[list[list[int]]] = llm.batch_sample(prompts, 8, [llm.tokenizer.eos_token_id], seed=80808)
+        return tokens
 
     ours, wanted = await both(draw, real, theirs)
     assert ours == wanted
@@ -103,8 +103,8 @@ def constrained(potential: PromptedLLM, seed: int) -> list[Any]:
 
     np.random.seed(seed)
     torch.manual_seed(seed)
-    found = asyncio.run(run())
-    return [([*map(str, tokens)], pytest.approx(weight, abs=1e-2)) for tokens, weight in found]
+    sequences = asyncio.run(run())
+    return [([*map(str, tokens)], pytest.approx(weight, abs=1e-2)) for tokens, weight in sequences]
 
 
 def test_awrs_finds_the_same_sequences(prompted: tuple[PromptedLLM, PromptedLLM]) -> None:
@@ -164,15 +164,15 @@ def test_potentials_of_other_processes_ask_the_same_pool(
 async def test_beams_over_bytes_weigh_alike(small: PooledLM, tokenizer: Any) -> None:
     from genlm.bytes import BeamParams, ByteBeamState
 
-    found = []
+    rows = []
     for llm in (small, RowsOfThePool(tokenizer)):
         beam = await ByteBeamState.initial(llm, BeamParams(K=3, eos_byte_strings=[END.encode()]))
         try:
             beam = await beam.prefill(b"The capital of France is")
-            found.append((await beam.logp_next()).ps)
+            rows.append((await beam.logp_next()).ps)
         finally:
             await beam.cleanup()
-    assert np.allclose(found[0], found[1], atol=1e-6)
+    assert np.allclose(rows[0], rows[1], atol=1e-6)
 
 
 # llamppl

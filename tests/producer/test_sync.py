@@ -30,8 +30,8 @@ WAITS: dict[str, Callable[[SyncProducer, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("wait", WAITS)
+def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, wait: str) -> None:
     worker = pool.start("--step-ms", 600_000, "--max-batch", 1)
     (tmp_path / "weights").write_text("1")
     producer = SyncProducer(redis=pool.url, prefix=pool.prefix, timeout=50)
@@ -41,14 +41,14 @@ def test_closing_ends_what_other_threads_wait_for(pool: Pool, tmp_path: Path, wh
     def ask() -> None:
         begun.set()
         try:
-            WAITS[what](producer, tmp_path)
+            WAITS[wait](producer, tmp_path)
         except LMPoolError as error:
             ended.append(error)
 
     thread = threading.Thread(target=ask)
     thread.start()
     begun.wait()
-    if what != "a change of adapters":
+    if wait != "a change of adapters":
         until(lambda: pool.jobs(), "the request is queued")
     producer.close()
     thread.join(DEADLINE_S)

@@ -165,17 +165,17 @@ def test_the_parts_are_there() -> None:
 def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
     """The one exception: what users test with runs workers."""
     prefixes = tuple(f"lmpool.{name}" for name in forbidden)
-    found = [
+    violations = [
         f"{name_of(path)}:{node.lineno}: {module}"
         for path in within(part)
         for module, node in imports(path)
         if f"{module}.".startswith(tuple(f"{prefix}." for prefix in prefixes))
     ]
-    assert found == []
+    assert violations == []
 
 
 def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
-    found = [
+    violations = [
         f"{name_of(path)}:{line}: {text}"
         for part, other in (
             (SHARED, "producer|workers|testing"),
@@ -186,7 +186,7 @@ def test_no_part_reaches_another_by_a_name_in_a_string() -> None:
         for text, line in strings(path)
         if re.search(rf"\blmpool\.({other})\b", text)
     ]
-    assert found == []
+    assert violations == []
 
 
 def unit_of(module: str) -> str:
@@ -227,13 +227,13 @@ def test_folders_and_files_are_of_a_size_that_one_can_survey() -> None:
 
 def test_only_backends_import_an_engine() -> None:
     """The one exception: the command line loads a tokenizer of transformers, inside a function."""
-    found = {
+    importers = {
         (name_of(path), module.partition(".")[0])
         for path in FILES
         for module, _ in imports(path)
         if module.partition(".")[0] in HEAVY - allowed_in(path)
     }
-    assert found == {("producer/lmpool/producer/tokenizer.py", "transformers")}
+    assert importers == {("producer/lmpool/producer/tokenizer.py", "transformers")}
     tokenizer = PRODUCER / "lmpool/producer/tokenizer.py"
     top_level = [node for node in TREES[tokenizer].body if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert not [node for module, node in imports(tokenizer) if module.startswith("transformers") and node in top_level]
@@ -260,12 +260,12 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "testing/lmpool/testing/front.py": {"fakeredis"},
         "testing/lmpool/testing/memory_pool.py": {"lupa"},
     }
-    found = {
+    unlisted = {
         name_of(path): more
         for path in FILES
         if (more := third_party(path) - small - extra.get(name_of(path), set()) - allowed_in(path))
     }
-    assert found == {}
+    assert unlisted == {}
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -302,40 +302,40 @@ def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
-    found = []
+    violations = []
     for path in FILES:
-        found += [
+        violations += [
             f"{name_of(path)}:{node.lineno}: import {module}"
             for module, node in imports(path)
             if module.partition(".")[0] in LOADERS_OF_CODE
         ]
         for node in ast.walk(TREES[path]):
             if isinstance(node, ast.Name) and node.id in {"eval", "exec", "compile", "__import__", "builtins"}:
-                found.append(f"{name_of(path)}:{node.lineno}: {node.id}")
+                violations.append(f"{name_of(path)}:{node.lineno}: {node.id}")
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-                found.append(f"{name_of(path)}:{node.value.lineno}: allow_pickle")
+                violations.append(f"{name_of(path)}:{node.value.lineno}: allow_pickle")
             elif isinstance(node, ast.keyword) and node.arg == "shell":
-                found.append(f"{name_of(path)}:{node.value.lineno}: shell")
+                violations.append(f"{name_of(path)}:{node.value.lineno}: shell")
             elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "np.load", "os.system"}:
-                found.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
-    assert found == []
+                violations.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert violations == []
 
 
 def test_commands_print_by_the_terminal_alone() -> None:
     """Elsewhere a name that somebody hostile has chosen would be obeyed. The one exception talks to its parent."""
     printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
-    found = {
+    printers = {
         name_of(path)
         for path in FILES
         for node in ast.walk(TREES[path])
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     }
-    assert found == {"shared/lmpool/cli.py", "workers/lmpool/workers/cli/shared_server.py"}
+    assert printers == {"shared/lmpool/cli.py", "workers/lmpool/workers/cli/shared_server.py"}
 
 
 def test_at_most_the_named_places_catch_every_exception() -> None:
     """A bare `except`, `except Exception` or `except BaseException` that does not raise again."""
-    found = []
+    catching = []
     for path in FILES:
         for node in ast.walk(TREES[path]):
             if not isinstance(node, ast.ExceptHandler):
@@ -343,7 +343,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
             kinds = "" if node.type is None else ast.unparse(node.type)
             raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
             if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
-                found.append(name_of(path))
+                catching.append(name_of(path))
     # The ends of threads, where whoever waits must hear of it, the end of the command line, and where others' packages
     # are loaded.
     allowed = {
@@ -353,7 +353,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
         f"{name_of(BACKENDS)}/sglang/engine.py",
         "testing/lmpool/testing/memory_pool.py",
     }
-    assert {name for name in found if not name.startswith(name_of(HF))} <= allowed
+    assert {name for name in catching if not name.startswith(name_of(HF))} <= allowed
 
 
 # Keys and scripts
@@ -361,10 +361,10 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
 
 def test_all_redis_keys_are_made_in_one_file() -> None:
     key = re.compile(r"^lmpool:\S|:(jobs|models|worker|row|dead|waiting|reply|trie)(:|$)")
-    found = {
+    texts = {
         (name_of(path), text) for path in FILES for text, _ in strings(path) if key.search(text) and "://" not in text
     }
-    assert {name for name, _ in found} == {"shared/lmpool/protocol/keys.py"}
+    assert {name for name, _ in texts} == {"shared/lmpool/protocol/keys.py"}
 
 
 def test_no_script_makes_a_key_of_its_own() -> None:
@@ -392,14 +392,14 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
         assert "-- include" not in source
         # What includes another file twice, by way of a third one, has it once.
         assert all(source.count(part) == 1 for part in files[name][::2])
-        assert all(source.count(part) == 1 for one in files[name][1::2] for part in files[one][::2])
-    found = [
+        assert all(source.count(part) == 1 for other in files[name][1::2] for part in files[other][::2])
+    violations = [
         f"{name_of(path)}:{line}"
         for path in FILES
         for text, line in strings(path)
         if re.search(r"redis\.p?call|\bKEYS\[|\bARGV\[", text)
     ]
-    assert found == []
+    assert violations == []
 
 
 # Public names

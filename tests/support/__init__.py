@@ -1,1 +1,1 @@
-"""What the tests of several rooms share; no room's own helpers."""
+"""What the tests of several folders share; what those of one folder share lies in it."""

@@ -71,7 +71,7 @@ class OneByOne(Gate):
         self._let.release(10_000)
 
     def wait(self) -> None:
-        """Wait for one's turn."""
+        """Wait until a step may pass."""
         self._let.acquire()
 
 

@@ -62,22 +62,22 @@ def spoken(url: str) -> str:
     return f"{url}{'&' if '?' in url else '?'}protocol={version}"
 
 
-def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def until(condition: Callable[[], Any], description: str, deadline_s: float = DEADLINE_S) -> Any:
     """Wait until `condition()` is true and return it."""
     end = time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+    while not (result := condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
         time.sleep(0.01)
-    return found
+    return result
 
 
-async def until_async(condition: Callable[[], Awaitable[Any]], what: str, deadline_s: float = DEADLINE_S) -> Any:
+async def until_async(condition: Callable[[], Awaitable[Any]], description: str, deadline_s: float = DEADLINE_S) -> Any:
     """Wait until `await condition()` is true and return it."""
     end = time.monotonic() + deadline_s
-    while not (found := await condition()):
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+    while not (result := await condition()):
+        assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
         await asyncio.sleep(0.01)
-    return found
+    return result
 
 
 def deadline_ms(seconds: float = 60.0) -> int:
@@ -95,7 +95,7 @@ def entry_ids(reply: Any) -> list[bytes]:
 
 def open_sockets() -> int:
     """Sockets that this process has open; what others have to a server comes and goes when they like."""
-    return sum(is_socket(one) for one in Path("/dev/fd").iterdir())
+    return sum(is_socket(descriptor) for descriptor in Path("/dev/fd").iterdir())
 
 
 def is_socket(descriptor: Path) -> bool:
@@ -239,8 +239,8 @@ class Pool:
 
     def names(self, pattern: str) -> list[str]:
         """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""
-        found = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
-        return sorted(key.decode("utf-8", "replace") for key in found if not self._is_mark(key))
+        keys = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
+        return sorted(key.decode("utf-8", "replace") for key in keys if not self._is_mark(key))
 
     def _is_mark(self, key: bytes) -> bool:
         if b":waiting:" not in key or self.redis.type(key) not in (b"hash", b"none"):
@@ -287,5 +287,5 @@ async def until_done(pool: Pool, model: str = "syn") -> None:
 
 def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
     """The jobs that workers hold."""
-    found: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)
-    return list(found)
+    entries: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)
+    return list(entries)

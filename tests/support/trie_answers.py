@@ -21,12 +21,12 @@ class Answers:
     """The values of all nodes of one vocabulary, by brute force."""
 
     def __init__(self, tokens: tuple[bytes, ...]) -> None:
-        found = reference(list(tokens))
+        expected = reference(list(tokens))
         self.tokens = tokens
-        self.node = {prefix: node for node, prefix in enumerate(found.prefixes)}
-        self.children = found.children
-        self._below = np.array(list(chain.from_iterable(map(sorted, found.below))))
-        self._starts = [0, *accumulate(map(len, found.below))][:-1]
+        self.node = {prefix: node for node, prefix in enumerate(expected.prefixes)}
+        self.children = expected.children
+        self._below = np.array(list(chain.from_iterable(map(sorted, expected.below))))
+        self._starts = [0, *accumulate(map(len, expected.below))][:-1]
 
     def of(self, op: Op, weights: Values) -> Values:
         """float32 (N,), in the order of the nodes: preorder, children by byte."""

@@ -48,8 +48,8 @@ class Reference(NamedTuple):
     below: list[frozenset[int]]
 
     def is_inner(self, node: int) -> bool:
-        own, children = len(self.tokens[node]), len(self.children[node])
-        return node == 0 or children >= 2 or (own >= 1 and children >= 1) or own >= 2
+        tokens, children = len(self.tokens[node]), len(self.children[node])
+        return node == 0 or children >= 2 or (tokens >= 1 and children >= 1) or tokens >= 2
 
     def inner_above(self, node: int) -> int:
         node = self.parents[node]
@@ -66,23 +66,23 @@ def reference(tokens: list[bytes]) -> Reference:
         for byte in token:
             place = place.setdefault(byte, {})
         place.setdefault("tokens", set()).add(index)
-    found = Reference([], [], [], [], [])
+    result = Reference([], [], [], [], [])
     waiting: list[tuple[dict[Any, Any], bytes, int]] = [(root, b"", -1)]
     while waiting:
         place, prefix, parent = waiting.pop()
-        node = len(found.prefixes)
+        node = len(result.prefixes)
         if node:
-            found.children[parent].append(node)
-        found.prefixes.append(prefix)
-        found.parents.append(parent)
-        found.children.append([])
-        found.tokens.append(place.pop("tokens", set()))
+            result.children[parent].append(node)
+        result.prefixes.append(prefix)
+        result.parents.append(parent)
+        result.children.append([])
+        result.tokens.append(place.pop("tokens", set()))
         waiting += [(place[byte], prefix + bytes([byte]), node) for byte in sorted(place, reverse=True)]
-    below = [set(own) for own in found.tokens]
+    below = [set(ids) for ids in result.tokens]
     for node in range(len(below) - 1, 0, -1):
-        below[found.parents[node]] |= below[node]
-    found.below.extend(map(frozenset, below))
-    return found
+        below[result.parents[node]] |= below[node]
+    result.below.extend(map(frozenset, below))
+    return result
 
 
 def arrays_of(trie: Trie) -> dict[str, NDArray[Any]]:
@@ -90,11 +90,11 @@ def arrays_of(trie: Trie) -> dict[str, NDArray[Any]]:
     return {name: getattr(trie, name) for name in ARRAYS}
 
 
-def assert_same(one: Trie, other: Trie) -> None:
+def assert_same(trie: Trie, other: Trie) -> None:
     """Two tries are the same in all they hold."""
-    assert one == other
-    assert one.vocabulary.tokens == other.vocabulary.tokens
-    for name, array in arrays_of(one).items():
+    assert trie == other
+    assert trie.vocabulary.tokens == other.vocabulary.tokens
+    for name, array in arrays_of(trie).items():
         assert getattr(other, name).dtype == array.dtype, name
         assert np.array_equal(getattr(other, name), array), name
 

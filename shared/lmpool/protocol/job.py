@@ -102,22 +102,22 @@ def unpack_failure(data: bytes) -> Failure:
     return checked(Failure, values, "a failure")
 
 
-def _check_version(values: Any, what: str) -> None:
+def _check_version(values: Any, kind: str) -> None:
     """Refuse a message of another release, which says its wire version first.
 
     Raises:
         ProtocolError: with both versions.
     """
     if type(values) is list and values and type(values[0]) is int and values[0] != WIRE_VERSION:
-        raise ProtocolError(other_version(what, values[0]))
+        raise ProtocolError(other_version(kind, values[0]))
 
 
-def other_version(what: str, version: int) -> str:
+def other_version(kind: str, version: int) -> str:
     """What to say of something that is of another wire version."""
-    return f"{what} wire version {version}, and this release of lmpool speaks {WIRE_VERSION}: run the same on all sides"
+    return f"{kind} wire version {version}, and this release of lmpool speaks {WIRE_VERSION}: run the same on all sides"
 
 
-def checked(kind: type[M], values: Any, what: str) -> M:
+def checked(kind: type[M], values: Any, name: str) -> M:
     """Values that `unpack_flat` has read as a message.
 
     Raises:
@@ -127,11 +127,11 @@ def checked(kind: type[M], values: Any, what: str) -> M:
         # Unless it is told that bytes come as bytes, msgspec takes a text for their base64.
         message = msgspec.convert(values, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"not {what}: {described(values)}: {error}") from error
+        raise ProtocolError(f"not {name}: {described(values)}: {error}") from error
     # For msgspec, fields with defaults may be missing, and others may follow.
     expected = len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
     if len(values) != expected:
-        raise ProtocolError(f"not {what}: {described(values)}: expected {expected} fields, got {len(values)}")
+        raise ProtocolError(f"not {name}: {described(values)}: expected {expected} fields, got {len(values)}")
     return message
 
 
@@ -150,14 +150,14 @@ def described(value: object) -> str:
     return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:80]
 
 
-def unpack_flat(data: bytes, limit: int, what: str) -> Any:
+def unpack_flat(data: bytes, limit: int, name: str) -> Any:
     """Read a MessagePack array of up to 8 numbers, texts and bytes.
 
     Raises:
         ProtocolError: over `limit` bytes, not MessagePack, or with anything else in it.
     """
     if len(data) > limit:
-        raise ProtocolError(f"a {what} of {len(data)} bytes is over the limit of {limit}")
+        raise ProtocolError(f"a {name} of {len(data)} bytes is over the limit of {limit}")
     try:
         return msgpack.unpackb(
             data,
@@ -169,4 +169,4 @@ def unpack_flat(data: bytes, limit: int, what: str) -> Any:
             list_hook=_flat,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"a {what} does not decode: {error}") from error
+        raise ProtocolError(f"a {name} does not decode: {error}") from error

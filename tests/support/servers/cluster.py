@@ -73,9 +73,9 @@ class LocalCluster:
         self._processes[number] = self._start(number)
         until(partial(_answers, self.ports[number]), "the master answers again")
 
-    def signal(self, number: int, what: signal.Signals) -> None:
+    def signal(self, number: int, signal_number: signal.Signals) -> None:
         """Send a master a signal."""
-        self._processes[number].send_signal(what)
+        self._processes[number].send_signal(signal_number)
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         folder = self._folder / str(number)
@@ -116,20 +116,20 @@ class LocalCluster:
 
 def _free_ports() -> list[int]:
     """Ports that are free, and those of their cluster buses too."""
-    found: list[int] = []
-    while len(found) < _MASTERS:
-        with socket.socket() as one, socket.socket() as bus:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
+    ports: list[int] = []
+    while len(ports) < _MASTERS:
+        with socket.socket() as probe, socket.socket() as bus:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
             # Those that the system hands out begin above 32,768; a bus port must exist.
             port = port if port + _BUS < 65_536 else port - 2 * _BUS
             with suppress(OSError), socket.socket() as low:
-                if port != one.getsockname()[1]:
+                if port != probe.getsockname()[1]:
                     low.bind(("127.0.0.1", port))
                 bus.bind(("127.0.0.1", port + _BUS))
-                if port not in found:
-                    found.append(port)
-    return found
+                if port not in ports:
+                    ports.append(port)
+    return ports
 
 
 def _answers(port: int) -> bool:

@@ -214,7 +214,7 @@ class Proxy:
         await self.stop()
 
     def _some(self, share: float) -> list[Connection]:
-        return [one for one in self._connections if share >= 1 or self._draw.random() < share]
+        return [connection for connection in self._connections if share >= 1 or self._draw.random() < share]
 
     def _lanes(self, way: Way, share: float = 1.0) -> Iterator[Lane]:
         return (connection.lanes[way] for connection in self._some(share))

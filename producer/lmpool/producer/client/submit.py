@@ -63,10 +63,10 @@ class CacheClient:
             return
         rows = self._connections.model.rows
 
-        def resolve(digests: Sequence[bytes], found: Sequence[Found]) -> None:
+        def resolve(digests: Sequence[bytes], results: Sequence[Found]) -> None:
             # Rows from the namespace of other weights answer nothing after the change.
             if self._connections.model.rows is rows:
-                self._requests.resolve_found(digests, found)
+                self._requests.resolve_found(digests, results)
 
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
