@@ -90,7 +90,7 @@ test-main: collect
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
-## test-smoke: a few tests of the pool on the oldest Redis that has users, with the oldest redis-py
+## test-smoke: a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl as it is, with the oldest redis-py
 # The part of `make test-servers` that `make test` does.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \

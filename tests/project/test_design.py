@@ -162,6 +162,16 @@ def test_the_picture_shows_what_its_source_says() -> None:
     assert sorted(text.text or "" for text in picture.iter(f"{SVG}text")) == sorted(words)
 
 
+def test_the_picture_says_how_large_it_is() -> None:
+    """Some renderers go by the size and others by the box of what is drawn: the two agree."""
+    picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
+    size = [float(picture.attrib[name].removesuffix("pt")) for name in ("width", "height")]
+    left, top, *box = map(float, picture.attrib["viewBox"].split())
+    assert (left, top) == (0, 0)
+    assert size == pytest.approx(box, abs=1)
+    assert min(size) > 100
+
+
 def test_the_picture_can_be_read_on_a_light_and_on_a_dark_page() -> None:
     """It has no background; what is not in a box has one tone between black and white, and words in boxes are white."""
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
