@@ -13,6 +13,8 @@ The value of entry i is `number[i] - logZ`. Encodings:
     BF16   bfloat16 logits and their logZ: exact when the engine's logits are bfloat16
     F16    float16 numbers and their logZ: exact when the engine's logits are float16, else lossy
 
+Which one a backend's rows have is chosen in `workers/lmpool/workers/backends/row_encoder.py`.
+
 The numbers have a fixed width, so an entry can be read in place with GETRANGE.
 """
 

@@ -1,4 +1,4 @@
-"""Counters of a worker: plain numbers that its parts count up, for the heartbeat, the log and metrics."""
+"""Counters of a worker: plain numbers that its parts count up, for the heartbeat, the log and `prometheus.py`."""
 
 from __future__ import annotations
 
