@@ -274,6 +274,7 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
     assert len(published) == 2, "those of the first step, and all others"
     assert sum(published) == 6
+    await asyncio.wait_for(worker._finished_small.join(), DEADLINE_S)
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
 

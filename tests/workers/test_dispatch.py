@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 
 from lmpool.errors import SourceMissing
+from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backend.contract import BackendJob, Finished
+from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
-from lmpool.workers.worker import FetchLoop, Lifecycle
+from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
 
 NO_ADAPTERS = AdapterKeeper(
     cast(Any, None), cast(Any, None), {}, cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None)
@@ -43,6 +45,7 @@ class Recorder:
         self.submitted: list[bytes] = []
         self.aborted: list[bytes] = []
         self.ended: list[InFlightJob] = []
+        self.published: list[bytes] = []
         self.outstanding: set[bytes] = set()
         self.checked: list[JobsByDigest] = []
         self.is_waited_for = False
@@ -54,6 +57,9 @@ class Recorder:
 
     def abort(self, digests: Sequence[bytes]) -> None:
         self.aborted += digests
+
+    async def publish(self, block: RowBlock, jobs: JobsByDigest, overwrite: Collection[bytes]) -> None:
+        self.published += block.digests
 
     async def fail(self, jobs: Sequence[InFlightJob]) -> None:
         self.ended += jobs
@@ -251,3 +257,23 @@ async def test_a_call_takes_several_batches_only_where_a_step_is_shorter_than_a_
 async def test_a_call_takes_one_batch_where_several_of_the_longest_prompts_are_much() -> None:
     loop = fetch_loop(SimpleNamespace(batch=256, step_s=0.0001), replace(INFO, max_prompt_tokens=131_072))
     assert loop._count_to_take(1024) == 256
+
+
+async def test_small_rows_gather_and_large_ones_and_failures_do_not_wait_for_them() -> None:
+    worker = Worker(cast(Any, None), SyntheticSettings(name="syn", vocab_size=4))
+    large = RowBlock([b"l"], np.zeros((1, 20_000), np.float32), None, Encoding.F32)
+    for finished in (Finished([rows(b"a")], {}), Finished([large], {}), Finished([], {b"f": "no"})):
+        worker._on_finished(finished)
+    assert [worker._finished_small.qsize(), worker._finished.qsize()] == [1, 2]
+
+
+async def test_a_prompt_that_is_stale_beside_its_row_ends_with_the_row() -> None:
+    recorder, in_flight = Recorder(), InFlightJobs()
+    in_flight.add(InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4))), BackendJob(PROMPT, bytes(4)))
+    stale = SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "it has changed"))
+    ends, none = cast(Any, recorder), cast(Any, None)
+    dispatcher = Dispatcher(in_flight, ends, ends, none, none, INFO, cast(Any, stale))
+    await dispatcher.publish(Finished([rows(PROMPT)], {}, stale=(PROMPT,)), "w")
+    assert recorder.published == [PROMPT]
+    assert not in_flight
+    assert not recorder.ended, "nothing has failed"

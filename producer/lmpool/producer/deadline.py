@@ -1,4 +1,4 @@
-"""DeadlineTimers: what callers give as `timeout`, and the moment that all steps of a request share."""
+"""Deadlines: what callers give as `timeout`, and the moment that all steps of a request share."""
 
 from __future__ import annotations
 

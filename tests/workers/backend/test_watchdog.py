@@ -190,14 +190,15 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     assert checks == 8
 
 
-async def test_what_was_computed_before_the_backend_broke_is_published(pool: Pool) -> None:
+@pytest.mark.parametrize("vocab_size", [V, 20_000], ids=["small rows", "large rows"])
+async def test_what_was_computed_before_the_backend_broke_is_published(pool: Pool, vocab_size: int) -> None:
     class Breaking(SyntheticBackend):
         def step(self) -> Finished:
             if self.stats().steps == 1:
                 raise MemoryError("no memory")
             return super().step()
 
-    backend = Breaking(SyntheticSettings(name="syn", vocab_size=V, max_batch=2))
+    backend = Breaking(SyntheticSettings(name="syn", vocab_size=vocab_size, max_batch=2))
     running = Running(pool, backend, limit_s=600)
     await running.ready()
     serving = running.worker._serving
@@ -219,7 +220,7 @@ async def test_what_was_computed_before_the_backend_broke_is_published(pool: Poo
             await running.end()
         for token in range(2):
             row = await asyncio.wait_for(asked[token], DEADLINE_S)
-            assert np.array_equal(row, synthetic_row([token], vocab_size=V))
+            assert np.array_equal(row, synthetic_row([token], vocab_size=vocab_size))
         assert pool.jobs() == 2
         for request in asked:
             request.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -100,7 +101,8 @@ class FetchLoop:
         self._engine_thread = serving.engine_thread
         self._consumer = serving.consumer
         self._dispatcher = serving.dispatcher
-        self._most_job_bytes = 4 * serving.info.max_prompt_tokens
+        # What a trie job asks for is larger than its prompt, and has no limit that would be of use here.
+        self._most_job_bytes = math.inf if serving.info.is_trie else 4 * serving.info.max_prompt_tokens
         # Locked from taking jobs until they are in `_in_flight`: a job that is not is neither renewed nor counted.
         self._taking = asyncio.Lock()
 
@@ -452,7 +454,7 @@ class Worker:
         _log.info("%s, %d in flight, %d failures", line, len(serving.in_flight), serving.dispatcher.failures)
 
     def _on_finished(self, finished: Finished) -> None:
-        # What has failed does not wait for others' rows.
+        # A step that only failed does not wait for others' rows.
         is_small = 0 < finished.nbytes <= _SMALL_BYTES
         (self._finished_small if is_small else self._finished).put_nowait(finished)
         self._lifecycle.notify()  # The backend has room again.

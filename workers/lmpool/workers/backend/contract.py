@@ -124,7 +124,7 @@ class Backend(Protocol):
 
     @property
     def batch(self) -> int:
-        """Prompts that make a full step; a worker with nothing to do takes no more than this at once."""
+        """Prompts that make a full step; a worker takes no more than this at once where steps are not very short."""
         ...
 
     @property

@@ -216,6 +216,6 @@ def _evicted_text(block: Block) -> str:
     more = max(1, math.ceil(2 * block.nbytes / 1e6))
     return (
         f"the server has evicted the row as soon as it was stored, {_FRUITLESS_TRIES} times: its memory is full. "
-        f"A batch of {len(block.digests)} takes {block.nbytes / 1e6:.1f} MB: give the server at least {more} MB more "
-        "(maxmemory), or run the worker with a smaller --max-batch"
+        f"{len(block.digests)} that are stored together take {block.nbytes / 1e6:.1f} MB: give the server at least "
+        f"{more} MB more (maxmemory), or run the worker with a smaller --max-batch"
     )
