@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--prompt", default=PROMPT, help="what the model reads first")
     parser.add_argument("--pattern", default=PATTERN, help="regular expression of what it may write")
     parser.add_argument("--particles", type=int, default=16, help="of each process (default: 16)")
-    parser.add_argument("--tokens", type=int, default=24, help="most tokens of a particle (default: 24)")
+    parser.add_argument("--tokens", type=int, default=48, help="most tokens of a particle (default: 48)")
     parser.add_argument("--seed", type=int, default=1, help="of the first process; the second has the next one")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")

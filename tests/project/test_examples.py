@@ -122,7 +122,7 @@ def test_next_words_are_the_likeliest_ones(url: str, producer: SyncProducer, tok
 
 
 def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) -> None:
-    out = output("smc_json.py", "--particles", 16, "--tokens", 18, "--redis", url)
+    out = output("smc_json.py", "--particles", 16, "--redis", url)
     rows = cells(out)
     for process in ("1", "2"):
         mine = [row for row in rows if row[0] == process]
