@@ -78,7 +78,7 @@ async def has_queued(pool: Pool, count: int) -> bool:
 
 async def is_the_way_clear(pool: Pool) -> bool:
     """Whether no more is in the stream than three batches, which a client brings about that finds another's there."""
-    return int(pool.redis.xlen(pool.keys.model("syn").jobs)) - pool.held() <= 3 * BATCH
+    return sum(int(pool.redis.xlen(stream)) for stream in pool.streams()) - pool.held() <= 3 * BATCH
 
 
 async def until_waited_for(pool: Pool, prompt: list[int]) -> None:

@@ -226,16 +226,22 @@ class Pool:
         return Producer(model, redis=self.url, prefix=self.prefix, **{"timeout": DEADLINE_S, **settings})
 
     def jobs(self, model: str = "syn") -> int:
-        """Prompts in the queue: in the job stream, and in the backlog behind it."""
+        """Prompts in the queue: in the shared stream, in the lanes, and in the backlog behind them."""
+        queued = [int(self.redis.xlen(stream)) for stream in self.streams(model)]
+        return sum(queued) + int(self.redis.zcard(self.keys.model(model).backlog))
+
+    def streams(self, model: str = "syn") -> list[bytes]:
+        """The shared stream of a queue and the lanes of its workers."""
         keys = self.keys.model(model)
-        return int(self.redis.xlen(keys.jobs)) + int(self.redis.zcard(keys.backlog))
+        lanes = self.redis.scan_iter(match=f"{keys.lane('*').decode()}", count=1000)
+        return [keys.jobs, *sorted(lanes)]
 
     def held(self, model: str = "syn") -> int:
         """Entries that workers hold; 0 before there is a queue."""
-        if not self.redis.exists(self.keys.model(model).jobs):
-            return 0
-        groups: Any = self.redis.xinfo_groups(self.keys.model(model).jobs)
-        return int(groups[0]["pending"]) if groups else 0
+        groups: list[Any] = [
+            self.redis.xinfo_groups(stream) for stream in self.streams(model) if self.redis.exists(stream)
+        ]
+        return sum(int(group[0]["pending"]) for group in groups if group)
 
     def names(self, pattern: str) -> list[str]:
         """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""

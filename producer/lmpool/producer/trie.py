@@ -32,7 +32,6 @@ from lmpool.trie.trie import Trie
 from lmpool.trie.weights import check_weights
 from lmpool.vocabulary import Vocabulary
 
-_NO_PROMPT = Prompt(b"", digest_of(b""))
 _MOST_MISSING = 5
 _MOST_CHOICES = 4096
 
@@ -123,6 +122,8 @@ class TrieQueries:
 
     def __init__(self, trie: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop) -> None:
         self._trie = trie
+        # A job for trie workers has the vocabulary's digest for a prompt: so their home is who has it in memory.
+        self._prompt = Prompt(trie.digest.encode(), digest_of(trie.digest.encode()))
         self.sessions = sessions
         self._trie_sessions = trie_sessions
 
@@ -146,7 +147,7 @@ class TrieQueries:
         async def ask() -> Values:
             sent = SentWeights(weights)
             packed = TrieQuery(op, self._trie.digest, choice.select, choice.sent, "", sent.name).pack()
-            return await session.answer(_NO_PROMPT.with_query(packed, length), deadline, weights=sent)
+            return await session.answer(self._prompt.with_query(packed, length), deadline, weights=sent)
 
         # The server may have lost the weights: it restarted, or they waited too long.
         values = await self._insist(session, ask, deadline)
@@ -206,7 +207,7 @@ class TrieQueries:
             # The model may have other weights than the last time, and its rows other names.
             source = session.fingerprint, prompt.digest
             packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
-            return await trie_session.answer(_NO_PROMPT.with_query(packed, length), deadline)
+            return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
 
         async def compute(error: RequestFailed) -> None:
             # Fetching a damaged row has it computed anew.

@@ -30,26 +30,36 @@ _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 _LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 
 
-def stream_entries(reply: Any) -> list[tuple[bytes, Fields]]:
-    """The entries of a read of one stream: entry id, fields. RESP2 and RESP3 nest them differently.
+Entries = list[tuple[bytes, Fields]]
+"""Entries of a stream: id, fields."""
+
+
+def stream_entries(reply: Any) -> Entries:
+    """The entries of a read of one stream.
+
+    Raises:
+        ProtocolError: as `entries_by_stream`.
+    """
+    return next(iter(entries_by_stream(reply).values()), [])
+
+
+def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
+    """Key of a stream -> its entries, of a read of one or several. RESP2 and RESP3 nest them differently.
 
     Raises:
         ProtocolError: it is no such reply, as when bytes of it were lost on the way.
     """
-    if not reply:
-        return []
-    entries = []
     try:
-        for entry, fields in next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]:
-            # An entry that was deleted while it was pending has no fields.
-            if fields is None:
-                continue
-            if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
-                raise TypeError
-            entries.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
+        streams = reply.items() if isinstance(reply, dict) else reply or ()
+        return {key: [_entry(*entry) for entry in entries if entry[1] is not None] for key, entries in streams}
     except (TypeError, ValueError, LookupError) as error:
         raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
-    return entries
+
+
+def _entry(entry: Any, fields: Any) -> tuple[bytes, Fields]:
+    if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
+        raise TypeError
+    return entry, dict(zip(fields[::2], fields[1::2], strict=True))
 
 
 async def read_hashes(

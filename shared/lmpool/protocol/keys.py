@@ -18,11 +18,14 @@ JOB_FIELD = b"m"
 LIFETIME_FIELD = b"u"
 """The field of a job entry that says for how long it was waited for at first: a number of ms from its queueing.
 
-In an entry that may have to go back to the backlog, a space and the digest follow.
+In an entry that may have to go elsewhere, a space and the digest follow.
 """
 
 SINCE_FIELD = b"t"
-"""The field of a job entry that has been in the backlog: when it was queued, in ms since 1970."""
+"""The field of a job entry that was moved, from the backlog or another stream: when it was queued, in ms since 1970."""
+
+HOME_FIELD = b"h"
+"""The field of a job entry that names the worker whose lane its client wanted: its home, or b""."""
 
 REPLY_CAP = 1000
 """About the most messages in a reply stream."""
@@ -89,27 +92,30 @@ class ModelKeys:
     """
 
     __slots__ = (
-        "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "loading", "offers",
-        "queue", "reasons", "sole_client", "virtual_time", "waiting", "workers",
+        "adapters", "backlog", "backlog_jobs", "base", "capacity", "claim_cursor", "dead", "jobs", "lanes", "loading",
+        "offers", "queue", "reasons", "sole_client", "virtual_time", "waiting", "workers",
     )  # fmt: skip
 
     def __init__(self, base: bytes) -> None:
         self.base: Final = base
         self.jobs: Final = base + b":jobs"
-        """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take."""
+        """Stream with the consumer group `GROUP`; one entry per prompt that workers are about to take, whichever comes
+        first. Each worker has a `lane` beside it."""
+        self.lanes: Final = base + b":lanes"
+        """Sorted set: worker id -> how many jobs its lane has, waiting and held; "" -> the sum of these; expires."""
         self.backlog: Final = base + b":backlog"
-        """Sorted set: digests of prompts that wait behind the stream, with their virtual start times."""
+        """Sorted set: digests of prompts that wait behind the streams, with their virtual start times."""
         self.backlog_jobs: Final = base + b":backlog:jobs"
-        """Hash: digest of a prompt in the backlog -> when it was queued and until when it is waited for (in ms since
-        1970), and its encoded job, with spaces between."""
+        """Hash: digest of a prompt in the backlog -> when it was queued and for how long it is waited for (in ms since
+        1970, and in ms), its home or nothing, and its encoded job, with spaces between."""
         self.virtual_time: Final = base + b":virtual_time"
         """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog; "" with the
         virtual time, which is the start time of the prompt that moved up last."""
         self.sole_client: Final = base + b":sole_client"
-        """String: reply key of a client that asks alone and has more in the stream than its capacity; with "-" before
-        it while that goes back to the backlog; expires."""
+        """String: reply key of a client that asks alone and has more in the streams than their capacity; with "-"
+        before it while that goes back to the backlog; expires."""
         self.capacity: Final = base + b":capacity"
-        """Hash: worker id -> how many prompts it computes at once; "" -> the sum of these; expires."""
+        """Hash: id of a worker that takes jobs -> how many prompts it computes at once; "" -> the sum; expires."""
         self.workers: Final = base + b":workers"
         """Sorted set: worker id with its deadline: the server's time in ms until which it is alive; expires."""
         self.loading: Final = base + b":loading"
@@ -119,9 +125,11 @@ class ModelKeys:
         self.dead: Final = base + b":dead"
         """Stream of jobs that were given up, with the reason; capped."""
         self.reasons: Final = base + b":reasons"
-        """Hash: entry id -> why the worker ended that held it at its last delivery; capped, expires."""
+        """Hash: entry -> why the worker ended that held it at its last delivery; capped, expires."""
         self.waiting: Final = base + b":waiting:"
-        """Prefix of the hashes {"job": entry id or "later", reply key: ""} of prompts that are waited for; expire.
+        """Prefix of the hashes {"job": entry or "later", reply key: ""} of prompts that are waited for; expire.
+
+        An entry of `jobs` is its id; one of a lane is the id, a space, and the worker whose lane it is.
 
         "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
         for an operator who has queued the job again.
@@ -133,6 +141,10 @@ class ModelKeys:
         """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
         """The keys that have no expiry while workers serve the model, the stream of jobs first."""
+
+    def lane(self, worker_id: str | bytes) -> bytes:
+        """Stream as `jobs` with the prompts that one worker is to take."""
+        return self.base + b":lane:" + (worker_id.encode() if isinstance(worker_id, str) else worker_id)
 
     def replaced(self, adapter: str) -> bytes:
         """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""

@@ -27,7 +27,7 @@ from lmpool.producer.client.requests import (
     SingleWaiter,
     Stage,
 )
-from lmpool.producer.client.submit import CacheClient, Submitter
+from lmpool.producer.client.submit import CacheClient, Homes, Submitter
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
@@ -441,7 +441,7 @@ async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(t
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(connections, table.requests, connections.fetch, lambda: None)
+    receiver = Receiver(connections, table.requests, connections.fetch, Homes().note, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]
@@ -500,7 +500,7 @@ class Answering:
 
 def submitter_of(table: Table, connections: Any, tasks: Tasks, *, waits_when_full: bool = True) -> Submitter:
     cache = CacheClient(connections, table.requests, tasks)
-    return Submitter(connections, table.requests, cache, tasks, waits_when_full=waits_when_full)
+    return Submitter(connections, table.requests, cache, tasks, Homes(), waits_when_full=waits_when_full)
 
 
 async def learned(table: Table, connections: Any, *, way: str = "") -> float:

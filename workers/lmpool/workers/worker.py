@@ -32,6 +32,8 @@ _PUBLISHERS = 2
 _SMALL_BYTES = 64 * 1024
 _MOST_STEPS = 8
 _LEAVE_S = 10.0
+# How long to wait for jobs: at first briefly, for there may be some in others' lanes.
+_LEAST_BLOCK_MS = 4
 _BLOCK_MS = 500
 _GIVE_WAY_S = 0.001
 # Steps that are shorter take less than a call of the server, so the backend would wait for the next batch: then a call
@@ -108,7 +110,7 @@ class FetchLoop:
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
-        waits, lifecycle = delays(), self._lifecycle
+        waits, lifecycle, block_ms = delays(), self._lifecycle, _BLOCK_MS
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
             if lifecycle.stopping.is_set():
@@ -118,7 +120,10 @@ class FetchLoop:
                     # Waiting for the lock may have taken long: a suspect job may have run alone meanwhile.
                     if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                         continue
-                    jobs = await self._consumer.take(self._count_to_take(capacity), _BLOCK_MS)
+                    jobs = await self._consumer.take(self._count_to_take(capacity), block_ms)
+                    if not jobs:
+                        await self._find_more(capacity)
+                    block_ms = _LEAST_BLOCK_MS if jobs else min(2 * block_ms, _BLOCK_MS)
                     was_idle = not self._in_flight
                     await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:
@@ -130,6 +135,12 @@ class FetchLoop:
             if was_idle and self._in_flight:
                 # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
+
+    async def _find_more(self, capacity: int) -> None:
+        """Have the worker's lane get something, where it and the shared stream have nothing."""
+        await self._consumer.refill()
+        if not self._in_flight:
+            await self._consumer.steal(min(capacity, self._engine_thread.batch), self._engine_thread.step_s)
 
     async def claim(self) -> None:
         """Take over jobs of silent workers, as long as there are some and this one has capacity.
@@ -307,7 +318,7 @@ class Worker:
         try:
             # After a lease others take it all by themselves.
             async with asyncio.timeout(min(self._settings.lease_s, _LEAVE_S)):
-                if handed := await serving.consumer.hand_back(reason):
+                if handed := await serving.consumer.hand_back(reason, serving.in_flight.entry_ids()):
                     _log.info("handed %d prompts back: other workers take them over", handed)
                 await serving.adapters.leave(is_broken=self._lifecycle.broken is not None)
                 await serving.heartbeat.leave(for_good=self._lifecycle.broken is None)
@@ -431,9 +442,10 @@ class Worker:
         self._is_refused = False
 
     async def _show_draining(self, serving: Serving) -> None:
-        """Show at once that the worker drains, not with the next heartbeat only."""
+        """Have others take what lies in the lane, and show that the worker drains, not with the next heartbeat only."""
         await self._lifecycle.stopping.wait()
         try:
+            await serving.consumer.close_lane()
             await self._send_heartbeat(serving)
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot say that this worker drains: %s", self._server.explain(error))

@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker import scripts
+from lmpool.broker.readers import read_queue
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
@@ -40,7 +41,7 @@ Model = Annotated[str, typer.Argument(help="Name of the model, which need not be
 
 
 class Queued(NamedTuple):
-    """A prompt in a queue: its entry in the stream or "later", and its digest; b"" when it does not decode."""
+    """A prompt in a queue: its entry or "later", and its digest; b"" when it does not decode."""
 
     entry: bytes
     digest: bytes
@@ -68,7 +69,7 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
         state = await discovery.queue(model)
         counts = {
             "queued": state.depth,
-            "held": await _held(client, keys),
+            "held": sum([await _held(client, stream) for stream, _ in await _streams(client, keys)]),
             "backlog": int(await client.zcard(keys.backlog)),
             "age_s": state.age_s,
             "clients": await _clients(client, keys),
@@ -143,8 +144,9 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
     removed = queued = 0
     for _ in range(_MOST_ROUNDS):
         gone = held = 0
-        # The backlog first: what moves up meanwhile is found in the stream.
-        for listed in (_backlog(redis, keys), _stream(redis, keys)):
+        # The backlog first: what moves up meanwhile is found in a stream.
+        streams = await _streams(redis, keys)
+        for listed in (_backlog(redis, keys), *(_stream(redis, *stream) for stream in streams)):
             async for portion in _portions(listed):
                 while portion:
                     names = [keys.jobs, keys.waiting, *(keys.waiting + prompt.digest for prompt in portion)]
@@ -155,7 +157,7 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         if not gone:
             break
     else:
-        queued = int(await redis.xlen(keys.jobs)) + int(await redis.zcard(keys.backlog)) - held
+        queued = (await read_queue(redis, keys)).depth - held
     return Cleared(removed, held, max(0, queued))
 
 
@@ -180,14 +182,20 @@ async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
         yield Queued(_LATER, digest)
 
 
-async def _stream(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-    """The prompts in the stream now, a few jobs in memory at a time."""
+async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
+    """The streams of a queue, the lanes before the shared one, each with what follows the ids of its entries."""
+    lanes: Any = await redis.zrange(keys.lanes, 0, -1)
+    return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
+
+
+async def _stream(redis: Redis, stream: bytes, suffix: bytes) -> AsyncIterator[Queued]:
+    """The prompts in a stream now, a few jobs in memory at a time."""
     first = "-"
-    newest: Any = await redis.xrevrange(keys.jobs, count=1)
+    newest: Any = await redis.xrevrange(stream, count=1)
     while newest:
-        page: Any = await redis.xrange(keys.jobs, first, newest[0][0], _READ_AT_ONCE)
+        page: Any = await redis.xrange(stream, first, newest[0][0], _READ_AT_ONCE)
         for entry, fields in page:
-            yield Queued(entry, _digest(fields.get(JOB_FIELD, b"")))
+            yield Queued(entry + suffix, _digest(fields.get(JOB_FIELD, b"")))
         if not page:
             break
         first = f"({page[-1][0].decode('ascii')}"
@@ -203,10 +211,10 @@ def _digest(data: bytes) -> bytes:
         return b""
 
 
-async def _held(redis: Redis, keys: ModelKeys) -> int:
-    """Number of the prompts that workers hold."""
+async def _held(redis: Redis, stream: bytes) -> int:
+    """Number of the prompts of a stream that workers hold."""
     try:
-        groups: Iterable[Any] = await redis.xinfo_groups(keys.jobs)
+        groups: Iterable[Any] = await redis.xinfo_groups(stream)
     except RedisError as error:
         if "no such key" in str(error):
             return 0  # Nobody has served the model yet.

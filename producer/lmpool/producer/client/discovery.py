@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
@@ -160,6 +160,15 @@ class Discovery:
     async def alive(self, model: str) -> Alive:
         """How many workers serve a model and load it; reading that costs the same however many there are."""
         return await read_alive(self._redis, self._keys.model(model))
+
+    async def gone(self, model: str, workers: Collection[bytes]) -> list[bytes]:
+        """Those of some workers of a model that have left it, or were removed as dead."""
+        if not workers:
+            return []
+        asked = list(workers)
+        key: Any = self._keys.model(model).workers
+        deadlines: Any = await self._redis.zmscore(key, cast(list[str], asked))
+        return [worker for worker, deadline in zip(asked, deadlines, strict=True) if deadline is None]
 
     async def workers(self, model: str) -> list[WorkerInfo]:
         """The live workers of a model, with their heartbeats, which this reads one after the other."""

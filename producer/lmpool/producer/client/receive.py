@@ -15,7 +15,7 @@ from lmpool.errors import CorruptRow, LMPoolError, ModelMismatch, ProtocolError,
 from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.protocol.job import Failure, unpack_failure
-from lmpool.protocol.prompt import DIGEST_SIZE
+from lmpool.protocol.prompt import DIGEST_SIZE, Prompt
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges
 
 FoundEntries = Row | CorruptRow | None
@@ -42,6 +42,7 @@ class Receiver:
         connections: the connections.
         requests: all requests of the session.
         fetch: fetches rows that were announced, or asks for them again.
+        on_computed: told which worker has computed a prompt.
         on_other_model: called when the model turns out to have changed.
     """
 
@@ -50,11 +51,13 @@ class Receiver:
         connections: Connections,
         requests: PendingRequests,
         fetch: Callable[[Sequence[bytes]], Awaitable[None]],
+        on_computed: Callable[[Prompt, bytes], None],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._fetch = fetch
+        self._on_computed = on_computed
         self._on_other_model = on_other_model
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
@@ -135,6 +138,9 @@ class Receiver:
                 self._on_failure(request, failure)
             return
         if fields.get(b"f") == self._connections.model.fingerprint.encode():
+            if worker := fields.get(b"w"):
+                for request in requests:
+                    self._on_computed(request.prompt, worker)
             self._announce([request.prompt.digest for request in requests])
         elif requests:
             for request in requests:

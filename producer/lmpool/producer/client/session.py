@@ -35,7 +35,7 @@ from lmpool.producer.client.requests import (
     Stage,
     Waiter,
 )
-from lmpool.producer.client.submit import CacheClient, Submitter
+from lmpool.producer.client.submit import CacheClient, Homes, Submitter
 from lmpool.producer.deadline import ALONE_S, ENDLESS_S, Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
@@ -106,11 +106,17 @@ class Session:
         self._entries = EntryReader(self._connections, self._tasks)
         self.adapters = Adapters(self._connections)
         self._pool_cache = CacheClient(self._connections, self._requests, self._tasks)
+        self._homes = Homes()
         self._submitter = Submitter(
-            self._connections, self._requests, self._pool_cache, self._tasks, waits_when_full=when_full == "wait"
+            self._connections,
+            self._requests,
+            self._pool_cache,
+            self._tasks,
+            self._homes,
+            waits_when_full=when_full == "wait",
         )
         self._receiver = Receiver(
-            self._connections, self._requests, self._submitter.fetch_announced, self._follow_model
+            self._connections, self._requests, self._submitter.fetch_announced, self._homes.note, self._follow_model
         )
         self._is_following = False
         self._next_recheck = 0
@@ -378,6 +384,7 @@ class Session:
                     if self._requests:
                         absence = await self._liveness.look(self.loop.time())
                         self._on_absence(absence)
+                        self._homes.forget(await self._discovery.gone(self.info.name, self._homes.workers))
                     else:
                         self._liveness.pause()
                 if self._requests:
@@ -437,6 +444,7 @@ class Session:
         """Use a model, or the same one with other weights."""
         self._connections.adopt(info)
         self._requests.restart(self.fingerprint)
+        self._homes.clear()
         self._requests.counters.model = info.name
         self.info = info
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -16,6 +16,7 @@ from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.protocol.job import Job, pack_jobs
 from lmpool.protocol.keys import GROUP
+from lmpool.protocol.prompt import Prompt
 from lmpool.rows.cache import Found
 
 _FEW = 8
@@ -29,6 +30,12 @@ _UPLOAD_BYTES = 4 * 1024 * 1024
 _MOST_IDS_BYTES = 512 * 1024
 _IN_THE_WAY = b"+"
 _NO_ROW = np.empty(0, np.float32)
+# Of what is known about homes: prompts, most blocks that are looked for, and tokens, of 4 bytes each.
+_MOST_HOMES = 65_536
+_MOST_BLOCKS = 8
+_BLOCK_BYTES = 16 * 4
+_END_BYTES = 64 * 4
+_FEWER_BYTES = (4, 0, 8, 12, 16)
 
 
 class CacheClient:
@@ -128,6 +135,71 @@ class CacheClient:
                 self._connections.note(error)  # They expire.
 
 
+class Homes:
+    """Which worker has computed which prompts: the home of what continues them, whose beginning it may still have.
+
+    Prompts are known by their lengths and the tokens at both ends. Two that are alike in these share a home, which
+    costs time at most: where a prompt is computed does not change its row.
+
+    Attributes:
+        workers: the workers that are known.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[int, bytes] = {}
+        self._lengths: set[int] = set()
+        self.workers: set[bytes] = set()
+
+    def note(self, prompt: Prompt, worker: bytes) -> None:
+        """Remember that a worker has computed a prompt."""
+        known, ids = self._workers, prompt.ids
+        size = len(ids)
+        self.workers.add(worker)
+        for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:
+            key = _key(ids, end, prompt.adapter)
+            known.pop(key, None)
+            known[key] = worker
+            self._lengths.add(end)
+        while len(known) > _MOST_HOMES:
+            del known[next(iter(known))]
+
+    def find(self, prompt: Prompt) -> bytes:
+        """The worker that has computed the longest beginning of a prompt that is known, or b"".
+
+        First its tokens less the last, for most prompts continue another by one, then all of them, less a few more, and
+        then at the boundaries of blocks before these.
+        """
+        ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
+        size = len(ids)
+        for less in _FEWER_BYTES:
+            end = size - less
+            if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
+                return home
+        last = (size - _FEWER_BYTES[-1] - 1) // _BLOCK_BYTES * _BLOCK_BYTES
+        for end in range(last, max(0, last - _MOST_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES):
+            if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
+                return home
+        return b""
+
+    def forget(self, workers: Collection[bytes]) -> None:
+        """Forget workers that are gone."""
+        if workers:
+            self.workers.difference_update(workers)
+            self._workers = {key: worker for key, worker in self._workers.items() if worker not in workers}
+
+    def clear(self) -> None:
+        """Forget all: the model has changed."""
+        self._workers.clear()
+        self._lengths.clear()
+        self.workers.clear()
+
+
+def _key(ids: bytes, end: int, adapter: str) -> int:
+    if end <= _END_BYTES:
+        return hash((ids[:end], adapter))
+    return hash((ids[:_END_BYTES], ids[end - _END_BYTES : end], end, adapter))
+
+
 class Submitter:
     """Sends the requests of one session, and cancels them.
 
@@ -136,6 +208,7 @@ class Submitter:
         requests: all requests of the session.
         cache: uses the pool's cache for them.
         tasks: where background work runs.
+        homes: which workers their prompts are best computed by.
         waits_when_full: whether requests that the queue has no room for wait for it, or end.
     """
 
@@ -145,6 +218,7 @@ class Submitter:
         requests: PendingRequests,
         cache: CacheClient,
         tasks: Tasks,
+        homes: Homes,
         *,
         waits_when_full: bool = True,
     ) -> None:
@@ -152,6 +226,7 @@ class Submitter:
         self._requests = requests
         self._cache = cache
         self._tasks = tasks
+        self._homes = homes
         self._waits_when_full = waits_when_full
         self._unsent: deque[PendingRequest] = deque()
         self._flushing = False
@@ -357,12 +432,16 @@ class Submitter:
         keys += [prefix + request.prompt.digest for request in requests]
         if look == "rows":
             keys += model.rows.keys_of(request.prompt.digest for request in requests)
-        args: list[bytes | str | int] = [model.info.queue_limit, self._patience_ms(requests), look, int(again)]
+        head = (model.info.queue_limit, self._patience_ms(requests), look, int(again), len(requests))
+        args: list[bytes | str | int] = [*head]
         prompts = [(request.prompt, request.damaged) for request in requests]
         fingerprint = model.fingerprint
         args += pack_jobs(
             Job(prompt.ids, prompt.adapter, fingerprint, damaged, prompt.query) for prompt, damaged in prompts
         )
+        homes = [self._homes.find(prompt) for prompt, _ in prompts]
+        if any(homes):
+            args += homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
             raise connections.commands.distrust(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import redis.asyncio as redis_async
@@ -9,7 +10,6 @@ import redis.asyncio as redis_async
 from lmpool.broker import scripts
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, Keys
-from tests.support.pool import entry_ids
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -37,11 +37,13 @@ async def submit(
     check_rows: bool = True,
     again: bool = False,
     lifetime: int = LIFETIME_MS,
+    homes: Sequence[str] = (),
 ) -> str:
     keys = [JOBS, reply, *map(waiting, numbers)]
     if check_rows:
         keys += [ROWS + digest(number) for number in numbers]
-    args = [limit, lifetime, "rows" if check_rows else "", int(again), *(b"job-%d" % number for number in numbers)]
+    head = [limit, lifetime, "rows" if check_rows else "", int(again), len(numbers)]
+    args = [*head, *(b"job-%d" % number for number in numbers), *homes]
     outcome: bytes = await scripts.SUBMIT(redis, keys, args)
     return outcome.decode()
 
@@ -52,14 +54,28 @@ async def cancel(redis: redis_async.Redis, *numbers: int, reply: bytes = A) -> i
 
 async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, lease_ms: int = LEASE_MS) -> None:
     """Send the heartbeat of a worker that computes `size` prompts at once."""
-    keys = [MODEL.workers, MODEL.jobs, MODEL.capacity]
+    keys = [MODEL.workers, MODEL.jobs, MODEL.capacity, MODEL.lanes, MODEL.lane(worker)]
     await scripts.REGISTER(redis, keys, [worker, lease_ms, LIFETIME_MS, GROUP, size])
 
 
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
-    """Read new entries as a worker does; returns their ids."""
-    reply: Any = await redis.xreadgroup(GROUP, consumer, {JOBS: ">"}, count=count)
-    return entry_ids(reply)
+    """Read new entries of the worker's lane and the shared stream as a worker does; returns them."""
+    lane = MODEL.lane(consumer)
+    if not await redis.exists(lane) or not await redis.xinfo_groups(lane):
+        await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
+        await redis.pexpire(lane, LIFETIME_MS)
+    reply: Any = await redis.xreadgroup(GROUP, consumer, {lane: ">", JOBS: ">"}, count=count)
+    return [
+        entry_id + (b" " + consumer.encode() if key == lane else b"")
+        for key, entries in (reply.items() if isinstance(reply, dict) else reply)
+        for entry_id, fields in entries
+        if fields is not None
+    ]
+
+
+async def count_queued(redis: redis_async.Redis, *workers: str) -> int:
+    """How many jobs lie in the shared stream and in the lanes of some workers."""
+    return sum([int(await redis.xlen(key)) for key in (JOBS, *map(MODEL.lane, workers))])
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:

@@ -103,7 +103,7 @@ async def test_nothing_is_left_for_ever_whatever_clients_workers_and_evictions_d
             case "claim":
                 await claim(queue, consumer="w1")
             case "release":
-                tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5]
+                tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5, ""]
                 await scripts.RELEASE(queue, [JOBS, MODEL.reasons], [GROUP, "w1", LEASE_MS + 1, 500, "-", *tail])
             case "drop":  # As a server does that is short of memory.
                 await queue.delete(*map(waiting, numbers), MODEL.sole_client)

@@ -46,7 +46,7 @@ async def release(
     most_reasons: int = 10,
 ) -> tuple[int, bytes]:
     """One call: how many were handed back, and where the next call begins."""
-    args = [GROUP, consumer, HOUR_MS, at_once, begin, deliveries, reason, LIFETIME_MS, most_reasons]
+    args = [GROUP, consumer, HOUR_MS, at_once, begin, deliveries, reason, LIFETIME_MS, most_reasons, ""]
     count, after = await scripts.RELEASE(redis, [JOBS, MODEL.reasons], args)
     return count, after
 
@@ -167,7 +167,7 @@ async def test_a_late_row_is_welcome(redis: redis_async.Redis) -> None:
     (entry,) = await take(redis)
     await redis.xclaim(JOBS, GROUP, "w2", 0, [entry])
     assert await finish(redis, (entry, 1, b"", False)) == 1
-    assert await told(redis, A) == [{b"d": digest(1), b"f": b"fp"}]
+    assert await told(redis, A) == [{b"d": digest(1), b"f": b"fp", b"w": b"w1"}]
     assert await pending(redis) == {}
 
 
@@ -195,7 +195,7 @@ async def test_clients_join_and_leave_a_job_that_was_queued_again(redis: redis_a
     assert await submit(redis, 1) == "J"
     (entry,) = await take(redis)
     assert await finish(redis, (entry, 1, b"", False)) == 1
-    assert await told(redis, A) == [{b"d": digest(1), b"f": b"fp"}]
+    assert await told(redis, A) == [{b"d": digest(1), b"f": b"fp", b"w": b"w1"}]
     assert not await redis.exists("keep", waiting(1))
 
 

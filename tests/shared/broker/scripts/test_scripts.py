@@ -206,8 +206,8 @@ async def test_each_client_gets_one_message_with_all_its_digests(redis: redis_as
     entries = await take(redis)
     endings = [(entry, number, b"", False) for entry, number in zip(entries, (1, 2, 3, 4), strict=True)]
     assert await finish(redis, *endings) == 2
-    assert await told(redis, A) == [{b"d": digest(1) + digest(2) + digest(3), b"f": b"fp"}]
-    assert await told(redis, B) == [{b"d": digest(2) + digest(3) + digest(4), b"f": b"fp"}]
+    assert await told(redis, A) == [{b"d": digest(1) + digest(2) + digest(3), b"f": b"fp", b"w": b"w1"}]
+    assert await told(redis, B) == [{b"d": digest(2) + digest(3) + digest(4), b"f": b"fp", b"w": b"w1"}]
     await assert_queue_is_empty(redis)
     assert not await redis.exists(*(waiting(number) for number in (1, 2, 3, 4)))
 
@@ -235,9 +235,12 @@ async def test_a_failure_reaches_every_client_by_itself(redis: redis_async.Redis
     first, second = await take(redis)
     assert await finish(redis, (first, 1, FAILURE, False), (second, 2, b"", False)) == 2
     assert sorted(await told(redis, A), key=len) == sorted(
-        [{b"d": digest(1), b"e": FAILURE}, {b"d": digest(2), b"f": b"fp"}], key=len
+        [{b"d": digest(1), b"e": FAILURE}, {b"d": digest(2), b"f": b"fp", b"w": b"w1"}], key=len
     )
-    assert {frozenset(fields) for fields in await told(redis, A)} == {frozenset({b"d", b"e"}), frozenset({b"d", b"f"})}
+    assert {frozenset(fields) for fields in await told(redis, A)} == {
+        frozenset({b"d", b"e"}),
+        frozenset({b"d", b"f", b"w"}),
+    }
     assert await told(redis, B) == [{b"d": digest(1), b"e": FAILURE}]
     await assert_queue_is_empty(redis)
     assert not await redis.exists(DEAD)
@@ -268,12 +271,12 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     await redis.set(ROWS + digest(3), b"row")
     endings = [(entry, number, b"", False) for entry, number in zip(entries, (1, 2, 3), strict=True)]
     assert await finish_checked(redis, *endings) == b"1 2"
-    assert await told(redis, A) == [{b"d": digest(1) + digest(3), b"f": b"fp"}]
+    assert await told(redis, A) == [{b"d": digest(1) + digest(3), b"f": b"fp", b"w": b"w1"}]
     assert await redis.xlen(JOBS) == 1
     assert await redis.exists(waiting(2))
     await redis.set(ROWS + digest(2), b"row")
     assert await finish_checked(redis, endings[1]) == b"1"
-    assert (await told(redis, A))[-1] == {b"d": digest(2), b"f": b"fp"}
+    assert (await told(redis, A))[-1] == {b"d": digest(2), b"f": b"fp", b"w": b"w1"}
     await assert_queue_is_empty(redis)
 
 
@@ -311,7 +314,7 @@ async def test_two_entries_of_one_prompt_end_together(redis: redis_async.Redis) 
     await submit(redis, 1, reply=B)
     first, second = await take(redis)
     assert await finish(redis, (first, 1, b"", False), (second, 1, b"", False)) == 1
-    assert await told(redis, B) == [{b"d": digest(1), b"f": b"fp"}]
+    assert await told(redis, B) == [{b"d": digest(1), b"f": b"fp", b"w": b"w1"}]
     await assert_queue_is_empty(redis)
 
 
@@ -338,14 +341,14 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     digests = [number.to_bytes(16, "big") for number in numbers]
     await register(redis, size=len(numbers))
     keys = [JOBS, A, *(MODEL.waiting + digest for digest in digests), *(ROWS + digest for digest in digests)]
-    assert await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "rows", 0, *[b"job"] * len(numbers)]) == b"Q" * len(
-        numbers
-    )
+    assert await scripts.SUBMIT(
+        redis, keys, [1000, LIFETIME_MS, "rows", 0, len(numbers), *[b"job"] * len(numbers)]
+    ) == b"Q" * len(numbers)
     entries = await take(redis, count=1000)
     assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", *entries]) == []
     args = finish_args(*((entry, b"", False) for entry in entries))
     assert await scripts.FINISH(redis, [JOBS, DEAD, *(MODEL.waiting + digest for digest in digests)], args) == b"1"
-    assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp"}]
+    assert await told(redis, A) == [{b"d": b"".join(digests), b"f": b"fp", b"w": b"w1"}]
     await assert_queue_is_empty(redis)
 
 
@@ -533,12 +536,15 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     try:
         for outcome in (b"QQ", b"JJ"):  # first sent whole, then by its name
             assert (
-                await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, b"job-1", b"job-2"]) == outcome
+                await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, 2, b"job-1", b"job-2"])
+                == outcome
             )
         assert await control.script_exists(scripts.SUBMIT.sha) == [True]
         assert await scripts.CANCEL.on(connection.call, [JOBS, A, waiting(1)], [GROUP]) == 1
         with pytest.raises(ServerError, match="WRONGTYPE"):
-            await scripts.SUBMIT.on(connection.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, b"job-1"])
+            await scripts.SUBMIT.on(
+                connection.call, [waiting(2), A, waiting(1)], [100, LIFETIME_MS, "", 0, 1, b"job-1"]
+            )
     finally:
         connection.close()
         await control.aclose()

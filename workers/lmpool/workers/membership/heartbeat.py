@@ -149,11 +149,13 @@ class Heartbeat:
     async def sweep(self) -> None:
         """Remove what workers that are gone have left: consumers that hold nothing, and infos of other models.
 
-        One worker of each model checks the infos, whichever it is: they would all see the same.
+        One worker of each model checks the infos and the lengths of all lanes, whichever it is: they would all see the
+        same.
         """
-        await self._drop()
         alive = await read_alive(self._redis, self._model)
-        if random.random() * max(1, alive.serving) < 1:
+        is_checker = random.random() * max(1, alive.serving) < 1
+        await self._drop(is_checker=is_checker)
+        if is_checker:
             await self._sweep_infos()
 
     async def _sweep_infos(self) -> None:
@@ -200,12 +202,12 @@ class Heartbeat:
                 return
             await self._forget(self._info.name, seen)
 
-    async def _drop(self, *worker_ids: str) -> None:
-        """Drop the consumers of workers whose deadline has passed, and of these."""
+    async def _drop(self, *worker_ids: str, is_checker: bool = False) -> None:
+        """Drop the consumers of workers whose deadline has passed, and of these; see `sweep`."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         _, has_unknown = await scripts.REMOVE_GONE(
-            self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, *worker_ids]
+            self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
         )
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
@@ -249,8 +251,10 @@ class Heartbeat:
         }
         lease_ms, keys = int(self._info.lease_s * 1000), self._model
         await scripts.HEARTBEAT(self._redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
-        args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, self._batch]
-        await scripts.REGISTER(self._redis, [keys.workers, keys.jobs, keys.capacity], args)
+        batch = 0 if counters.get("state") == "draining" else self._batch
+        args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
+        registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self._worker_id)]
+        await scripts.REGISTER(self._redis, registered, args)
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(
@@ -288,7 +292,9 @@ class Heartbeat:
     async def _queued(self, model: str) -> int:
         try:
             keys = self._keys.model(model)
-            return int(await self._redis.xlen(keys.jobs)) + int(await self._redis.zcard(keys.backlog))
+            # Who is gone stays a consumer as long as its lane has something.
+            streams = [keys.jobs, *(keys.lane(worker) for worker in await read_consumers(self._redis, keys))]
+            return sum([await self._redis.xlen(stream) for stream in streams]) + await self._redis.zcard(keys.backlog)
         except NoPermissionError:
             raise
         except ResponseError:

@@ -28,6 +28,8 @@ class Counters:
         job_s: seconds from a job's queueing to its end with a row or an answer.
         ended: outcome, of `OUTCOMES` -> jobs.
         claimed: jobs taken over from workers that fell silent.
+        homed: jobs taken whose home this worker is, as far as their clients know.
+        stolen: jobs taken from other workers' lanes.
         refused: rows that the server refused.
         evicted: rows that were gone as soon as they were stored.
         published_bytes: bytes of rows and answers sent to the server.
@@ -45,6 +47,8 @@ class Counters:
         self.job_s = Histogram()
         self.ended: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.claimed = 0
+        self.homed = 0
+        self.stolen = 0
         self.refused = 0
         self.evicted = 0
         self.published_bytes = 0

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.readers import Fields, read_queue, stream_entries
+from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
     InvalidPrompt,
     ModelMismatch,
@@ -25,7 +25,7 @@ from lmpool.errors import (
 )
 from lmpool.protocol.adapter import is_qualified
 from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
-from lmpool.protocol.keys import GROUP, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
+from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
 from lmpool.protocol.model_info import LIMITS, ModelInfo
 from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
 from lmpool.protocol.query import FreshQuery, PickQuery, Query, ScoreQuery, TopQuery, TrieQuery, unpack_query
@@ -44,18 +44,24 @@ _EVER_MS = 10**_MOST_MS_DIGITS
 _MOST_AHEAD_MS = 3_600_000
 _MOST_CLAIMED_BYTES = 512 * 1024
 _CURSOR_TTL_MS = 3_600_000
+# As the rest of a queue that nobody serves.
+_LANE_TTL_MS = 7 * 24 * 3_600_000
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
 _MOST_REASONS = 1000
 _MOST_REASON_TEXT = 500
 _UNKNOWN_DIGEST = bytes(16)
+# For how long what is at its home waits there before another worker takes it, which computes it from the beginning.
+_LEAST_PATIENCE_S = 0.25
+_MOST_PATIENCE_S = 60.0
+_PATIENT_STEPS = 4
 
 
 class InFlightJob(msgspec.Struct, eq=False, gc=False):
     """One job of the queue that this worker holds, from taking its entry to ending it.
 
     Attributes:
-        entry_id: its id in the stream.
+        entry_id: its id in the shared stream; of a lane a space and the worker whose it is follow.
         digest: what is waited for: of the prompt, or of the query about it; 16 zero bytes when it does not decode.
         backend_job: what the backend is to compute, or None when the job cannot be served.
         overwrite: the stored row is damaged and must be replaced.
@@ -216,7 +222,7 @@ class Claimed(NamedTuple):
 
 
 class Consumer:
-    """Reads the queue of one model.
+    """Reads the queue of one model: the worker's own lane, the shared stream, and with nothing to do others' lanes.
 
     Args:
         redis: a client for what is rare.
@@ -246,6 +252,7 @@ class Consumer:
         self._info = info
         self._fingerprint, self._is_trie = info.fingerprint, info.is_trie
         self._worker_id = worker_id
+        self._lane, self._of_lane = keys.lane(worker_id), b" " + worker_id.encode()
         self._max_deliveries = max_deliveries
         self._unwanted = unwanted
         self._counters = counters
@@ -253,26 +260,28 @@ class Consumer:
         self._ahead_s = 0.0
 
     async def ensure_group(self) -> None:
-        """Create the stream and its group, from the beginning: jobs queued before it must be seen."""
+        """Create the streams and their groups, from the beginning: jobs queued before them must be seen."""
         seconds, micros = await self._reader.call(b"TIME")
         self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
-        try:
-            await self._redis.xgroup_create(self._keys.jobs, GROUP, id="0", mkstream=True)
-        except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
-                raise
+        for stream in (self._keys.jobs, self._lane):
+            try:
+                await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
         await self.keep_queue()
 
     async def keep_queue(self) -> None:
-        """Have the queue not expire, and replace its stream when ids have run ahead of the clock (`keep_queue.lua`)."""
-        dropped = await scripts.KEEP_QUEUE(self._redis, self._keys.queue, [GROUP, _MOST_AHEAD_MS])
-        if dropped >= 0:
-            _log.warning(
-                "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
-                "%d prompts were dropped, and clients ask for them again after a lease",
-                self._info.name,
-                dropped,
-            )
+        """Have the queue not expire, and replace streams whose ids have run ahead of the clock (`keep_queue.lua`)."""
+        for keys, lifetime in ((self._keys.queue, ()), ((self._lane,), (_LANE_TTL_MS,))):
+            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MOST_AHEAD_MS, *lifetime])
+            if dropped >= 0:
+                _log.warning(
+                    "the job stream of %r was replaced: somebody has added an entry with an id of their own; "
+                    "%d prompts were dropped, and clients ask for them again after a lease",
+                    self._info.name,
+                    dropped,
+                )
 
     async def measure(self) -> None:
         """Tell the counters how long the queue is."""
@@ -280,27 +289,33 @@ class Consumer:
         self._counters.note_queue(await read_queue(self._redis, self._keys), asked_at)
 
     async def take(self, count: int, block_ms: int) -> list[InFlightJob]:
-        """Take up to `count` new jobs that somebody waits for; waits up to `block_ms` for the first.
+        """Take new jobs that somebody waits for, up to `count` of each stream; waits up to `block_ms` for the first.
 
         Entries that are too large for the connection end it; once their lease has passed they come by way of `claim`,
         which looks at sizes first, and so do those that were sent along with them.
         """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         try:
-            reply = await self._reader.call(*command, b"STREAMS", self._keys.jobs, b">")
+            reply = await self._reader.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
         except ServerError as error:
             if "NOGROUP" not in str(error):
                 raise
             await self.ensure_group()
             return []
         try:
-            entries = stream_entries(reply)
+            streams = entries_by_stream(reply)
         except ProtocolError as error:
             self._reader.hang_up(error)
             raise
-        if not entries:
-            await self._refill()
-            return []
+        jobs = []
+        for stream, entries in streams.items():
+            if stream == self._lane:
+                entries = [(entry_id + self._of_lane, fields) for entry_id, fields in entries]
+            jobs += await self._still_wanted(self._read_entries(entries))
+        return jobs
+
+    def _read_entries(self, entries: Entries) -> list[InFlightJob]:
+        """The jobs of entries of one stream."""
         decoded = [(entry_id, _decoded(fields.pop(JOB_FIELD, b"")), fields) for entry_id, fields in entries]
         are_valid = self._are_valid([job.ids for _, job, _ in decoded if isinstance(job, Job)])
         jobs = []
@@ -308,7 +323,8 @@ class Consumer:
             jobs.append(self._read(entry_id, job, fields, is_valid=are_valid))
             if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _EVER_MS:
                 self._counters.queued_ms[entry_id] = since
-        return await self._still_wanted(jobs)
+            self._counters.homed += fields.get(HOME_FIELD) == self._of_lane[1:]
+        return jobs
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
         """Whether all prompts are within the limits of the model, seen at a fraction of the time of one by one."""
@@ -317,9 +333,29 @@ class Consumer:
             return False
         return int(decode_ids(b"".join(prompts)).max()) < self._info.vocab_size
 
-    async def _refill(self) -> None:
+    async def refill(self) -> None:
         """Have the backlog move up: what usually does so, the end of a job, need not come to an idle worker."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
+            pass
+
+    async def steal(self, count: int, step_s: float) -> int:
+        """Have jobs of another worker's lane moved to that of this one, which has nothing to do.
+
+        Args:
+            count: how many at most.
+            step_s: how long a step takes here, and so most likely there.
+
+        Returns:
+            how many were moved.
+        """
+        patience_ms = int(1000 * min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)))
+        stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
+        self._counters.stolen += stolen
+        return stolen
+
+    async def close_lane(self) -> None:
+        """Give what lies in this worker's lane, and was not taken, to others; nothing more is placed there."""
+        while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass
 
     async def _still_wanted(self, jobs: list[InFlightJob]) -> list[InFlightJob]:
@@ -386,22 +422,25 @@ class Consumer:
             part = entry_ids[at : at + scripts.MOST_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
-    async def hand_back(self, reason: str) -> int:
+    async def hand_back(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Give all that this worker still holds to others at once; returns how many jobs that were.
 
         Their deliveries stay counted.
 
         Args:
             reason: why this worker ends; clients hear of it if a job is given up.
+            in_flight: the entries that it is at work on: some may be of the lanes of others.
         """
+        await self.close_lane()
         # As long as any lease may be: workers of one model may have different ones.
         head = [GROUP, self._worker_id, _LONG_SILENT_MS, scripts.MOST_AT_ONCE]
         tail = [self._max_deliveries, reason[:_MOST_REASON_TEXT], _REASONS_TTL_MS, _MOST_REASONS]
-        count, begin = 0, b"-"
-        while begin:
-            keys = [self._keys.jobs, self._keys.reasons]
-            handed, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail])
-            count += handed
+        count = 0
+        for of_lane in {b"", self._of_lane, *(b"".join(entry.partition(b" ")[1:]) for entry in in_flight)}:
+            keys, begin = [self._keys.lane(of_lane[1:]) if of_lane else self._keys.jobs, self._keys.reasons], b"-"
+            while begin:
+                handed, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail, of_lane])
+                count += handed
         return count
 
     def _read(

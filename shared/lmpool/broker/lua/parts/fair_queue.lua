@@ -1,8 +1,9 @@
 -- Fair queueing of a model's prompts, for the scripts that include it. KEYS[1] is the stream of jobs.
 --
--- Workers read the stream in the order of its entries, so what stands in it is waited for by everybody behind it. It
--- holds some batches only, its capacity; the rest waits in the backlog, a sorted set of digests in the order of their
--- virtual start times, with the jobs in a hash beside it, and moves up as workers take from the stream.
+-- Workers read streams, their lanes and the shared one, in the order of the entries, so what stands there is waited for by
+-- everybody behind it. The streams hold some batches only, their capacity; the rest waits in the backlog, a sorted set of
+-- digests in the order of their virtual start times, with the jobs in a hash beside it, and moves up as workers take from
+-- the streams.
 --
 -- This is fair queueing. The virtual time is the start time of the prompt that moved up last. A client's first prompt
 -- starts one after the virtual time, each further one one later, so clients move up one prompt each in rotation, however
@@ -10,10 +11,10 @@
 -- prompt under its reply key, so the difference is how many prompts the client has in the backlog.
 --
 -- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
--- nothing. So that client may have more in the stream than its capacity, with the digests; "sole_client" then has its reply
--- key. When another client comes, what is beyond the capacity goes back to the backlog, some of it in each call; meanwhile
--- "sole_client" has the reply key behind a "-". It is empty where the stream has more than its capacity that nobody asked
--- for alone: workers have gone.
+-- nothing. So that client may have more in the streams than their capacity, with the digests; "sole_client" then has its
+-- reply key. When another client comes, what is beyond the capacity goes back to the backlog, some of it in each call;
+-- meanwhile "sole_client" has the reply key behind a "-". It is empty where the streams have more than their capacity that
+-- nobody asked for alone: workers have gone.
 --
 -- While a script runs, nobody else is served. So each call does a bounded part of what there is to do, whatever is stored,
 -- and the next ones do the rest.
@@ -21,15 +22,14 @@
 -- The keys that are not among KEYS carry the model's hash tag, as KEYS[1] does.
 
 -- include capacity
+-- include moving
 
--- How much one call moves up, and takes back.
-local MOST_MOVED, MOST_MOVED_BYTES, MOST_BACK, PART_BACK = 128, 524288, 128, 4
-local PART, MOST_AT_ONCE = 32, 500
+-- How much one call moves up, and from how many lanes it takes back.
+local MOST_MOVED, MOST_MOVED_BYTES, MOST_LANES = 128, 524288, 8
+local PART_MOVED, MOST_AT_ONCE = 32, 500
 -- The value of "sole_client" when nothing is to be taken back.
 local NO_SOLE_CLIENT = ''
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
-
--- include time
 
 -- What a command counts at a key; a value of another type is removed.
 local function count_at(command, key)
@@ -52,13 +52,6 @@ local function virtual_now()
   return last_start('')
 end
 
--- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
-local function place(waiting, job, lifetime)
-  if redis.pcall('HSET', waiting, 'job', job) == 1 then
-    redis.call('PEXPIRE', waiting, lifetime)
-  end
-end
-
 -- Put jobs into the backlog: start times and digests, and digests and what is stored of their jobs, one after the other.
 local function to_backlog(order, stored)
   count_at('HLEN', backlog_jobs)
@@ -69,29 +62,45 @@ local function to_backlog(order, stored)
   end
 end
 
--- Take the last of `excess` jobs of the stream back into the backlog, with the first start times of the client
--- that queued them.
--- Returns how many were taken. What stays may be large, so the entries are read a few at a time.
-local function take_back(excess, client)
-  local order, stored, seen, bytes, before = {}, {}, 0, 0, '+'
-  local most, now = math.min(excess, MOST_BACK), virtual_now()
-  while seen < most and bytes < MOST_MOVED_BYTES do
-    local last = redis.call('XREVRANGE', jobs, before, '-', 'COUNT', math.min(most - seen, seen + 1, PART_BACK))
-    if #last == 0 then
-      break
+-- What the backlog stores of a job.
+local function to_store(since, lifetime, home, job)
+  return since .. ' ' .. lifetime .. ' ' .. home .. ' ' .. job
+end
+
+-- The workers with the longest lanes, and nil for the shared stream behind them.
+local function longest_lanes()
+  local longest, workers = redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES), {}
+  for _, worker in ipairs(longest) do
+    if worker ~= '' then
+      workers[#workers + 1] = worker
     end
-    for _, item in ipairs(last) do
-      local entry, fields = item[1], item[2]
-      local lifetime, digest = string.match(fields[4] or '', '^(%d+) (.+)$')
-      if digest then
-        -- The start times before these are for what is before these in the stream.
-        order[#order + 1], order[#order + 2] = now + excess - seen, digest
-        local since = string.match(entry, '^%d+')
-        stored[#stored + 1], stored[#stored + 2] = digest, since .. ' ' .. lifetime .. ' ' .. fields[2]
-        redis.call('XDEL', jobs, entry)
-        place(base .. ':waiting:' .. digest, LATER, lifetime)
-      end
-      seen, bytes, before = seen + 1, bytes + #(fields[2] or ''), '(' .. entry
+  end
+  return workers
+end
+
+-- Take the last of `excess` jobs of the streams back into the backlog, with the first start times of the client
+-- that queued them. The longest lanes give as many each.
+-- Returns how many were taken.
+local function take_back(excess, client)
+  local order, stored, now = {}, {}, virtual_now()
+  local function store(taken, seen_before)
+    for _, job in ipairs(taken) do
+      -- The start times before these are for what is before these in the stream.
+      order[#order + 1], order[#order + 2] = now + excess - seen_before - job.number, job.digest
+      stored[#stored + 1], stored[#stored + 2] = job.digest, to_store(job.since, job.lifetime, job.home, job.job)
+      place(base .. ':waiting:' .. job.digest, LATER, job.lifetime)
+    end
+  end
+  local most = math.min(excess, MOST_CUT)
+  local taken, seen = cut(nil, most, true, true)
+  store(taken, 0)
+  local workers = longest_lanes()
+  for number, worker in ipairs(workers) do
+    local part = math.ceil((most - seen) / (#workers - number + 1))
+    if part > 0 then
+      local more, looked_at = cut(worker, part, true, true)
+      store(more, seen)
+      seen = seen + looked_at
     end
   end
   if #order > 0 then
@@ -131,8 +140,9 @@ local function is_queued(job, waiting)
   if job == LATER then
     return redis.call('ZSCORE', backlog, string.sub(waiting, -16)) and true or false
   end
-  -- What stands there may be no entry id: then there is no such job either.
-  return #redis.pcall('XRANGE', jobs, job, job) > 0
+  local stream, id = locate(job)
+  -- What stands there may be no entry: then there is no such job either.
+  return #redis.pcall('XRANGE', stream, id, id) > 0
 end
 
 -- Take a prompt out of the backlog; `client` is who had queued it, as far as is known.
@@ -177,26 +187,29 @@ local function move_up()
   end
   count_at('HLEN', backlog_jobs)
   count_at('ZCARD', virtual_time)
-  local free = spare_capacity(redis.call('XLEN', jobs))
+  local free = spare_capacity(redis.call('XLEN', jobs), in_lanes())
   local sole = free < 0 and redis.pcall('GET', sole_client)
   if type(sole) == 'string' and string.sub(sole, 1, 1) == '-' then
     return give_way(-free, sole)
   end
   local moved, bytes, last, now = 0, 0, nil, now_ms()
+  if free > 0 then
+    open_lanes(math.min(free, MOST_MOVED))
+  end
   while free > 0 and moved < MOST_MOVED and bytes < MOST_MOVED_BYTES do
-    local digests, stored, start, size = pop(math.min(free, PART), MOST_MOVED_BYTES - bytes)
+    local digests, stored, start, size = pop(math.min(free, PART_MOVED), MOST_MOVED_BYTES - bytes)
     if #digests == 0 then
       break
     end
     for i, digest in ipairs(digests) do
       local waiting = base .. ':waiting:' .. digest
-      local since, lifetime, at = string.match(stored[i] or '', '^(%d+) (%d+) ()')
+      local since, lifetime, home, at = string.match(stored[i] or '', '^(%d+) (%d+) (%S*) ()')
       local till = at and since + lifetime
       -- What was taken back has left the backlog, so before its deadline a prompt is waited for.
       if at and (now < till or is_wanted(waiting, till, now)) then
         local job = string.sub(stored[i], at)
-        local entry = redis.call('XADD', jobs, '*', 'm', job, 'u', lifetime, 't', since)
-        place(waiting, entry, lifetime)
+        local tag = lifetime .. ' ' .. digest
+        place(waiting, add_job(choose(home), 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
         free = free - 1
       else
         redis.call('UNLINK', waiting)
@@ -204,6 +217,7 @@ local function move_up()
     end
     moved, bytes, last = moved + #digests, bytes + size, start
   end
+  count_added()
   if redis.call('EXISTS', backlog) == 0 then
     -- Nobody has anything in the backlog: the virtual time begins anew.
     redis.call('UNLINK', virtual_time, backlog_jobs)

@@ -1,10 +1,11 @@
--- The names of a model's queue, for the scripts that include it. See fair_queue.lua. There are no functions here: making one costs
--- as much as a quarter of a command, and what is done most often needs none.
+-- The names of a model's queue, for the scripts that include it. See fair_queue.lua and lanes.lua. There are no functions here:
+-- making one costs as much as a quarter of a command, and what is done most often needs none.
 local GROUP = 'workers'
--- What a waiting key has instead of an entry id: the job is in the backlog; its row has just been stored.
+-- What a waiting key has instead of an entry: the job is in the backlog; its row has just been stored.
 local LATER, DONE = 'later', 'done'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
+local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
 -- What reply keys begin with.
 local replies = base .. ':reply'

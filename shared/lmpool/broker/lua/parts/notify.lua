@@ -59,11 +59,11 @@ local function notify_all(waiting, failure)
   return is_whole
 end
 
--- Send what `notify_all` has gathered: a field and its value beside the digests. Returns how many clients have been notified
+-- Send what `notify_all` has gathered: fields and their values beside the digests. Returns how many clients have been notified
 -- by this call.
-local function notify_gathered(name, value)
+local function notify_gathered(...)
   for reply, digests in pairs(done) do
-    notify(reply, 'd', table.concat(digests), name, value)
+    notify(reply, 'd', table.concat(digests), ...)
   end
   local clients = 0
   for reply in pairs(notified) do

@@ -18,11 +18,14 @@ for i = 3, #KEYS do
       drop_later(string.sub(waiting, -16), reply)
       redis.call('UNLINK', waiting)
       removed = removed + 1
-    -- A job that a worker holds stays registered, so that others can still join it.
-    elseif job and #redis.pcall('XPENDING', jobs, ARGV[1], job, job, 1) == 0 then
-      redis.pcall('XDEL', jobs, job)
-      redis.call('UNLINK', waiting)
-      removed = removed + 1
+    elseif job then
+      local stream, id = locate(job)
+      -- A job that a worker holds stays registered, so that others can still join it.
+      if #redis.pcall('XPENDING', stream, ARGV[1], id, id, 1) == 0 then
+        remove_entries({job})
+        redis.call('UNLINK', waiting)
+        removed = removed + 1
+      end
     end
   end
 end

@@ -3,7 +3,7 @@
 -- KEYS  jobs, cursor: where the next call goes on
 -- ARGV  consumer group, consumer, lease in ms, deliveries a job may have, most jobs to take,
 --       idle (0|1): the caller holds no job, most bytes of a job, most bytes of all jobs together but the first,
---       lifetime of the second key in ms, then entry ids: what the caller holds and has not lost sight of
+--       lifetime of the second key in ms, then entries: what the caller holds and has not lost sight of
 --
 -- What the caller itself is at work on is not taken over, however late its renewal: it would count as a delivery.
 --
@@ -11,18 +11,20 @@
 -- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
 -- over as spent, to be given up.
 --
--- One call goes through a part of what workers hold, and all workers share one cursor: where one has ended, the next goes on.
+-- One call goes through the lanes of some workers whose deadlines have passed, and that of the caller: what was given to
+-- a worker there is claimed, what never was goes to the shared stream. Then it goes through a part of what workers hold of
+-- the shared stream: all workers share one cursor, and where one has ended the next goes on.
 --
--- Returns {alone (0|1), list of {entry id, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
+-- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
 -- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
 -- when it holds nothing. A job that is too large is told by its size alone.
 
--- include capacity
+-- include moving
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
+local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}
@@ -32,7 +34,7 @@ end
 local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
-local taken, is_alone = {}, false
+local taken, is_alone, has_more = {}, false, false
 local function field(fields, name)
   for at = 1, #fields, 2 do
     if fields[at] == name then
@@ -45,15 +47,15 @@ local function short(value)
   return #value <= MOST_SHORT and value or ''
 end
 
--- Take an entry. Returns whether it does not fit beside the others.
-local function take(id, deliveries)
+-- Take an entry of a stream. Returns whether it does not fit beside the others.
+local function take(stream, suffix, id, deliveries)
   if free_bytes < 0 and #taken > 0 then
     return true
   end
-  local entry = redis.call('XRANGE', jobs, id, id)[1]
+  local entry = redis.call('XRANGE', stream, id, id)[1]
   if not entry then
     -- The entry was deleted while it was pending: nothing is left to do.
-    redis.call('XACK', jobs, group, id)
+    redis.call('XACK', stream, group, id)
     return false
   end
   local job = field(entry[2], 'm')
@@ -64,38 +66,64 @@ local function take(id, deliveries)
   if #job > largest then
     job = #job
   end
-  redis.call('XCLAIM', jobs, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
-  taken[#taken + 1] = {id, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
+  redis.call('XCLAIM', stream, group, consumer, lease, id, 'JUSTID', 'RETRYCOUNT', deliveries + 1)
+  taken[#taken + 1] = {id .. suffix, job, deliveries, short(field(entry[2], 'u')), short(field(entry[2], 't'))}
   return false
 end
 
--- Go through a part of what is held. Returns where the next call goes on.
+-- Take what has expired of a list of jobs that workers hold. Returns where to go on, nil behind the last.
+local function take_expired(stream, suffix, held)
+  for _, job in ipairs(held) do
+    local id, deliveries = job[1], job[4]
+    if job[3] >= lease and not (job[2] == consumer and own[id .. suffix]) then
+      local alone = deliveries == most - 1
+      if alone and #taken == 0 and not idle then
+        is_alone = true
+        return id
+      end
+      if (not alone or #taken == 0) and take(stream, suffix, id, deliveries) then
+        return id
+      end
+      is_alone = alone and #taken == 1 and taken[1][1] == id .. suffix
+      if is_alone or #taken == want then
+        return '(' .. id
+      end
+    end
+  end
+end
+
+-- Go through a part of what is held of the shared stream. Returns where the next call goes on.
 local function scan(from)
   local held = redis.pcall('XPENDING', jobs, group, from, '+', part)
   if held.err then
     -- Behind the last possible id there is no place. What else is wrong is so from the first one on, too.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
-  for _, job in ipairs(held) do
-    local id, deliveries = job[1], job[4]
-    if job[3] >= lease and not (job[2] == consumer and own[id]) then
-      local alone = deliveries == most - 1
-      if alone and #taken == 0 and not idle then
-        is_alone = true
-        return id
-      end
-      if (not alone or #taken == 0) and take(id, deliveries) then
-        return id
-      end
-      is_alone = alone and #taken == 1 and taken[1][1] == id
-      if is_alone or #taken == want then
-        return '(' .. id
-      end
-    end
-  end
-  return #held == part and '(' .. held[part][1] or FIRST
+  return take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
 end
 
+-- Go through a worker's lane; that of one that is gone is emptied. Returns whether this call is to take no more.
+local function scan_lane(worker, is_gone)
+  if is_gone then
+    -- From its beginning: what has waited longest goes first.
+    local left = cut(worker, MOST_CUT, false, false)
+    add_again(nil, left, 1, #left, 1)
+    has_more = has_more or #left > 0
+  end
+  local stream, suffix = lane_of .. worker, ' ' .. worker
+  local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MOST_PART)
+  return not held.err and take_expired(stream, suffix, held) ~= nil
+end
+
+local is_full = scan_lane(consumer, false)
+for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now_ms(), 'LIMIT', 0, MOST_LANES)) do
+  if worker ~= consumer then
+    is_full = is_full or scan_lane(worker, true)
+  end
+end
+if is_full then
+  return {is_alone and 1 or 0, taken, 0}
+end
 local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
 local next_from = scan(from)
@@ -103,4 +131,4 @@ if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
   next_from = scan(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers))}
+return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers)) + (has_more and 1 or 0)}

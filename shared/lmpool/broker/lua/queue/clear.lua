@@ -2,7 +2,7 @@
 --
 -- KEYS  jobs, prefix of the waiting keys, then per prompt: waiting key
 -- ARGV  consumer group, failure (encoded), cap of a reply stream, lifetime of a reply stream in ms, lease in ms,
---       then per prompt: entry id, or "later" for what is in the backlog
+--       then per prompt: entry, or "later" for what is in the backlog
 --
 -- What a worker holds stays, and is answered; unless the worker has been silent for a lease, when others would take it over.
 -- Clients that join a prompt meanwhile are notified too: looked at and removed at once.
@@ -20,7 +20,8 @@ local HEAD = 5
 local removed, held, unfinished = 0, 0, {}
 
 local function is_held(entry)
-  local pending = redis.pcall('XPENDING', jobs, group, entry, entry, 1)[1]
+  local stream, id = locate(entry)
+  local pending = redis.pcall('XPENDING', stream, group, id, id, 1)[1]
   return type(pending) == 'table' and pending[3] < lease
 end
 
@@ -62,8 +63,7 @@ local function remove(waiting, entry)
   elseif is_same then
     redis.call('UNLINK', waiting)
   end
-  redis.pcall('XACK', jobs, group, entry)
-  removed = removed + redis.call('XDEL', jobs, entry)
+  removed = removed + remove_entries({entry})
   return true
 end
 

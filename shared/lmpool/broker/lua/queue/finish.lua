@@ -5,7 +5,7 @@
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
---       then per job: entry id, then of each that failed: its number, the failure (encoded), dead (0|1)
+--       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -25,7 +25,7 @@
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
 
--- include names
+-- include streams
 
 local HEAD = 8
 
@@ -44,7 +44,8 @@ end
 local bury
 if next(failures) then
   function bury(failure, entry)
-    local entries = redis.call('XRANGE', jobs, entry, entry)
+    local stream, id = locate(entry)
+    local entries = redis.call('XRANGE', stream, id, id)
     if #entries == 0 then
       return
     end
@@ -61,6 +62,12 @@ if next(failures) then
     end
   end
 end
+-- Whether the caller holds a job.
+local function is_held(entry)
+  local stream, id = locate(entry)
+  return #redis.pcall('XPENDING', stream, group, id, id, 1, ARGV[6]) == 1
+end
+
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.
 local are_there = #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
@@ -72,7 +79,7 @@ for i = 1, count do
     -- What can be no row is removed, so that the row can be stored.
     redis.call('UNLINK', row)
     left[#left + 1] = i
-  elseif not failure or #redis.pcall('XPENDING', jobs, group, entry, entry, 1, ARGV[6]) == 1 then
+  elseif not failure or is_held(entry) then
     -- A client is notified once, however many of the jobs are for the same.
     if not ended[waiting] and notify_all(waiting, failure) then
       ended[waiting], ended[#ended + 1] = true, waiting
@@ -98,12 +105,9 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end
-local clients = notify_gathered('f', fingerprint)
--- XACK alone would leave the entries in the stream's memory for ever.
-if #entries > 0 then
-  redis.call('XACK', jobs, group, unpack(entries))
-  redis.call('XDEL', jobs, unpack(entries))
-end
+-- Their clients remember who has computed the prompts: what continues them is best computed there.
+local clients = notify_gathered('f', fingerprint, 'w', ARGV[6])
+remove_entries(entries)
 table.insert(left, 1, clients)
 for _, number in ipairs(unfinished) do
   left[#left + 1] = number

@@ -1,27 +1,42 @@
 -- Renew the lease of jobs that this worker still holds; jobs that another took over are left alone.
 --
 -- KEYS  jobs
--- ARGV  consumer group, consumer, then entry ids
+-- ARGV  consumer group, consumer, then entries
 --
--- Returns the entry ids that are no longer held.
-local jobs, group, consumer = KEYS[1], ARGV[1], ARGV[2]
+-- Returns the entries that are no longer held.
+
+-- include streams
+
+local group, consumer = ARGV[1], ARGV[2]
 local MOST = 500
-local known, kept, lost = {}, {}, {}
-local first = redis.call('XPENDING', jobs, group, '-', '+', MOST, consumer)
-for _, job in ipairs(first) do
-  known[job[1]] = true
+local lost, streams = {}, {}
+
+-- What the worker holds of a stream: ids, as many as are looked at together, and whether these are all.
+local function held_of(stream)
+  local first, known = redis.call('XPENDING', stream, group, '-', '+', MOST, consumer), {}
+  for _, job in ipairs(first) do
+    known[job[1]] = true
+  end
+  return {known = known, is_all = #first < MOST, kept = {}}
 end
+
 for i = 3, #ARGV do
-  local id = ARGV[i]
-  -- All that it holds have been seen, unless there are more.
-  if known[id] or #first == MOST and #redis.call('XPENDING', jobs, group, id, id, 1, consumer) == 1 then
-    kept[#kept + 1] = id
+  local stream, id = locate(ARGV[i])
+  local held = streams[stream]
+  if not held then
+    held = held_of(stream)
+    streams[stream] = held
+  end
+  if held.known[id] or not held.is_all and #redis.call('XPENDING', stream, group, id, id, 1, consumer) == 1 then
+    held.kept[#held.kept + 1] = id
   else
-    lost[#lost + 1] = id
+    lost[#lost + 1] = ARGV[i]
   end
 end
-if #kept > 0 then
-  kept[#kept + 1] = 'JUSTID'
-  redis.call('XCLAIM', jobs, group, consumer, 0, unpack(kept))
+for stream, held in pairs(streams) do
+  if #held.kept > 0 then
+    held.kept[#held.kept + 1] = 'JUSTID'
+    redis.call('XCLAIM', stream, group, consumer, 0, unpack(held.kept))
+  end
 end
 return lost

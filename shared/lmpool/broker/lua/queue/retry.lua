@@ -25,7 +25,7 @@ end
 local job = redis.call('HGET', waiting, 'job')
 local outcome = 'J'
 if not job or job == DONE or not is_queued(job, waiting) then
-  if redis.call('XLEN', jobs) + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
+  if redis.call('XLEN', jobs) + in_lanes() + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then
     return 'F'
   end
   redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', data, 'u', ARGV[4]))

@@ -2,8 +2,9 @@
 --
 -- KEYS  jobs, reply key of the client, then per prompt: waiting key
 --       and, if rows are looked for by "rows", after all of those per prompt: row key
--- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1),
+-- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1), how many prompts,
 --       then per prompt: encoded job
+--       and, if the client knows homes, after all of those per prompt: the worker that is its home, or ""
 --
 -- row check: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
 -- rows are on other masters; nowhere when a row is to be replaced.
@@ -21,25 +22,37 @@
 
 local reply, lifetime = KEYS[2], ARGV[2]
 local row_check, again = ARGV[3], ARGV[4] == '1'
-local limit, count = tonumber(ARGV[1]), #ARGV - 4
-local depth = redis.call('XLEN', jobs)
+local HEAD = 5
+local limit, count = tonumber(ARGV[1]), tonumber(ARGV[5])
+local shared, laned = redis.call('XLEN', jobs), tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
+local depth = shared + laned
 
 -- Nobody has asked for any of these yet.
 local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local may_be_usual = existing == 0 and depth + count <= limit
-if may_be_usual and depth == 0 and count == 1 then
-  -- One prompt in an empty stream, whoever reads it: its client waits for nothing else, so this goes first.
-  redis.call('HSET', KEYS[3], 'job', redis.call('XADD', jobs, '*', 'm', ARGV[5], 'u', lifetime), reply, '')
+if may_be_usual and depth == 0 and #ARGV == HEAD + 1 then
+  -- One prompt without a home, and nothing to wait for, whoever reads it: its client waits for nothing else, so this goes first.
+  redis.call('HSET', KEYS[3], 'job', redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), reply, '')
   redis.call('PEXPIRE', KEYS[3], lifetime)
   return 'Q'
 end
 
 -- include capacity
+-- include lanes
 
--- Queue a prompt in the stream; with its digest, where it may have to go back.
-local function to_stream(waiting, job, may_go_back)
-  local tag = may_go_back and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
-  redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', job, 'u', tag), reply, '')
+-- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
+local function to_stream(i, may_go_back)
+  local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], ARGV[HEAD + count + i]
+  local worker, tag, entry = choose(home), lifetime, nil
+  if worker or may_go_back then
+    tag = lifetime .. ' ' .. string.sub(waiting, -16)
+  end
+  if home and home ~= '' then
+    entry = add_job(worker, 'm', job, 'u', tag, 'h', home)
+  else
+    entry = add_job(worker, 'm', job, 'u', tag)
+  end
+  redis.call('HSET', waiting, 'job', entry, reply, '')
   redis.call('PEXPIRE', waiting, lifetime)
 end
 
@@ -48,7 +61,7 @@ local function is_known_alone()
   if redis.pcall('GET', sole_client) ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
     return false
   end
-  for i = 5, #ARGV do
+  for i = HEAD + 1, #ARGV do
     if #ARGV[i] > SOLE_MOST_BYTES then
       return false
     end
@@ -60,17 +73,19 @@ end
 -- at once, where this client asks alone or where there are so many.
 if may_be_usual then
   local is_alone = depth + count <= SOLE_EXTRA and is_known_alone()
-  if is_alone or spare_capacity(depth) >= count then
+  if is_alone or spare_capacity(shared, laned) >= count then
     local outcome, queued = {}, {}
+    open_lanes(count)
     for i = 1, count do
       local waiting = KEYS[2 + i]
       if queued[waiting] then
         outcome[i] = 'J'
       else
-        to_stream(waiting, ARGV[4 + i], is_alone)
+        to_stream(i, is_alone)
         outcome[i], queued[waiting] = 'Q', true
       end
     end
+    count_added()
     return table.concat(outcome)
   end
 end
@@ -81,16 +96,17 @@ local SHARE = 9
 local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Behind the prompts of others, too, a call that has only new prompts need not look at each.
 local is_new = existing == (in_backlog > 0 and 1 or 0)
-local free, more = spare_capacity(depth)
+local free, more = spare_capacity(shared, laned)
 if free < 0 then
   local sole = redis.pcall('GET', sole_client)
   if sole ~= reply then
     is_in_the_way = sole ~= NO_SOLE_CLIENT and give_way(-free, sole)
-    depth, in_backlog, free = redis.call('XLEN', jobs), count_at('ZCARD', backlog), 0
+    depth, in_backlog, free = redis.call('XLEN', jobs) + in_lanes(), count_at('ZCARD', backlog), 0
   end
 end
+open_lanes(count)
 -- What goes to the backlog, all at once in the end.
-local head, order, stored, now, last = nil, {}, {}, nil, nil
+local since, order, stored, now, last = nil, {}, {}, nil, nil
 
 -- The virtual start time of the client's next prompt.
 local function next_start()
@@ -102,7 +118,8 @@ local function next_start()
   return last + 1
 end
 
-local function queue(waiting, job)
+local function queue(i)
+  local waiting, job = KEYS[2 + i], ARGV[HEAD + i]
   if depth + in_backlog >= limit then
     return 'F'
   end
@@ -111,7 +128,7 @@ local function queue(waiting, job)
       redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
     end
-    to_stream(waiting, job, free <= 0)
+    to_stream(i, free <= 0)
     depth, free = depth + 1, free - 1
     return 'Q'
   end
@@ -119,10 +136,10 @@ local function queue(waiting, job)
   if last - now >= SHARE * (limit - depth - in_backlog) then
     return 'F'
   end
-  head = head or string.format('%d %s ', now_ms(), lifetime)
+  since = since or string.format('%d', now_ms())
   local digest = string.sub(waiting, -16)
   order[#order + 1], order[#order + 2] = start, digest
-  stored[#stored + 1], stored[#stored + 2] = digest, head .. job
+  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, ARGV[HEAD + count + i] or '', job)
   last, in_backlog = start, in_backlog + 1
   redis.call('HSET', waiting, 'job', LATER, reply, '')
   redis.call('PEXPIRE', waiting, lifetime)
@@ -180,9 +197,10 @@ for i = 1, count do
   if not is_new or queued[waiting] then
     result = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
   end
-  outcome[i] = result or queue(waiting, ARGV[4 + i])
+  outcome[i] = result or queue(i)
   queued[waiting] = true
 end
+count_added()
 if #order > 0 then
   to_backlog(order, stored)
 end

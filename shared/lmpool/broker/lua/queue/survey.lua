@@ -1,10 +1,10 @@
--- Look at the queue of one model.
+-- Look at the queue of one model: its shared stream, the lanes, and the backlog.
 --
 -- KEYS  jobs, dead
 --
--- Jobs are removed when they end, so the first entry is the oldest in the stream that has not ended; its id carries
+-- Jobs are removed when they end, so the first entry is the oldest in a stream that has not ended; its id carries
 -- the server's time of queueing in ms. Where workers hold some, that is the first of these: no job is read for it. Not XINFO
--- or a plain XRANGE: they would send that job along.
+-- or a plain XRANGE: they would send that job along. Of the lanes the longest are looked at.
 --
 -- Returns {jobs with those in the backlog, ms since the oldest was queued (0 when there is none), jobs that were given up,
 -- the server's time in ms}.
@@ -12,15 +12,33 @@
 -- include fair_queue
 
 -- Of the backlog; and the longest that is read for its time.
-local FIRST, MOST_READ = 32, 16384
+local FIRST, MOST_READ, MOST_LANES = 32, 16384, 64
 local dead = KEYS[2]
 local now, age = now_ms(), 0
-local oldest = redis.pcall('XPENDING', jobs, GROUP, '-', '+', 1)[1]
-if type(oldest) ~= 'table' then
-  oldest = redis.call('XRANGE', jobs, '-', '+', 'COUNT', 1)[1]
+local depth = redis.call('XLEN', jobs)
+
+local function look_at(stream)
+  local oldest = redis.pcall('XPENDING', stream, GROUP, '-', '+', 1)[1]
+  if type(oldest) ~= 'table' then
+    oldest = redis.pcall('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  end
+  if type(oldest) == 'table' then
+    age = math.max(age, now - tonumber(string.match(oldest[1], '^%d+')))
+  end
 end
-if oldest then
-  age = math.max(0, now - tonumber(string.match(oldest[1], '^%d+')))
+
+look_at(jobs)
+local workers = redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)
+if #workers > MOST_LANES then
+  depth = depth + in_lanes()
+end
+for _, worker in ipairs(workers) do
+  local length = worker ~= '' and redis.pcall('XLEN', lane_of .. worker) or 0
+  if type(length) == 'number' and length > 0 then
+    look_at(lane_of .. worker)
+    -- The sum would do, but where all are seen they are counted.
+    depth = depth + (#workers > MOST_LANES and 0 or length)
+  end
 end
 local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
@@ -31,4 +49,4 @@ if in_backlog > 0 then
     age = since and math.max(age, now - since) or age
   end
 end
-return {redis.call('XLEN', jobs) + in_backlog, age, redis.call('XLEN', dead), now}
+return {depth + in_backlog, age, redis.call('XLEN', dead), now}

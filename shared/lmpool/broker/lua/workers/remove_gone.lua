@@ -1,11 +1,11 @@
 -- Remove workers that are gone: consumers that hold nothing. And what is known of clients that have nothing in the backlog.
 --
 -- KEYS  jobs, deadlines of the workers, capacities, virtual time
--- ARGV  consumer group, most workers and most clients to look at, lifetime of the deadlines in ms, then workers that are
---       known to be gone
+-- ARGV  consumer group, most workers and most clients to look at, lifetime of the deadlines in ms, whether to add up the
+--       lengths of all lanes (0|1), then workers that are known to be gone
 --
 -- Looked at and removed at once: removing a consumer also drops what it holds, and a worker that only seemed
--- to be gone may take jobs at any moment. One that holds jobs stays, so that they can be claimed.
+-- to be gone may take jobs at any moment. One that holds jobs, or whose lane has some, stays, so that they can be claimed.
 --
 -- Returns how many were removed, and whether there are consumers that have no deadline (0|1).
 
@@ -21,7 +21,30 @@ if count_at('ZCARD', virtual_time) > 1 then
     end
   end
 end
-for i = 4, #ARGV do
+
+-- Remove the lane of a worker if it is empty. Returns whether it is.
+local function drop_lane(worker)
+  local length = redis.pcall('XLEN', lane_of .. worker)
+  if length == 0 or type(length) == 'table' then
+    redis.call('UNLINK', lane_of .. worker)
+    redis.pcall('ZREM', lanes, worker)
+    length = 0
+  end
+  return length == 0
+end
+
+-- Of the lanes' lengths the sum may be wrong, where the server has lost some of them or somebody else has written there.
+local function add_up_lanes()
+  local lengths, sum = redis.pcall('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
+  for at = 1, #lengths, 2 do
+    sum = sum + (lengths[at] == '' and 0 or tonumber(lengths[at + 1]) or 0)
+  end
+  if #lengths > 0 then
+    redis.call('ZADD', lanes, sum, '')
+  end
+end
+
+for i = 5, #ARGV do
   redis.call('ZADD', workers, 0, ARGV[i])
   redis.call('PEXPIRE', workers, ARGV[3])
 end
@@ -34,10 +57,13 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT',
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
     redis.call('ZREM', workers, name)
-  elseif #held == 0 then
+  elseif #held == 0 and drop_lane(name) then
     redis.call('XGROUP', 'DELCONSUMER', jobs, group, name)
     redis.call('ZREM', workers, name)
     removed = removed + 1
   end
+end
+if ARGV[4] == '1' then
+  add_up_lanes()
 end
 return {removed, of_group('consumers') > redis.call('ZCARD', workers) and 1 or 0}

@@ -1,0 +1,88 @@
+-- Moving jobs that no worker has been given yet between streams, for the scripts that include it. See lanes.lua.
+
+-- include lanes
+
+-- How many entries are read at a time, for each may be large; how much one call cuts off; digits of a time in ms; a digest.
+local PART, MOST_CUT, MOST_CUT_BYTES, MOST_DIGITS, DIGEST_BYTES = 4, 128, 524288, 15, 16
+
+-- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
+local function place(waiting, job, lifetime)
+  if redis.pcall('HSET', waiting, 'job', job) == 1 then
+    redis.call('PEXPIRE', waiting, lifetime)
+  end
+end
+
+-- What an entry says, and how many bytes its job has.
+local function read_entry(entry, suffix)
+  local values = {}
+  for at = 1, #entry[2], 2 do
+    values[entry[2][at]] = entry[2][at + 1]
+  end
+  local lifetime, digest = string.match(values.u or '', '^(%d+) (.+)$')
+  local is_known = digest and #lifetime <= MOST_DIGITS and #digest == DIGEST_BYTES
+  local since = string.match(values.t or entry[1], '^%d+') or '0'
+  return {
+    entry = entry[1] .. suffix, job = values.m or '', since = since, home = values.h or '',
+    lifetime = is_known and lifetime, digest = is_known and digest,
+  }
+end
+
+-- Cut at most `most` jobs that no worker has been given off a stream: from its end, the last first, or from its beginning.
+-- Those that do not say whose they are go along, or they stay if `only_known`. Returns the jobs, and how many were looked at.
+local function cut(worker, most, is_from_end, only_known)
+  local stream, suffix = jobs, ''
+  if worker then
+    stream, suffix = lane_of .. worker, ' ' .. worker
+  end
+  local given = of_group('last-delivered-id', stream)
+  local first, last = '(' .. (given == 0 and '0-0' or given), '+'
+  local taken, ids, seen, bytes = {}, {}, 0, 0
+  most = math.min(most, MOST_CUT)
+  while seen < most and bytes < MOST_CUT_BYTES do
+    local count, part = math.min(most - seen, seen + 1, PART), nil
+    if is_from_end then
+      part = redis.pcall('XREVRANGE', stream, last, first, 'COUNT', count)
+    else
+      part = redis.pcall('XRANGE', stream, first, last, 'COUNT', count)
+    end
+    -- Behind the last possible id there is no place to begin at.
+    if #part == 0 then
+      break
+    end
+    for _, entry in ipairs(part) do
+      local job = read_entry(entry, suffix)
+      if job.digest or not only_known then
+        taken[#taken + 1], ids[#ids + 1], job.number = job, entry[1], seen
+      end
+      seen, bytes = seen + 1, bytes + #job.job
+      first = is_from_end and first or '(' .. entry[1]
+      last = is_from_end and '(' .. entry[1] or last
+    end
+  end
+  if #ids > 0 then
+    local count = redis.call('XDEL', stream, unpack(ids))
+    if worker then
+      count_in_lane(worker, -count)
+    end
+  end
+  return taken, seen
+end
+
+-- Add jobs that were cut off to the lane of a worker, or to the shared stream for nil.
+local function add_again(worker, taken, from, to, step)
+  for at = from, to, step do
+    local job = taken[at]
+    if not job.digest then
+      add_job(worker, 'm', job.job, 't', job.since)
+    else
+      local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
+      local waiting = base .. ':waiting:' .. job.digest
+      local known = redis.pcall('HGET', waiting, 'job')
+      -- Its clients may have asked again meanwhile, and have another job.
+      if not known or known == job.entry then
+        place(waiting, entry, job.lifetime)
+      end
+    end
+  end
+  count_added()
+end

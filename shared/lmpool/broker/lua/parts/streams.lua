@@ -1,0 +1,74 @@
+-- Where entries are, and taking them out, for the scripts that include it. See names.lua.
+--
+-- A job is an entry of the shared stream of its model, and is named by the entry's id there; or of a worker's lane, and is
+-- named by the id in that, a space, and the worker. Of the lanes a sorted set has the lengths, queued and held, and under ""
+-- their sum: so who needs the sum need not add it up, and who wants the shortest lane need not look at all of them.
+
+-- include names
+
+-- The stream of an entry, its id there, and the worker of the lane (nil in the shared stream).
+local function locate(entry)
+  local id, worker = string.match(entry, '^(%S+) (.*)$')
+  if id then
+    return lane_of .. worker, id, worker
+  end
+  return jobs, entry, nil
+end
+
+-- A figure of the group of workers at a stream, such as 'pending'. Not XPENDING: its summary goes through all consumers.
+local function of_group(name, stream)
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', stream or jobs)) do
+    local figures = {}
+    for at = 1, #group, 2 do
+      figures[group[at]] = group[at + 1]
+    end
+    if figures.name == GROUP then
+      return figures[name]
+    end
+  end
+  return 0
+end
+
+-- Whether lanes are in use: one worker alone has no use for one.
+local function has_lanes()
+  return (tonumber(redis.pcall('HLEN', capacities)) or 0) > 2
+end
+
+-- How many jobs lie in all lanes.
+local function in_lanes()
+  local sum = tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
+  return sum > 0 and sum < 1e9 and sum or 0
+end
+
+-- Have a lane that is known count some more jobs, or less than 0.
+local function count_in_lane(worker, more)
+  if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
+    redis.pcall('ZINCRBY', lanes, more, '')
+  end
+end
+
+-- Remove entries, held or not. Returns how many there were.
+local function remove_entries(entries)
+  local streams, workers, removed = {}, {}, 0
+  for _, entry in ipairs(entries) do
+    local stream, id, worker = locate(entry)
+    local ids = streams[stream]
+    if not ids then
+      ids = {}
+      streams[stream], workers[stream] = ids, worker
+    end
+    ids[#ids + 1] = id
+  end
+  for stream, ids in pairs(streams) do
+    -- XACK alone would leave the entries in the stream's memory for ever.
+    redis.pcall('XACK', stream, GROUP, unpack(ids))
+    local count = redis.pcall('XDEL', stream, unpack(ids))
+    if type(count) == 'number' then
+      removed = removed + count
+      if workers[stream] then
+        count_in_lane(workers[stream], -count)
+      end
+    end
+  end
+  return removed
+end
