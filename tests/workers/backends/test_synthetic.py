@@ -20,7 +20,7 @@ from lmpool.protocol.row import Encoding, decode_row
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.vocabulary import MAX_BYTES, MAX_TOKENS
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
-from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.backends.synthetic import PrefixMemory, SyntheticBackend, SyntheticSettings
 from tests.support.pool import until
 
 encodings = pytest.mark.parametrize("encoding", ["f32", "bf16"])
@@ -29,6 +29,11 @@ encodings = pytest.mark.parametrize("encoding", ["f32", "bf16"])
 def job(ids: list[int], vocab_size: int) -> BackendJob:
     prompt = encode_prompt(ids, vocab_size=vocab_size, max_tokens=1000)
     return BackendJob(prompt.digest, prompt.ids)
+
+
+def prompt_job(length: int, *last: int, **changed: Any) -> BackendJob:
+    """A job for so many tokens, all the same, and these."""
+    return job([1] * length + list(last), 50)._replace(**changed)
 
 
 def backend(**changed: Any) -> SyntheticBackend:
@@ -303,6 +308,112 @@ def test_the_fingerprint_is_that_of_the_rows() -> None:
     assert len({plain, *(served.info.fingerprint for served in other)}) == 3
 
 
+# What a prefix is worth
+
+
+def pretended_ms(served: SyntheticBackend, monkeypatch: pytest.MonkeyPatch, jobs: list[BackendJob]) -> float:
+    """How long a step over these jobs pretends to take; it is not waited for."""
+    slept: list[float] = []
+    with monkeypatch.context() as patched:
+        patched.setattr("time.sleep", slept.append)
+        patched.setattr("time.monotonic", lambda: 0.0)
+        served.submit(jobs)
+        served.step()
+    return 1000 * sum(slept)
+
+
+def test_a_step_takes_longer_for_each_token_that_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = backend(step_ms=2.0, token_ms=0.5, max_batch=8)
+    asked = [prompt_job(40), prompt_job(20, 2)]
+    assert pretended_ms(served, monkeypatch, asked) == pytest.approx(2 + 0.5 * (40 + 5)), "16 in common, computed once"
+    assert served.stats() == BackendStats(steps=1, rows=2, tokens=61, reused=16)
+    grown = [prompt_job(41), prompt_job(40, 2), prompt_job(20, 2, 3, 4)]
+    assert pretended_ms(served, monkeypatch, grown) == pytest.approx(2 + 0.5 * (1 + 1 + 2)), "the new tokens only"
+    assert pretended_ms(served, monkeypatch, [prompt_job(40)]) == pytest.approx(2 + 0.5), "the last one in any case"
+    assert pretended_ms(served, monkeypatch, [prompt_job(0, 9)]) == pytest.approx(2 + 0.5)
+    assert served.stats() == BackendStats(steps=4, rows=7, tokens=61 + 105 + 40 + 1, reused=16 + 101 + 39)
+
+
+def test_a_score_computes_all_tokens_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = backend(token_ms=1.0)
+    pretended_ms(served, monkeypatch, [prompt_job(40)])
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, score_from=30)]) == pytest.approx(40 - 29)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, 2, score_from=40)]) == pytest.approx(2)
+
+
+def test_adapters_and_fresh_prompts_have_nothing_in_common_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = backend(token_ms=1.0)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, fresh=True)]) == pytest.approx(40)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, adapter="a@1")]) == pytest.approx(40)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, adapter="a@2")]) == pytest.approx(40)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, fresh=True)]) == pytest.approx(40)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40)]) == pytest.approx(40)
+    assert pretended_ms(served, monkeypatch, [prompt_job(41, adapter="a@1")]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("without", [{"token_ms": 0.0}, {"kv_cache_tokens": 0}])
+def test_without_a_time_for_tokens_or_room_for_them_nothing_is_reused(
+    without: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = backend(**{"step_ms": 3.0, "token_ms": 1.0, **without})
+    for _ in range(2):
+        jobs = [prompt_job(40), prompt_job(40, 2)]
+        assert pretended_ms(served, monkeypatch, jobs) == pytest.approx(3 + (81 if "kv_cache_tokens" in without else 0))
+    assert served.stats() == BackendStats(steps=2, rows=4, tokens=162, reused=0)
+
+
+def test_prompts_that_fail_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = backend(token_ms=1.0, fail_token=7)
+    assert pretended_ms(served, monkeypatch, [prompt_job(40, 7), prompt_job(3)]) == pytest.approx(3)
+    assert served.stats() == BackendStats(steps=1, rows=1, tokens=3, reused=0)
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[tuple[str, list[int]]]:
+    """Prompts with adapters, of which most go on from the beginning of an earlier one."""
+    prompts: list[list[int]] = [[]]
+    noted = []
+    for _ in range(draw(st.integers(1, 12))):
+        earlier = draw(st.sampled_from(prompts))
+        kept = earlier[: draw(st.integers(0, len(earlier)))] if draw(st.booleans()) else earlier
+        added = [draw(st.integers(0, 1))] * draw(st.sampled_from([1, 1, 2, 15, 16, 17, 40]))
+        prompts.append(kept + added)
+        noted.append((draw(st.sampled_from(["", "a@1"])), prompts[-1]))
+    return noted
+
+
+@given(families(), st.integers(1, 120))
+def test_the_memory_knows_the_noted_prompts_and_whole_blocks_of_them(
+    noted: list[tuple[str, list[int]]], capacity: int
+) -> None:
+    whole, small = PrefixMemory(10**9), PrefixMemory(capacity)
+    known: set[tuple[str, tuple[int, ...]]] = set()
+    held = 0
+    for adapter, ids in noted:
+        encoded = job(ids, 50).ids
+        longest = max((end for end in range(1, len(ids) + 1) if (adapter, tuple(ids[:end])) in known), default=0)
+        assert whole.note(encoded, adapter) == longest
+        assert small.note(encoded, adapter) <= longest
+        held += len(ids) - longest
+        assert whole.held == held
+        assert small.held <= capacity
+        known |= {(adapter, tuple(ids[:end])) for end in (*range(16, len(ids), 16), len(ids))}
+
+
+def test_the_memory_drops_what_was_used_least_lately() -> None:
+    memory = PrefixMemory(100)
+    first, second, third = (job([token] * 40, 50).ids for token in (1, 2, 3))
+    for ids in (first, second):
+        assert memory.note(ids) == 0
+    assert memory.note(first) == 40
+    assert memory.note(third) == 0
+    assert memory.held <= 100
+    assert memory.note(first) == 40
+    assert memory.note(second) < 40, "its end went first"
+    assert memory.note(job([5] * 150, 50).ids) == 0
+    assert memory.note(job([5] * 200, 50).ids) == 96, "of a prompt that is too long the beginning stays"
+
+
 # Vocabularies
 
 
@@ -361,6 +472,8 @@ def test_the_backend_serves_the_vocabulary_of_its_seed() -> None:
         *(("vocab_size", value) for value in (0, -1, 4_000_001, 1.5, "64", None, True, float("nan"))),
         *(("seed", value) for value in (-1, 2**62 + 1, 0.5, "0", None, False)),
         *(("step_ms", value) for value in (-0.1, 600_001, float("nan"), float("inf"), "5", None, True)),
+        *(("token_ms", value) for value in (-0.1, 600_001, float("nan"), float("inf"), "5", None, True)),
+        *(("kv_cache_tokens", value) for value in (-1, 10**9 + 1, 2.0, "9", None, True)),
         *(("max_batch", value) for value in (0, 65_537, 2.0, None)),
         *(("max_prompt_tokens", value) for value in (0, 4_000_001, "9", None)),
         *(("encoding", value) for value in ("", "f64", "F32", "f16", None, 1)),
@@ -380,5 +493,7 @@ def test_the_limits_of_settings_are_inclusive() -> None:
     low = SyntheticSettings(name="n", vocab_size=1, seed=0, step_ms=0, max_batch=1, max_prompt_tokens=1, fail_token=-1)
     high = SyntheticSettings(name="n" * 200, vocab_size=4_000_000, seed=2**62, step_ms=600_000.0, max_batch=65_536)
     assert (low.vocab_size, high.vocab_size) == (1, 4_000_000)
+    low, high = (SyntheticSettings(token_ms=ms, kv_cache_tokens=n) for ms, n in ((0, 0), (600_000.0, 10**9)))
+    assert (low.kv_cache_tokens, high.token_ms) == (0, 600_000)
     with pytest.raises(AttributeError):
         low.seed = 1  # type: ignore[misc]

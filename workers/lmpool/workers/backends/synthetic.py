@@ -1,6 +1,8 @@
 """The synthetic backend: rows from a generator, with an optional simulated step time.
 
-It stands in for a GPU in tests and load tests, and says so in its info.
+It stands in for a GPU in tests and load tests, and says so in its info. A step pretends to take `step_ms`, and
+`token_ms` more for each token that it computes. Then a prefix is worth what it is worth to an engine: the tokens that a
+prompt has in common with recent ones are not computed again, as far as a memory of `kv_cache_tokens` holds them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
 
 _CRASH_EXIT = 70
+_ID_BYTES = 4
+_BLOCK_BYTES = 16 * _ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,13 @@ class SyntheticSettings:
     vocab_size: int = field(default=49_152, metadata={"help": "V."})
     seed: int = field(default=0, metadata={"help": "Which rows it draws."})
     step_ms: float = field(default=0.0, metadata={"help": "How long a step pretends to take."})
+    token_ms: float = field(
+        default=0.0,
+        metadata={"help": "How much longer it pretends to take for each token that no prefix cache would hold."},
+    )
+    kv_cache_tokens: int = field(
+        default=1_000_000, metadata={"help": "Tokens that this prefix cache holds, with --token-ms; 0 for none."}
+    )
     max_batch: int = field(default=32, metadata={"help": "Prompts in one step."})
     max_prompt_tokens: int = field(default=131_072, metadata={"help": "Longest prompt that is taken."})
     encoding: str = field(default="f32", metadata={"help": '"f32" or "bf16"; the rows are the same.'})
@@ -73,6 +84,8 @@ class SyntheticSettings:
         check_number("vocab_size", self.vocab_size, least=1, most=4_000_000)
         check_number("seed", self.seed, least=0, most=2**62)
         check_number("step_ms", self.step_ms, least=0, most=600_000, whole=False)
+        check_number("token_ms", self.token_ms, least=0, most=600_000, whole=False)
+        check_number("kv_cache_tokens", self.kv_cache_tokens, least=0, most=10**9)
         check_number("max_batch", self.max_batch, least=1, most=65_536)
         check_number("max_prompt_tokens", self.max_prompt_tokens, least=1, most=4_000_000)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
@@ -95,6 +108,71 @@ class SyntheticSettings:
         return SyntheticBackend(self)
 
 
+class PrefixMemory:
+    """Which prefixes of recent prompts an engine would hold keys and values of; it keeps hashes of them only.
+
+    It knows every noted prompt and, of each, the prefixes whose length is a multiple of 16. So a prompt that extends
+    another one finds all of it, and one that just shares a beginning finds that but for its last 15 tokens at most.
+
+    Args:
+        capacity: tokens that it holds; those that were used least lately go first.
+
+    Attributes:
+        held: tokens that it holds now, those of a prefix that several prompts share counted once.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.held = 0
+        self._capacity = capacity
+        # Hash of a prefix, made of the hash of its whole blocks and the rest -> tokens that go with it; those used
+        # last come last.
+        self._prefixes: OrderedDict[int, int] = OrderedDict()
+
+    def note(self, ids: bytes, adapter: str = "") -> int:
+        """Hold a prompt.
+
+        Args:
+            ids: its token ids as little-endian uint32 bytes.
+            adapter: what it is computed with; prompts with different adapters share nothing.
+
+        Returns:
+            how many of its first tokens were held before.
+        """
+        prefixes, last_block = self._prefixes, len(ids) - _BLOCK_BYTES
+        key, start, path = hash(adapter), 0, []
+        while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
+            path.append(key := block)
+            start += _BLOCK_BYTES
+        known, moved = start, 0
+        for end in range(min(len(ids), start + _BLOCK_BYTES - _ID_BYTES), start, -_ID_BYTES):
+            if (part := hash((key, ids[start:end]))) in prefixes:
+                path.append(part)
+                known = end
+                break
+        if start < known < len(ids):
+            # Held once, by the longer prefix that now goes on from here.
+            moved = prefixes[path[-1]] - (known - start) // _ID_BYTES
+            prefixes[path[-1]] = 0
+        if known < len(ids):
+            for at in range(start, len(ids), _BLOCK_BYTES):
+                piece = ids[at : at + _BLOCK_BYTES]
+                path.append(key := hash((key, piece)))
+                prefixes[key] = len(piece) // _ID_BYTES + moved
+                moved = 0
+            self.held += (len(ids) - known) // _ID_BYTES
+        # The longest first: a prefix outlives all that extend it, which would not be found without it.
+        for key in reversed(path):
+            prefixes.move_to_end(key)
+        while self.held > self._capacity:
+            self.held -= prefixes.popitem(last=False)[1]
+        return known // _ID_BYTES
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.held = 0
+        self._prefixes.clear()
+
+
 class SyntheticBackend:
     """Draws rows as `lmpool.synthetic.synthetic_row` does.
 
@@ -110,6 +188,8 @@ class SyntheticBackend:
         self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
         self._adapters: dict[str, str] = {}
         self._stats = BackendStats()
+        has_memory = settings.token_ms > 0 and settings.kv_cache_tokens > 0
+        self._memory = PrefixMemory(settings.kv_cache_tokens) if has_memory else None
         base_rows(settings.vocab_size, settings.seed)
         for name, folder in settings.adapter_folders.items():
             self.load_adapter(name, folder)
@@ -168,12 +248,23 @@ class SyntheticBackend:
         scores = {digest: self._score(job) for digest, job in good.items() if job.score_from}
         blocks = [self._draw(rows)] if rows else []
         self.abort(batch)
-        stats, tokens = self._stats, sum(len(job.ids) // 4 for job in good.values())
-        self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + len(good), tokens=stats.tokens + tokens)
-        rest = self._settings.step_ms / 1000 - (time.monotonic() - started)
+        tokens = sum(len(job.ids) // _ID_BYTES for job in good.values())
+        reused = sum(map(self._reuse, good.values())) if self._memory is not None else 0
+        stats = self._stats
+        rows_so_far = stats.rows + len(good)
+        self._stats = BackendStats(stats.steps + 1, rows_so_far, stats.tokens + tokens, stats.reused + reused)
+        pretended_ms = self._settings.step_ms + self._settings.token_ms * (tokens - reused)
+        rest = pretended_ms / 1000 - (time.monotonic() - started)
         if rest > 0:
             time.sleep(rest)
         return Finished(blocks, failures, VectorBlock(list(scores), list(scores.values())) if scores else None)
+
+    def _reuse(self, job: BackendJob) -> int:
+        """Tokens of a prompt that need not be computed: at least those are whose logits are wanted."""
+        if self._memory is None or job.fresh:
+            return 0
+        length = len(job.ids) // _ID_BYTES
+        return min(self._memory.note(job.ids, job.adapter), (job.score_from or length) - 1)
 
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
         numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
@@ -239,6 +330,8 @@ class SyntheticBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._jobs.clear()
+        if self._memory is not None:
+            self._memory.clear()
 
 
 def _content_digest(place: Path) -> str:
