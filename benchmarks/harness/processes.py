@@ -64,6 +64,7 @@ class Process:
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name = log.stem
+        self._is_told = False
         self._log = log
         tied = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tied.py")), str(os.getpid())]
         with log.open("ab") as output:
@@ -94,6 +95,12 @@ class Process:
         if (code := self._process.poll()) is not None:
             raise self._failure(f"ended with exit code {code}")
 
+    def terminate(self) -> None:
+        """Ask it to end, without waiting for that: several end at the same time. `stop` must follow."""
+        if not self._is_told:
+            self._is_told = True
+            self._process.terminate()
+
     def stop(self) -> None:
         """End it: end of input, which a `Child` obeys, then SIGTERM, and SIGKILL when that does not help."""
         process = self._process
@@ -104,7 +111,8 @@ class Process:
                     pipe.close()
         if self._answers and self._ends_within(_FINISH_S):
             return
-        process.terminate()
+        # Once only: on a second signal a worker would leave at once, without a word to the others.
+        self.terminate()
         if not self._ends_within(_STOP_S):
             process.kill()
             process.wait()

@@ -17,7 +17,7 @@ import redis
 
 from benchmarks.harness.processes import BenchmarkError, Child, Process
 from lmpool.embedded import EmbeddedServer
-from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
 # Seconds of rows at full speed: the server cannot tell rows of one second apart, and would evict unread ones.
@@ -26,6 +26,10 @@ _FILLER_BYTES = 196_608
 _FILLER_TTL_S = 3600
 _WORKERS_READY_S = 180.0
 _POLL_S = 0.05
+# Processes that start at a time: dozens at once would have none of them ready for a minute.
+_WAVE = 8
+_HEARTBEATS_S = 60.0
+_SCANNED = 10_000
 
 # Spinning OpenMP threads would take the cores from the other processes.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
@@ -128,22 +132,49 @@ class Workplace:
         with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
             yield
 
+    def heartbeats(self, model: str) -> dict[str, dict[str, str]]:
+        """What a model's workers have counted: worker id -> fields of a heartbeat that was sent after this call.
+
+        Raises:
+            BenchmarkError: a worker sends none within a minute.
+        """
+        found: dict[str, dict[str, str]] = {}
+        began = time.monotonic()
+
+        def are_new() -> bool:
+            found.clear()
+            silences = []
+            for name, (fields, left_s) in _heartbeats(server, model).items():
+                found[name] = fields
+                silences.append(float(fields["lease_s"]) - left_s)
+            return bool(silences) and max(silences) < time.monotonic() - began
+
+        with redis.Redis.from_url(self.url, decode_responses=True) as server:
+            wait_until(are_new, _HEARTBEATS_S, f"heartbeats of the workers that serve {model!r}")
+        return found
+
     @contextmanager
     def _serving(
         self, name: str, command: Sequence[str], number: int, environment: Mapping[str, str]
     ) -> Iterator[None]:
-        with ExitStack() as stack, redis.Redis.from_url(self.url) as server:
-            started = [
-                stack.enter_context(self.process(f"worker-{name}", *command, **environment)) for _ in range(number)
-            ]
+        started: list[Process] = []
+        with ExitStack() as stack, redis.Redis.from_url(self.url, decode_responses=True) as server:
 
             def are_ready() -> bool:
                 for process in started:
                     process.check()
-                return _live_workers(server, name) >= number
+                return len(_heartbeats(server, name)) >= len(started)
 
-            wait_until(are_ready, _WORKERS_READY_S, f"{number} workers that serve {name!r}")
-            yield
+            while len(started) < number:
+                wave = min(_WAVE, number - len(started))
+                processes = (self.process(f"worker-{name}", *command, **environment) for _ in range(wave))
+                started.extend(map(stack.enter_context, processes))
+                wait_until(are_ready, _WORKERS_READY_S, f"{len(started)} workers that serve {name!r}")
+            try:
+                yield
+            finally:
+                for process in started:
+                    process.terminate()
 
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}-{next(self._numbers)}.log"
@@ -176,10 +207,12 @@ def _own_command() -> str:
     return str(Path(sys.executable).with_name("lmpool"))
 
 
-def _live_workers(server: redis.Redis, model: str) -> int:
-    try:
-        consumers = cast("list[dict[str, bytes]]", server.xinfo_consumers(Keys().model(model).jobs, GROUP))
-    except redis.ResponseError:
-        return 0  # No such stream: the first worker is still on its way.
-    names = (consumer["name"].decode() for consumer in consumers)
-    return sum(bool(server.exists(Keys().worker(name))) for name in names)
+def _heartbeats(server: redis.Redis, model: str) -> dict[str, tuple[dict[str, str], float]]:
+    """Worker id -> its heartbeat, and for how many seconds it is valid, of the workers that serve a model."""
+    found = {}
+    beginning = Keys().worker("").decode()
+    for key in server.scan_iter(f"{beginning}*", count=_SCANNED):
+        fields = cast("dict[str, str]", server.hgetall(key))
+        if fields.get("model") == model and fields.get("state") != "loading":
+            found[key.removeprefix(beginning)] = fields, server.pttl(key) / 1000
+    return found
