@@ -179,6 +179,7 @@ docs: docs/design/architecture.svg
 ## bench: all benchmarks, written into their pages of docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks scaling --write docs/benchmarks-scaling.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md

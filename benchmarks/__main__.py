@@ -26,12 +26,19 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "tiny": transport.tiny,
     "row-link": transport.row_link,
     "alone": latency.alone,
-    "scaling": scaling.scaling,
     "arq": job_queue.arq,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
     "hf-long": real_model.hf_long,
+}
+_SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
+    "scaling-distinct": scaling.distinct,
+    "scaling-tokens": scaling.tokens,
+    "scaling-lock-step": scaling.lock_step,
+    "scaling-particles": scaling.particles,
+    "scaling-hot-tree": scaling.hot_tree,
+    "scaling-fleet": scaling.fleet,
 }
 _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,
@@ -53,8 +60,8 @@ _GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
     "score": picks.score,
     "smc": smc.smc,
 }
-_GROUPS = {"pool": _POOL, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
-_MEASURES = {**_POOL, **_ENGINES, **_TRIES, **_GENLM}
+_GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
+_MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM}
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
 _REPEATS, _QUICK_REPEATS = 5, 2
 

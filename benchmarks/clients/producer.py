@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import uvloop
 
 from benchmarks.clients.compare_client import Bursts, Ids, main, probe
@@ -22,7 +23,8 @@ class Client(Bursts):
 
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
-        return [*super().handlers(), self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
+        ours: list[Handler] = [self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
+        return [*super().handlers(), *ours, self.particles, self.steadily]
 
     async def entries(self, times: int, at_once: int, count: int) -> float:
         """As `again`, but just `count` entries are wanted of each row, others of each."""
@@ -84,6 +86,40 @@ class Client(Bursts):
         if not waits:
             raise RuntimeError(f"a prompt of {len(prompt)} tokens was answered within {_UNDER_WAY_S} s")
         return {**await long, "waits": waits}
+
+    async def particles(self, prompt: Ids, number: int, steps: int) -> float:
+        """Rows a second of a particle filter: in each step the rows of all contexts that differ are asked at once.
+
+        All begin with the prompt. Every second step draws them anew, with the cubes of random numbers as weights: few
+        have most children. Each then grows by a random token, for the rows of a synthetic model are random too.
+        """
+        contexts, asked = np.tile(np.asarray(prompt), (number, 1)), 0
+        start = time.perf_counter()
+        for step in range(steps):
+            # Not in the order of `unique`, which has siblings side by side.
+            different = self._random.permutation(np.unique(contexts, axis=0))
+            asked += len(await self._producer.batch_logprobs(different))
+            if step % 2:
+                weights = self._random.random(number) ** 3
+                contexts = contexts[self._random.choice(number, number, p=weights / weights.sum())]
+            grown = self._random.integers(0, self._producer.model.vocab_size, (number, 1))
+            contexts = np.hstack([contexts, grown])
+        return asked / (time.perf_counter() - start)
+
+    async def steadily(self, at_once: int, warm_s: float, seconds: float) -> int:
+        """Rows of new prompts that came within some seconds, `at_once` awaits under way before, meanwhile and after."""
+        begins = time.perf_counter() + warm_s
+        ends, came = begins + seconds, 0
+
+        async def consume() -> None:
+            nonlocal came
+            while time.perf_counter() < ends:
+                (ids,) = self._fresh(1)
+                await self._producer.logprobs(ids)
+                came += begins <= time.perf_counter() < ends
+
+        await asyncio.gather(*[consume() for _ in range(at_once)])
+        return came
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ embedded server that is full and evicts. Given are the medians of {repeats} samp
 brackets the lowest and the highest; the ratio is the median of the ratios of the pairs. Absolute figures
 depend on the machine and on what else it does; the ratios much less.
 
-`make bench` writes five pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
+`make bench` writes six pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
 docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md) for the server's part in it,
+[benchmarks-scaling.md](benchmarks-scaling.md) for how workers add up (the group `scaling`),
 [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`),
 [benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
 for genlm programs and less than a row (the group `genlm`). One measure by itself, quickly: `python -m benchmarks
