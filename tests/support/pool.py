@@ -293,5 +293,6 @@ async def until_done(pool: Pool, model: str = "syn") -> None:
 
 def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
     """The jobs that workers hold."""
-    entries: Any = pool.redis.xpending_range(pool.keys.model(model).jobs, GROUP, "-", "+", 1000)
-    return list(entries)
+    streams = [stream for stream in pool.streams(model) if pool.redis.exists(stream)]
+    lists: list[Any] = [pool.redis.xpending_range(stream, GROUP, "-", "+", 1000) for stream in streams]
+    return [entry for entries in lists for entry in entries]

@@ -20,7 +20,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueCleared
 from lmpool.producer.cli import queue as queue_module
 from lmpool.producer.cli.queue import Cleared, Queued, clear_queue, queue_app
-from lmpool.protocol.keys import GROUP, ModelKeys
+from lmpool.protocol.keys import GROUP
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, until_full
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, until_async
@@ -164,8 +164,8 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
         for _ in range(7):
             pool.redis.xadd(keys.jobs, {"m": b"x"})
 
-    async def refilled(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
-        async for prompt in listed(redis, keys):
+    async def refilled(redis: Redis, stream: bytes, suffix: bytes) -> AsyncIterator[Queued]:
+        async for prompt in listed(redis, stream, suffix):
             yield prompt
         fill()
 

@@ -456,6 +456,8 @@ class Worker:
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
             "in_flight": len(serving.in_flight),
             "failures": serving.dispatcher.failures,
+            "homed": self._counters.homed,
+            "stolen": self._counters.stolen,
             **self._delta.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
