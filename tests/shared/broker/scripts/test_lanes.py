@@ -1,0 +1,409 @@
+"""Lanes: where prompts are placed, who may take what lies there, and what becomes of it when a worker goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import redis.asyncio as redis_async
+
+from lmpool.broker import scripts
+from lmpool.broker.readers import read_queue
+from lmpool.protocol.keys import GROUP
+from tests.shared.broker.scripts.script_calls import (
+    DEAD,
+    FAILURE,
+    JOBS,
+    LEASE_MS,
+    LIFETIME_MS,
+    MODEL,
+    A,
+    B,
+    cancel,
+    claim,
+    count_queued,
+    digest,
+    entries_of,
+    finish,
+    register,
+    submit,
+    take,
+    told,
+    waiting,
+)
+from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.shared.broker.scripts.test_control_plane import commands_of
+
+BATCH = 8
+WORKERS = ("w1", "w2", "w3", "w4")
+
+
+@pytest.fixture
+async def lanes(redis: redis_async.Redis) -> redis_async.Redis:
+    """A client of a server whose queue four workers serve that compute eight prompts at a time."""
+    for worker in WORKERS:
+        await register(redis, worker, BATCH)
+    return redis
+
+
+async def lane(redis: redis_async.Redis, worker: str) -> list[int]:
+    """The numbers of the prompts in a worker's lane."""
+    return [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(redis, MODEL.lane(worker))]
+
+
+async def lengths(redis: redis_async.Redis) -> dict[str, int]:
+    """How long lanes are, as the sorted set says."""
+    scores: Any = await redis.zrange(MODEL.lanes, 0, -1, withscores=True)
+    return {name.decode(): int(score) for name, score in scores}
+
+
+async def job_of(redis: redis_async.Redis, number: int) -> bytes | None:
+    job: bytes | None = await redis.hget(waiting(number), "job")
+    return job
+
+
+async def steal(redis: redis_async.Redis, thief: str, most: int = 100, patience_ms: int = 60_000) -> int:
+    return int(await scripts.STEAL(redis, [JOBS], [thief, most, patience_ms]))
+
+
+async def close_lane(redis: redis_async.Redis, worker: str) -> None:
+    while await scripts.CLOSE_LANE(redis, [JOBS], [worker]):
+        pass
+
+
+async def die(redis: redis_async.Redis, worker: str) -> None:
+    """Have the deadline of a worker be over, and what it holds be silent for a lease."""
+    await redis.zadd(MODEL.workers, {worker: 1})
+    for stream in (JOBS, MODEL.lane(worker)):
+        held: Any = (
+            await redis.xpending_range(stream, GROUP, "-", "+", 100, worker) if await redis.exists(stream) else []
+        )
+        for entry in held:
+            await redis.xclaim(stream, GROUP, worker, 0, [entry["message_id"]], idle=LEASE_MS + 1, justid=True)
+
+
+# Placement
+
+
+async def test_a_round_of_prompts_without_homes_spreads_evenly(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(12))
+    assert await lengths(lanes) == {"": 12, **dict.fromkeys(WORKERS, 3)}
+    await submit(lanes, *range(20, 26))
+    assert sorted([len(await lane(lanes, worker)) for worker in WORKERS]) == [4, 4, 5, 5]
+    assert await lanes.xlen(JOBS) == 0
+
+
+async def test_a_prompt_goes_to_its_home(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, 3, homes=["w3", "", "w3"])
+    assert await lane(lanes, "w3") == [1, 3]
+    assert (await job_of(lanes, 1) or b"").endswith(b" w3")
+    await submit(lanes, 4, homes=["w2"])
+    assert 4 in await lane(lanes, "w2")
+
+
+@pytest.mark.parametrize(
+    "home", ["gone", "w2", "w4", "w1 w2", "\xff"], ids=["unknown", "dead", "closed", "odd", "bytes"]
+)
+async def test_a_prompt_whose_home_takes_nothing_goes_to_the_shortest_lane(lanes: redis_async.Redis, home: str) -> None:
+    await lanes.zadd(MODEL.workers, {"w2": 1})
+    await close_lane(lanes, "w4")
+    await submit(lanes, 1, 2, homes=["w1", home])
+    assert (await lane(lanes, "w1"), await lane(lanes, "w3")) == ([1], [2])
+
+
+async def test_a_home_gets_no_more_than_a_quarter_above_the_mean_and_a_little(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(40), homes=["w1"] * 40)
+    found = {worker: len(await lane(lanes, worker)) for worker in WORKERS}
+    assert found["w1"] == 1.25 * 40 / 4 + 2 + 0.5, "rounded up"
+    assert sorted(found.values())[:3] in ([8, 9, 9], [8, 8, 8], [8, 8, 9], [9, 9, 9]), "the rest is spread"
+    assert sum(found.values()) == 40
+
+
+async def test_the_check_is_made_for_each_prompt(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(20), homes=["w1"] * 16 + ["w2"] * 4)
+    assert await lane(lanes, "w2") == [*(n for n in await lane(lanes, "w2") if n < 16), 16, 17, 18, 19]
+
+
+async def test_one_worker_alone_has_no_lane_and_nobody_none(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, homes=["w1", "w1"])
+    await register(redis, "w1", BATCH)
+    await submit(redis, 3, 4, homes=["w1", "w1"])
+    assert await redis.xlen(JOBS) == 4
+    await register(redis, "w2", BATCH)
+    await submit(redis, 5, 6, homes=["w1", "w1"])
+    assert await lane(redis, "w1") == [5, 6]
+
+
+async def test_a_prompt_alone_that_has_no_home_goes_to_whoever_reads_first(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1)
+    assert await lanes.xlen(JOBS) == 1
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_placing_prompts_is_the_same_work_with_four_and_with_a_thousand_workers(
+    lanes: redis_async.Redis,
+) -> None:
+    async def ask() -> None:
+        await submit(lanes, *range(3), homes=["w1", "w2", ""])
+        await cancel(lanes, *range(3))
+
+    await ask()
+    few = await commands_of(lanes, ask)
+    for number in range(1000):
+        await register(lanes, f"other{number}", BATCH)
+    many = await commands_of(lanes, ask)
+    assert many.keys() == few.keys()
+    # Whether each of the three that are chosen lives is looked up once; of few workers some are chosen twice.
+    assert sum(many.values()) <= sum(few.values()) + 2 * 3
+
+
+async def test_what_moves_up_goes_to_its_home(lanes: redis_async.Redis) -> None:
+    most = 5 * BATCH * len(WORKERS)
+    await submit(lanes, *range(most + BATCH), limit=1000)
+    await submit(lanes, 201, 202, reply=B, homes=["w3", "w3"], limit=1000)
+    assert await job_of(lanes, 201) == b"later"
+    while await job_of(lanes, 202) == b"later":
+        for entry in await take(lanes, "w3", BATCH):
+            number = int((await entries_at(lanes, entry))[b"m"].removeprefix(b"job-"))
+            await finish(lanes, (entry, number, b"", False))
+    assert {201, 202} <= set(await lane(lanes, "w3"))
+
+
+async def entries_at(redis: redis_async.Redis, entry: bytes) -> dict[bytes, bytes]:
+    entry_id, _, worker = entry.partition(b" ")
+    ((_, fields),) = await redis.xrange(MODEL.lane(worker) if worker else JOBS, entry_id, entry_id)
+    return dict(fields)
+
+
+# Taking and ending
+
+
+async def test_who_asks_hears_who_has_computed_it(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, homes=["w1", "w1"])
+    first, _ = await take(lanes, "w1")
+    await finish(lanes, (first, 1, b"", False))
+    assert [fields[b"w"] for fields in await told(lanes, A)] == [b"w1"]
+    assert await lengths(lanes) == {"": 1, "w1": 1, "w2": 0, "w3": 0, "w4": 0}
+
+
+async def test_a_lane_has_all_that_the_shared_stream_has(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(1, 7), homes=["w1"] * 6)
+    assert await cancel(lanes, 6) == 1
+    entries = await take(lanes, "w1", 4)
+    assert [entry.partition(b" ")[2] for entry in entries] == [b"w1"] * 4
+    assert await cancel(lanes, 1) == 0, "a worker holds it"
+    lost: Any = await scripts.RENEW(lanes, [JOBS], [GROUP, "w1", *entries, b"5-5 w1"])
+    assert lost == [b"5-5 w1"]
+    args = [entries[0], 1, entries[1], 2**53]
+    assert await scripts.DROP_UNWANTED(lanes, [JOBS, waiting(1), waiting(2)], args) == [1]
+    await finish(lanes, (entries[2], 3, FAILURE, True))
+    ((_, letter),) = await entries_of(lanes, DEAD)
+    assert letter[b"m"] == b"job-3"
+    # The lane has 2 and 4, which are held, and 5.
+    keys = [JOBS, MODEL.waiting, *map(waiting, (2, 4, 5))]
+    head = [GROUP, FAILURE, 1000, LIFETIME_MS, LEASE_MS]
+    left = [entries[1], entries[3], await job_of(lanes, 5) or b""]
+    assert await scripts.CLEAR(lanes, keys, [*head, *left]) == [1, 2, []]
+    assert await lengths(lanes) == {"": 2, "w1": 2, "w2": 0, "w3": 0, "w4": 0}
+    assert (await read_queue(lanes, MODEL)).depth == 2
+
+
+async def test_a_job_that_a_worker_lost_in_its_lane_is_found_when_asked_again(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, homes=["w1"])
+    assert await submit(lanes, 1, again=True, homes=["w1"]) == "J"
+    await lanes.delete(MODEL.lane("w1"))
+    assert await submit(lanes, 1, again=True, homes=["w1"]) == "Q"
+    assert await lane(lanes, "w1") == [1]
+
+
+# Stealing
+
+
+async def test_an_idle_worker_takes_half_of_what_waits_behind_a_full_batch_and_clients_find_it(
+    lanes: redis_async.Redis,
+) -> None:
+    await submit(lanes, *range(BATCH), homes=["w1"] * BATCH)
+    await take(lanes, "w1", 100)
+    held = set(await lane(lanes, "w1"))
+    await lanes.zadd(MODEL.lanes, {worker: 1000 for worker in WORKERS if worker != "w1"})  # Nothing is placed there.
+    await submit(lanes, *range(20, 26))
+    assert set(await lane(lanes, "w1")) == held | set(range(20, 26))
+    await register(lanes, "w1", len(held))
+    assert await steal(lanes, "w2") == 3
+    assert set(await lane(lanes, "w1")) == held | {20, 21, 22}
+    assert (await lane(lanes, "w2"))[-3:] == [23, 24, 25], "from the end, in their order"
+    assert (await job_of(lanes, 25) or b"").endswith(b" w2")
+    assert await cancel(lanes, 25) == 1
+    assert await count_queued(lanes, *WORKERS) == BATCH + 5
+    assert await steal(lanes, "w3") == 2, "half of the rest"
+
+
+async def test_what_waits_at_its_home_is_stolen_when_it_has_waited_for_long(lanes: redis_async.Redis) -> None:
+    await register(lanes, "w1", 2)
+    await submit(lanes, 1, 2, 3, 4, homes=["w1"] * 4)
+    assert await lane(lanes, "w1") == [1, 2, 3, 4]
+    await take(lanes, "w1", 2)
+    assert await steal(lanes, "w2") == 0
+    assert await steal(lanes, "w2", patience_ms=0) == 1
+    assert await lane(lanes, "w2") == [4]
+
+
+async def test_a_worker_with_room_in_its_batch_is_left_alone(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(8))
+    assert await steal(lanes, "w1") == 0, "it is about to take them"
+    await submit(lanes, *range(8), again=True)
+    assert (await lengths(lanes))[""] == 8
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_what_nobody_comes_for_is_stolen(lanes: redis_async.Redis) -> None:
+    """As from a worker that is frozen, whose deadline has not passed yet."""
+    entry: bytes = await lanes.xadd(MODEL.lane("w1"), {"m": "job-1", "u": b"100000 " + digest(1)}, id="1-1")
+    await lanes.hset(waiting(1), mapping={"job": entry + b" w1", A: ""})
+    await register(lanes, "w1", BATCH)
+    assert await steal(lanes, "w2") == 1
+    assert await lane(lanes, "w2") == [1]
+
+
+async def test_who_leaves_steals_nothing(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(40))
+    await close_lane(lanes, "w2")
+    assert await steal(lanes, "w2", patience_ms=0) == 0
+
+
+# Workers that go
+
+
+async def test_what_lies_in_the_lane_of_a_worker_that_leaves_goes_to_all_at_once(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(8), homes=["w1"] * 4 + [""] * 4)
+    held = await take(lanes, "w1", 2)
+    before = await lane(lanes, "w1")
+    await close_lane(lanes, "w1")
+    assert await lane(lanes, "w1") == before[:2], "it ends what it holds"
+    shared = [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(lanes)]
+    assert shared == before[2:]
+    assert await job_of(lanes, shared[0]) in {entry for entry, _ in await entries_of(lanes)}
+    await submit(lanes, *range(20, 30), homes=["w1"] * 10)
+    assert await lane(lanes, "w1") == before[:2], "nothing is placed there any more"
+    for entry, number in zip(held, before, strict=False):
+        await finish(lanes, (entry, number, b"", False))
+    assert (await lengths(lanes))["w1"] == 0
+    # Its heartbeats while it drains do not open the lane again.
+    await register(lanes, "w1", 0)
+    await submit(lanes, 40, homes=["w1"])
+    assert await lane(lanes, "w1") == []
+
+
+async def test_what_lies_in_the_lane_of_a_dead_worker_goes_to_others(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(8), homes=["w1"] * 4 + [""] * 4)
+    await take(lanes, "w1", 2)
+    numbers = await lane(lanes, "w1")
+    assert await claim(lanes, consumer="w2") == (0, []), "it lives"
+    await die(lanes, "w1")
+    _, taken = await claim(lanes, consumer="w2")
+    assert [(job, deliveries) for _, job, deliveries in taken] == [(b"job-%d" % number, 1) for number in numbers[:2]]
+    shared = [fields[b"m"] for _, fields in await entries_of(lanes)]
+    assert shared == [b"job-%d" % number for number in numbers[2:]], (
+        "what was never given to a worker counts no delivery"
+    )
+    entries = [entry for entry, _, _ in taken]
+    assert all(entry.endswith(b" w1") for entry in entries)
+    assert await scripts.RENEW(lanes, [JOBS], [GROUP, "w2", *entries]) == []
+    # Neither is taken twice, nor does who wakes up end what failed there.
+    assert await claim(lanes, consumer="w3") == (0, [])
+    await finish(lanes, (entries[0], numbers[0], b"", False))
+    await sweep(lanes)
+    assert await lanes.zscore(MODEL.workers, "w1") == 1, "known as long as its lane has something"
+    await finish(lanes, (entries[1], numbers[1], b"", False))
+    await sweep(lanes)
+    assert await lanes.zscore(MODEL.workers, "w1") is None
+    assert not await lanes.exists(MODEL.lane("w1"))
+    assert "w1" not in await lengths(lanes)
+
+
+async def sweep(redis: redis_async.Redis, add_up: int = 0) -> None:
+    args = [GROUP, 100, LIFETIME_MS, add_up]
+    await scripts.REMOVE_GONE(redis, [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time], args)
+
+
+async def test_a_job_in_a_lane_that_has_killed_its_workers_is_taken_alone_and_then_given_up(
+    lanes: redis_async.Redis,
+) -> None:
+    await submit(lanes, 1, homes=["w1"])
+    (entry,) = await take(lanes, "w1")
+
+    async def fall_silent(worker: str) -> None:
+        entry_id = entry.partition(b" ")[0]
+        await lanes.xclaim(MODEL.lane("w1"), GROUP, worker, 0, [entry_id], idle=LEASE_MS + 1, justid=True)
+
+    await die(lanes, "w1")
+    assert await claim(lanes, consumer="w2") == (0, [(entry, b"job-1", 1)])
+    await fall_silent("w2")
+    assert await claim(lanes, consumer="w3", idle=False) == (1, []), "who holds others is to come back without"
+    assert await claim(lanes, consumer="w3") == (1, [(entry, b"job-1", 2)])
+    await fall_silent("w3")
+    _, ((_, _, deliveries),) = await claim(lanes, consumer="w4")
+    assert deliveries == 3, "it is given up"
+
+
+async def test_a_worker_that_wakes_finds_its_lane_and_what_others_hold_there(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, homes=["w1", "w1"])
+    (first, second) = await take(lanes, "w1")
+    await die(lanes, "w1")
+    await claim(lanes, consumer="w2")
+    await register(lanes, "w1", BATCH)
+    lost: Any = await scripts.RENEW(lanes, [JOBS], [GROUP, "w1", first, second])
+    assert lost == [first, second]
+    # Who has taken them over dies too.
+    await lanes.zadd(MODEL.workers, {"w2": 1})
+    for entry in (first, second):
+        entry_id = entry.partition(b" ")[0]
+        await lanes.xclaim(MODEL.lane("w1"), GROUP, "w2", 0, [entry_id], idle=LEASE_MS + 1, justid=True)
+    # Each alone: it may be what has killed them.
+    taken = [await claim(lanes, consumer="w1") for _ in range(2)]
+    assert taken == [(1, [(first, b"job-1", 2)]), (1, [(second, b"job-2", 2)])]
+    await submit(lanes, 3, homes=["w1"])
+    assert await lane(lanes, "w1") == [1, 2, 3]
+
+
+# What else may stand there
+
+
+@pytest.mark.parametrize("junk", ["string", "full"])
+async def test_a_lane_that_somebody_has_spoilt_is_passed_over(lanes: redis_async.Redis, junk: str) -> None:
+    if junk == "string":
+        await lanes.set(MODEL.lane("w1"), "junk")
+    else:
+        await lanes.xadd(MODEL.lane("w1"), {"m": "x"}, id="18446744073709551615-18446744073709551615")
+    assert await submit(lanes, 1, 2, homes=["w1", "w1"]) == "QQ"
+    assert [fields[b"m"] for _, fields in await entries_of(lanes)] == [b"job-1", b"job-2"]
+    assert await steal(lanes, "w2", patience_ms=0) in (0, 1)
+    await die(lanes, "w2")
+    await claim(lanes, consumer="w3")
+    assert (await read_queue(lanes, MODEL)).depth >= 2
+
+
+@pytest.mark.parametrize("junk", [{"": "inf"}, {"": "-5"}, {"": 3e300, "w1": 1e300}, {"w1": "-inf"}, "string"], ids=str)
+async def test_lengths_that_somebody_has_written_do_no_harm_and_are_put_right(
+    lanes: redis_async.Redis, junk: dict[str, Any] | str
+) -> None:
+    if isinstance(junk, str):
+        await lanes.set(MODEL.lanes, junk)
+    else:
+        await lanes.zadd(MODEL.lanes, junk)
+    assert await submit(lanes, *range(8), homes=["w1"] * 8) == "Q" * 8
+    for worker in WORKERS:
+        await register(lanes, worker, BATCH)
+    await sweep(lanes, 1)
+    found = Counter({worker: len(await lane(lanes, worker)) for worker in WORKERS})
+    assert await lengths(lanes) == {"": found.total(), **found}
+
+
+async def test_where_the_lengths_are_lost_workers_tell_them_again(lanes: redis_async.Redis) -> None:
+    await submit(lanes, *range(8))
+    await lanes.delete(MODEL.lanes)
+    assert (await read_queue(lanes, MODEL)).depth in (0, 8)
+    for worker in WORKERS:
+        await register(lanes, worker, BATCH)
+    assert await lengths(lanes) == {"": 8, **dict.fromkeys(WORKERS, 2)}
