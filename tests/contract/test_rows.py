@@ -55,6 +55,13 @@ def test_contexts_grow_by_several_tokens(opened: Opened, draw: random.Random) ->
         opened.check([ids], opened.ask([ids]))
 
 
+def test_contexts_that_outnumber_a_batch_grow_by_several_tokens(opened: Opened, draw: random.Random) -> None:
+    contexts = [prompt(draw, 12 + at) for at in range(MAX_BATCH + 2)]
+    for _ in range(ROUNDS // 4):
+        opened.check(contexts, opened.ask(contexts))
+        contexts = [[*ids, *prompt(draw, draw.randrange(1, 8))] for ids in contexts]
+
+
 def test_branches_of_one_prefix(opened: Opened, draw: random.Random) -> None:
     stem = prompt(draw, 37)
     opened.check([stem], opened.ask([stem]))

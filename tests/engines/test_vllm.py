@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
 from tests.contract.model import MAX_TOKENS, V, reference_row
 from tests.engines.newest import WANTED
-from tests.engines.vllm_small import SESSIONS, answer, draw, job, refused, settings
+from tests.engines.vllm_small import BLOCK, SESSIONS, answer, draw, job, refused, settings
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,62 @@ def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) 
     reused = backend.stats().reused
     answer(backend, [*ids, 1, 2])
     assert backend.stats().reused - reused == 41, "all but the new token"
+
+
+@contextmanager
+def computed(backend: VllmBackend) -> Iterator[list[int]]:
+    """How many tokens each step computes that the engine runs while the context is open."""
+    scheduler: Any = backend._scheduler
+    schedule, tokens = scheduler.schedule, []
+
+    def noted(*args: Any, **named: Any) -> Any:
+        scheduled = schedule(*args, **named)
+        tokens.append(scheduled.total_num_scheduled_tokens)
+        return scheduled
+
+    scheduler.schedule = noted
+    try:
+        yield tokens
+    finally:
+        del scheduler.schedule
+
+
+def test_of_what_continues_a_session_the_new_tokens_are_computed_and_no_others(backend: VllmBackend) -> None:
+    ids = draw(2, 40)
+    answer(backend, ids)
+    answer(backend, [*ids, 1, 2, 3])
+    ids = [*ids, 1, 2, 3]
+    for new in (3, 1, 7, 2, BLOCK, 5):
+        longer, before = [*ids, *draw(new, new)], backend.stats()
+        with computed(backend) as tokens:
+            answer(backend, longer)
+        assert sum(tokens) == new
+        after = backend.stats()
+        assert (after.tokens - before.tokens, after.reused - before.reused) == (len(longer), len(ids))
+        ids = longer
+
+
+def test_of_what_is_more_than_a_block_longer_the_prefix_cache_has_all_full_blocks(backend: VllmBackend) -> None:
+    ids = draw(3, 40)
+    answer(backend, ids)
+    answer(backend, [*ids, 1])
+    longer, before = [*ids, 1, *draw(4, BLOCK + 1)], backend.stats().reused
+    with computed(backend) as tokens:
+        answer(backend, longer)
+    assert sum(tokens) == len(longer) - BLOCK
+    assert backend.stats().reused - before == BLOCK
+
+
+def test_sessions_whose_new_tokens_do_not_fit_a_step_are_continued_in_parts(backend: VllmBackend) -> None:
+    contexts = [draw(seed, 30) for seed in range(20, 20 + SESSIONS)]
+    for new in (0, 3, 25, 1):
+        contexts, before = [[*ids, *draw(new, new)] for ids in contexts], backend.stats().reused
+        with computed(backend) as tokens:
+            answer(backend, *contexts)
+        if new not in (0, 3):
+            assert sum(tokens) == new * len(contexts)
+            assert backend.stats().reused - before == sum(len(ids) - new for ids in contexts)
+    assert len(backend._sessions) == SESSIONS
 
 
 def test_sessions_are_few_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:

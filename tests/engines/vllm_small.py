@@ -18,6 +18,8 @@ from tests.contract.model import V, reference_row
 
 SESSIONS = 4
 KV_TOKENS = 512
+BLOCK = 32
+"""Tokens of a block of memory on a CPU."""
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 
 

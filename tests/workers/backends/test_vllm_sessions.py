@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.workers.backends.vllm import sessions as sessions_module
-from lmpool.workers.backends.vllm.sessions import Sessions
+from lmpool.workers.backends.vllm.sessions import Session, Sessions
 
 PLENTY = 10**6
 
@@ -21,14 +22,30 @@ def ids(*tokens: int) -> bytes:
     return encode_prompt(tokens, vocab_size=2**32, max_tokens=1000).ids
 
 
+def taken(sessions: Sessions, adapter: str, prompt: bytes) -> str | None:
+    """The request of the session that a prompt continues."""
+    session = sessions.take(adapter, prompt)
+    if session is None:
+        return None
+    assert session.adapter == adapter
+    assert prompt.startswith(session.ids)
+    return session.request
+
+
+def may_grow_from(prompt: bytes, earlier: bytes, block: int) -> bool:
+    """Whether a prompt is that much longer than an earlier one that it may continue its session."""
+    new, old = (len(prompt) - len(earlier)) // 4, len(earlier) // 4
+    return prompt.startswith(earlier) and 1 <= new <= min(block, old)
+
+
 # Continuing
 
 
 def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
     sessions = Sessions(8, PLENTY)
     assert sessions.keep("", ids(1, 2), "request") == []
-    assert sessions.take("", ids(1, 2, 3)) == "request"
-    assert sessions.take("", ids(1, 2, 3)) is None
+    assert taken(sessions, "", ids(1, 2, 3)) == "request"
+    assert taken(sessions, "", ids(1, 2, 3)) is None
     assert len(sessions) == 0
 
 
@@ -36,25 +53,77 @@ def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
 def test_any_other_prompt_does_not(other: tuple[int, ...]) -> None:
     sessions = Sessions(8, PLENTY)
     sessions.keep("", ids(1, 2), "request")
-    assert sessions.take("", ids(*other)) is None
+    assert taken(sessions, "", ids(*other)) is None
     assert len(sessions) == 1
+
+
+@pytest.mark.parametrize("new", range(1, 9))
+def test_a_prompt_that_is_up_to_a_block_longer_continues_a_session(new: int) -> None:
+    sessions = Sessions(8, PLENTY, block=8)
+    kept, grown = ids(*range(20)), ids(*range(20 + new))
+    sessions.keep("", kept, "request")
+    assert sessions.take("", grown) == Session("", kept, "request")
+    assert sessions.take("", grown) is None
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked"),
+    [
+        (range(20), range(29)),
+        (range(3), range(7)),
+        (range(20), [*range(19), 99, 20, 21]),
+        (range(20), [99, *range(1, 22)]),
+        (range(20), range(20)),
+        (range(20), range(19)),
+    ],
+    ids=["more than a block longer", "more than twice as long", "another end", "another beginning", "same", "shorter"],
+)
+def test_sessions_are_continued_by_no_others(kept: Iterable[int], asked: Iterable[int]) -> None:
+    sessions = Sessions(8, PLENTY, block=8)
+    sessions.keep("", ids(*kept), "request")
+    assert sessions.take("", ids(*asked)) is None
+    assert len(sessions) == 1
+
+
+def test_of_several_sessions_the_longest_is_continued() -> None:
+    sessions = Sessions(8, PLENTY, block=8)
+    for length in (10, 13, 11):
+        sessions.keep("", ids(*range(length)), f"{length}")
+    assert [taken(sessions, "", ids(*range(15))) for _ in range(4)] == ["13", "11", "10", None]
+
+
+def test_prompts_that_share_a_checksum_do_not_continue_each_others_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "crc32", lambda *_: 7)
+    sessions = Sessions(8, PLENTY, block=8)
+    sessions.keep("", ids(1, 2, 3), "request")
+    assert sessions.take("", ids(1, 9, 3, 4)) is None
+    assert sessions.take("other", ids(1, 2, 3, 4)) is None
+    assert sessions.keep("", ids(1, 9, 3), "another") == ["request"], "the later has the place"
+    assert taken(sessions, "", ids(1, 9, 3, 4, 5)) == "another"
+
+
+def test_of_very_large_blocks_no_more_is_looked_up_than_is_worth_it() -> None:
+    sessions = Sessions(8, PLENTY, block=1056)
+    sessions.keep("", ids(*range(500)), "request")
+    assert sessions.take("", ids(*range(565))) is None
+    assert taken(sessions, "", ids(*range(564))) == "request"
 
 
 @pytest.mark.parametrize(("kept", "asked"), [("", "one"), ("one", ""), ("one", "other")])
 def test_adapters_have_sessions_of_their_own(kept: str, asked: str) -> None:
     sessions = Sessions(8, PLENTY)
     sessions.keep(kept, ids(1), "request")
-    assert sessions.take(asked, ids(1, 2)) is None
+    assert taken(sessions, asked, ids(1, 2)) is None
     assert sessions.keep(asked, ids(1), "another") == []
-    assert sessions.take(kept, ids(1, 2)) == "request"
-    assert sessions.take(asked, ids(1, 2)) == "another"
+    assert taken(sessions, kept, ids(1, 2)) == "request"
+    assert taken(sessions, asked, ids(1, 2)) == "another"
 
 
 def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
     sessions = Sessions(8, PLENTY)
     sessions.keep("", ids(1), "first")
     assert sessions.keep("", ids(1), "second") == ["first"]
-    assert sessions.take("", ids(1, 2)) == "second"
+    assert taken(sessions, "", ids(1, 2)) == "second"
 
 
 # Caps
@@ -63,7 +132,7 @@ def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
 def test_over_their_number_the_oldest_is_closed() -> None:
     sessions = Sessions(2, PLENTY)
     assert [sessions.keep("", ids(token), f"{token}") for token in range(4)] == [[], [], ["0"], ["1"]]
-    assert sessions.take("", ids(2, 0)) == "2"
+    assert taken(sessions, "", ids(2, 0)) == "2"
     assert sessions.keep("", ids(4), "4") == []
 
 
@@ -89,7 +158,7 @@ def test_a_session_that_alone_is_over_the_cap_is_closed_and_costs_no_other_its_p
     sessions = Sessions(8, 2)
     sessions.keep("", ids(1, 2), "short")
     assert sessions.keep("", ids(1, 2, 3), "long") == ["long"]
-    assert sessions.take("", ids(1, 2, 3)) == "short"
+    assert taken(sessions, "", ids(1, 2, 3)) == "short"
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 9])
@@ -107,7 +176,7 @@ def test_none_at_all_are_kept_when_none_may_be() -> None:
     assert not sessions.is_growing("", ids(1))
     assert not sessions.is_growing("", ids(1, 2))
     assert sessions.keep("", ids(1, 2), "request") == ["request"]
-    assert sessions.take("", ids(1, 2, 3)) is None
+    assert taken(sessions, "", ids(1, 2, 3)) is None
     assert len(sessions) == 0
     assert sessions.close_oldest(5) == []
 
@@ -116,7 +185,7 @@ def test_tokens_are_counted_to_the_last_one() -> None:
     sessions = Sessions(8, 6)
     for length in range(1, 6):
         assert sessions.keep("", ids(*range(length)), "growing") == []
-        assert sessions.take("", ids(*range(length + 1))) == "growing"
+        assert taken(sessions, "", ids(*range(length + 1))) == "growing"
     assert sessions.keep("", ids(1, 2), "beside") == ["beside"], "what was taken holds its memory"
     sessions.forget("growing")
     for count in range(100):
@@ -134,6 +203,12 @@ def test_a_prompt_grows_that_is_one_token_longer_than_one_seen_before() -> None:
     assert grows == [False, False, True, True, False, False]
     assert sessions.is_growing("", ids(1, 2, 3, 4)), "what grew is seen too"
     assert not sessions.is_growing("", ids(1, 2, 3, 4, 5, 6)), "two tokens longer"
+
+
+def test_a_prompt_grows_that_is_up_to_a_block_longer_and_no_more_than_twice_as_long() -> None:
+    sessions = Sessions(8, PLENTY, block=8)
+    for length, grows in ((2, False), (5, False), (8, True), (16, True), (25, False), (26, True)):
+        assert sessions.is_growing("", ids(*range(length))) == grows
 
 
 def test_growing_with_another_adapter_is_not_growing() -> None:
@@ -163,7 +238,7 @@ def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
 # Any sequence of calls
 
 _tokens = st.integers(0, 2)
-_prompts = st.lists(_tokens, min_size=1, max_size=4).map(lambda tokens: ids(*tokens))
+_prompts = st.lists(_tokens, min_size=1, max_size=6).map(lambda tokens: ids(*tokens))
 _adapters = st.sampled_from(["", "one"])
 
 
@@ -194,11 +269,16 @@ class AgainstALedger(RuleBasedStateMachine):
 
     @rule(adapter=_adapters, prompt=_prompts)
     def take(self, adapter: str, prompt: bytes) -> None:
-        expected = dict(self.waiting).get((adapter, prompt[:-4]))
-        assert self.sessions.take(adapter, prompt) == expected
+        fitting = [
+            (key, request)
+            for key, request in self.waiting
+            if key[0] == adapter and may_grow_from(prompt, key[1], self.block)
+        ]
+        key, expected = max(fitting, key=lambda item: len(item[0][1]), default=(("", b""), None))
+        assert taken(self.sessions, adapter, prompt) == expected
         self.waiting = [item for item in self.waiting if item[1] != expected]
         if expected is not None:
-            self.taken[expected] = (adapter, prompt[:-4])
+            self.taken[expected] = key
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), token=_tokens, is_kept=st.booleans())
@@ -211,10 +291,10 @@ class AgainstALedger(RuleBasedStateMachine):
             self.sessions.forget(name)
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), token=_tokens)
-    def continue_one(self, data: st.DataObject, token: int) -> None:
+    @rule(data=st.data(), tokens=st.lists(_tokens, min_size=1, max_size=4))
+    def continue_one(self, data: st.DataObject, tokens: list[int]) -> None:
         (adapter, prompt), _ = data.draw(st.sampled_from(self.waiting))
-        self.take(adapter, prompt + ids(token))
+        self.take(adapter, prompt + ids(*tokens))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -230,7 +310,9 @@ class AgainstALedger(RuleBasedStateMachine):
 
     @rule(adapter=_adapters, prompt=_prompts)
     def see(self, adapter: str, prompt: bytes) -> None:
-        expected = self.most > 0 and (adapter, prompt[:-4]) in self.seen
+        expected = self.most > 0 and any(
+            name == adapter and may_grow_from(prompt, earlier, self.block) for name, earlier in self.seen
+        )
         self.seen.add((adapter, prompt))
         assert self.sessions.is_growing(adapter, prompt) == expected
 

@@ -212,7 +212,7 @@ class VllmSettings(EngineSettings):
 
     sessions: int = field(
         default=128,
-        metadata={"help": "Growing prompts whose keys and values are held ready for their next token, 0 for none."},
+        metadata={"help": "Growing prompts whose keys and values are held ready for their next tokens, 0 for none."},
     )
 
     logits_processors: list[str] = field(

@@ -25,7 +25,7 @@ from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import START_ERRORS, open_engine, refusal
-from lmpool.workers.backends.vllm.sessions import Sessions
+from lmpool.workers.backends.vllm.sessions import Session, Sessions
 
 _MOST_IDLE_STEPS = 1000
 _SESSION_SHARE = 0.5
@@ -37,12 +37,14 @@ class _Request(NamedTuple):
     Attributes:
         job: what it answers.
         is_session: it stays open when it has answered.
-        new: tokens that were handed over: all of the prompt, or the one that continues a session.
+        held: tokens that the session had computed which it continues; 0 if it continues none.
+        preemptions: how often that session had lost its memory before.
     """
 
     job: BackendJob
     is_session: bool
-    new: int
+    held: int = 0
+    preemptions: int = 0
 
 
 class VllmBackend:
@@ -135,20 +137,20 @@ class VllmBackend:
         if job.score_from or job.fresh:
             self._request(job, None, is_session=False)
             return
-        name = self._sessions.take(job.adapter, job.ids)
+        session = self._sessions.take(job.adapter, job.ids)
         # Asked in any case: what continues a session is seen too, and may be continued by several.
         is_growing = self._sessions.is_growing(job.adapter, job.ids)
         # The longest prompt can grow no more.
-        is_session = name is not None or (is_growing and len(job.ids) // 4 < self._info.max_prompt_tokens)
-        self._request(job, name, is_session)
+        is_session = session is not None or (is_growing and len(job.ids) // 4 < self._info.max_prompt_tokens)
+        self._request(job, session, is_session)
 
-    def _request(self, job: BackendJob, name: str | None, is_session: bool) -> None:
-        """Hand a job to the engine: all of it, or the last token to the session of that name."""
-        ids: list[int] = decode_ids(job.ids).tolist()
-        if name is None:
-            name = str(next(self._numbers))
+    def _request(self, job: BackendJob, session: Session | None, is_session: bool) -> None:
+        """Hand a job to the engine: all of it, or to the session that it continues what this lacks."""
+        if session is None:
+            name, held, preemptions = str(next(self._numbers)), 0, 0
         else:
-            ids = ids[-1:]
+            name, held = session.request, len(session.ids) // 4
+            preemptions = self._scheduler.requests[name].num_preemptions
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -162,7 +164,7 @@ class VllmBackend:
         self._core.add_request(
             EngineCoreRequest(
                 request_id=name,
-                prompt_token_ids=ids,
+                prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
                 mm_features=None,
                 sampling_params=params,
                 pooling_params=None,
@@ -173,7 +175,7 @@ class VllmBackend:
                 resumable=is_session,
             )
         )
-        self._requests[name] = _Request(job, is_session, len(ids))
+        self._requests[name] = _Request(job, is_session, held, preemptions)
         self._held[job.digest] = name
 
     def step(self) -> Finished:
@@ -206,10 +208,7 @@ class VllmBackend:
             raise WorkerError(f"vLLM has answered the request {output.request_id}, which it was not asked")
         job = request.job
         del self._held[job.digest]
-        reused = len(job.ids) // 4 - request.new
-        if output.prefill_stats is not None and request.new > 1:
-            reused = output.prefill_stats.num_cached_tokens
-        stats = self._stats
+        stats, reused = self._stats, self._reused(request, output)
         self._stats = stats._replace(tokens=stats.tokens + len(job.ids) // 4, reused=stats.reused + reused)
         if output.finish_reason is not FinishReason.LENGTH:
             self._close([output.request_id])
@@ -217,6 +216,14 @@ class VllmBackend:
         if request.is_session:
             self._keep(job, output.request_id)
         return job, ""
+
+    def _reused(self, request: _Request, output: Any) -> int:
+        """Tokens of a prompt that has ended whose keys and values were there."""
+        if not request.held:
+            return output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
+        held = self._scheduler.requests.get(output.request_id)
+        # One that was preempted was computed anew; vLLM does not tell how much of it its prefix cache still had.
+        return request.held if held is None or held.num_preemptions == request.preemptions else 0
 
     def _take_scores(self, jobs: Sequence[BackendJob]) -> tuple[VectorBlock | None, dict[bytes, str]]:
         """The scores of prompts that have ended, and failures.
@@ -238,7 +245,7 @@ class VllmBackend:
         return (VectorBlock(list(scores), list(scores.values())) if scores else None), failures
 
     def _keep(self, job: BackendJob, name: str) -> None:
-        """Have a session wait for its next token, if the engine holds all of it."""
+        """Have a session wait for its next tokens, if the engine holds all of it."""
         held = self._scheduler.requests.get(name)
         # One that was preempted while its answer was on the way waits too, but with nothing computed and in no queue.
         is_whole = (
