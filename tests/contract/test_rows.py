@@ -225,6 +225,20 @@ def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> 
     assert opened.backend.stats().reused - before >= 64
 
 
+def test_what_growing_contexts_reuse_is_counted_to_the_token(opened: Opened, draw: random.Random) -> None:
+    if opened.subject.spy is None:
+        return
+    contexts = [prompt(draw, 40) for _ in range(3)]
+    for at, new in enumerate((1, 1, 3, 2, 8, 1)):
+        longer, before = [[*ids, *prompt(draw, new)] for ids in contexts], opened.backend.stats()
+        opened.check(longer, opened.ask(longer))
+        after = opened.backend.stats()
+        assert after.tokens - before.tokens == sum(map(len, longer))
+        if at > 1:  # By then a backend has noticed that they grow.
+            assert after.reused - before.reused == sum(map(len, contexts))
+        contexts = longer
+
+
 def test_adapters_are_told_apart(opened: Opened, adapter_folders: dict[str, Path], draw: random.Random) -> None:
     names = ["", *map(name_of, opened.backend.adapters)]
     assert set(names) == ({"", *adapter_folders} if opened.subject.has_adapters else {""})

@@ -8,6 +8,7 @@ import pytest
 
 from lmpool.protocol.adapter import name_of
 from tests.contract.driver import Opened, prompt
+from tests.contract.subjects import MAX_BATCH_TOKENS
 
 
 def test_a_backend_says_whether_it_scores(opened: Opened) -> None:
@@ -49,6 +50,17 @@ def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: ra
             ids = prompt(draw, 15)
             (scores,) = opened.score([ids], [3], adapter)
             opened.check_scores(ids, 3, scores, adapter)
+
+
+def test_a_scored_prompt_is_counted_once_and_its_own_chunks_are_not_what_it_reuses(
+    opened: Opened, draw: random.Random
+) -> None:
+    prompts = [prompt(draw, 2 * MAX_BATCH_TOKENS + 20), prompt(draw, 9)]
+    before = opened.backend.stats()
+    scored(opened, prompts, [10, 3])
+    if opened.subject.scores:
+        after = opened.backend.stats()
+        assert (after.tokens - before.tokens, after.reused - before.reused) == (sum(map(len, prompts)), 0)
 
 
 def test_a_fresh_row_is_the_row(opened: Opened, draw: random.Random) -> None:

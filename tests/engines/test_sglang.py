@@ -225,6 +225,44 @@ def test_of_an_extension_one_token_is_computed(
         assert driver.backend.stats().reused - before == 50 + 51 + 52
 
 
+def test_of_contexts_that_grow_together_the_new_tokens_are_computed(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = []
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
+        contexts = [prompt(draw, length) for length in (3, 17, 33, 40, 50)]
+        driver.ask(contexts)
+        for new in (1, 3, 2, 8, 40, 1):
+            longer, before = [[*ids, *prompt(draw, new)] for ids in contexts], driver.backend.stats()
+            computed.clear()
+            driver.check(longer, driver.ask(longer))
+            after = driver.backend.stats()
+            assert sum(computed) == new * len(contexts)
+            assert after.tokens - before.tokens == sum(map(len, longer))
+            assert after.reused - before.reused == sum(map(len, contexts))
+            contexts = longer
+
+
+def test_tokens_are_reused_or_computed_whatever_comes(
+    folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branches, steps back, prompts in parts, and prefixes for which there is no room any more."""
+    computed = []
+    with opened(folder) as driver:
+        spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
+        before = driver.backend.stats()
+        stem = prompt(draw, 60)
+        branches = [[*stem, *prompt(draw, new)] for new in (1, 2, 5, 30)]
+        long = [prompt(draw, 3 * MAX_BATCH_TOKENS + 5 + at) for at in range(2 * KV_TOKENS // (3 * MAX_BATCH_TOKENS))]
+        longer = [[*ids, *prompt(draw, 3)] for ids in branches]
+        for prompts in ([stem], branches, [stem[:20]], branches, long, longer, branches, long[-1:]):
+            driver.check(prompts, driver.ask(prompts))
+        after = driver.backend.stats()
+        assert after.tokens - before.tokens - sum(computed) == after.reused - before.reused
+        assert after.reused > before.reused
+
+
 def test_a_prompt_that_takes_several_forwards_has_one_row(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

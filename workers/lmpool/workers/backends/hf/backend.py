@@ -294,15 +294,30 @@ class HfBackend:
         else:
             answer = _Answer(*self._encoder.encode(digests, logits[:, -1]), {})
         self._limit.fitted(len(batch))
-        computed = [new + self._progress.get(digest, _NO_PROGRESS).computed for digest in digests]
-        reused = [max(0, chunk.end - count) for chunk, count in zip(chunks, computed, strict=True)]
-        self._stats = BackendStats(
-            steps=self._stats.steps + 1,
-            rows=self._stats.rows + len(batch) - len(answer.failures),
-            tokens=self._stats.tokens + sum(chunk.end for chunk in chunks),
-            reused=self._stats.reused + sum(reused),
-        )
+        self._count(batch, new, answer)
         return answer
+
+    def _count(self, batch: Mapping[bytes, Chunk], new: int, answer: _Answer) -> None:
+        """Count a step; a prompt counts when it ends, with all that its chunks have computed.
+
+        Args:
+            batch: what the step was about.
+            new: tokens that it has computed of each.
+            answer: what became of it.
+        """
+        tokens = reused = ended = 0
+        for digest, chunk in batch.items():
+            progress = self._progress.get(digest, _NO_PROGRESS)
+            computed = progress.computed + new
+            if chunk.later and digest not in answer.failures:
+                self._progress[digest] = progress._replace(computed=computed)
+                continue
+            ended += 1
+            tokens += len(self._waiting[digest].ids) // 4
+            reused += max(0, chunk.end - computed)
+        stats = self._stats
+        rows = ended - len(answer.failures)
+        self._stats = BackendStats(stats.steps + 1, stats.rows + rows, stats.tokens + tokens, stats.reused + reused)
 
     def _score(self, batch: Mapping[bytes, Chunk], logits: Tensor) -> _Answer:
         answer = _Answer(None, {}, {})

@@ -35,7 +35,7 @@ class Progress(NamedTuple):
 
     Attributes:
         reached: up to which token the KV pool has been filled by chunks for which no logits are wanted.
-        computed: tokens that these chunks have computed.
+        computed: tokens that its chunks have computed, scored or not.
         root: of a long fresh prompt in the KV pool, where nobody else finds it; None before its first chunk.
         scores: of the tokens that have been scored, an array a chunk.
     """
