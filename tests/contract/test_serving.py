@@ -22,6 +22,7 @@ from tests.contract.driver import prompt
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 from tests.support.pool import Pool, WorkerProcess, run_lmpool, until, until_async
+from tests.support.scrape import free_port, scrape
 
 NAME = "contract"
 
@@ -29,16 +30,30 @@ NAME = "contract"
 class Served:
     """A pool with one worker of the subject."""
 
-    def __init__(self, pool: Pool, worker: WorkerProcess, subject: Subject) -> None:
+    def __init__(self, pool: Pool, worker: WorkerProcess, subject: Subject, metrics_port: int) -> None:
         self.pool = pool
         self.worker = worker
         self.subject = subject
+        self.metrics_port = metrics_port
+
+    def show(self, *command: str) -> str:
+        """What a command of `lmpool` prints of the pool."""
+        return run_lmpool(*command, "--redis", self.pool.url, "--prefix", self.pool.prefix).stdout
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The workers, as `lmpool status` shows them."""
+        return [worker for model in json.loads(self.show("status", "--json")) for worker in model["workers"]]
 
     def states(self) -> list[str]:
         """The states of the workers, as `lmpool status` shows them."""
-        done = run_lmpool("status", "--json", "--redis", self.pool.url, "--prefix", self.pool.prefix)
-        models = json.loads(done.stdout)
-        return [worker["state"] for model in models for worker in model["workers"]]
+        return [worker["state"] for worker in self.workers()]
+
+    def counted(self) -> tuple[float, float]:
+        """Tokens that were asked for, and those among them that were reused, as the worker's metrics tell."""
+        metrics = scrape(self.metrics_port)
+        names = ("lmpool_worker_tokens_total", "lmpool_worker_reused_tokens_total")
+        tokens, reused = (metrics.value(name, model=NAME) for name in names)
+        return tokens, reused
 
     def failure_of(self, ids: bytes, adapter: str = "") -> Failure:
         """What the worker answers to a job that no producer would send."""
@@ -66,11 +81,13 @@ def served(
     """A worker that is ready; it was seen to load before."""
     pool = Pool(server_url, f"contract-{subject.name}", tmp_path_factory.mktemp("pool"))
     adapters = adapter_folders if subject.has_adapters else {}
+    port = free_port()
     worker = pool.start(
         "--backend", subject.name, "--name", NAME, *subject.options(model_folder, adapters), "--lease-s", 5,
+        "--metrics-port", port,
         model=str(model_folder), wait=False, command=subject.command, environment=subject.environment, installed=True,
     )  # fmt: skip
-    served = Served(pool, worker, subject)
+    served = Served(pool, worker, subject, port)
     if subject.spy is not None:
         until(lambda: served.states() == ["loading"] or not worker.is_running, "the worker is seen to load")
         assert worker.is_running, worker.text
@@ -92,6 +109,33 @@ async def test_clients_get_the_references_rows(served: Served) -> None:
             contexts = [[*ids, draw.randrange(V)] for ids in contexts]
         for adapter in await first.adapters():
             await _check(served, first, prompts, adapter)
+
+
+async def test_what_prompts_reuse_is_told_in_heartbeats_commands_and_metrics(served: Served) -> None:
+    draw = random.Random(102)
+    tokens_before, reused_before = await asyncio.to_thread(served.counted)
+    contexts, tokens, reusable = [prompt(draw, 40) for _ in range(3)], 0, 0
+    async with served.pool.producer(NAME) as producer:
+        for at, new in enumerate((1, 1, 3, 2, 1)):
+            longer = [[*ids, *prompt(draw, new)] for ids in contexts]
+            await _check(served, producer, longer)
+            tokens += sum(map(len, longer))
+            # By the third time a backend has noticed that they grow.
+            reusable += sum(map(len, contexts)) if at > 1 else 0
+            contexts = longer
+    counted = await asyncio.to_thread(served.counted)
+    assert counted[0] - tokens_before == tokens
+    reused = counted[1] - reused_before
+    assert (reused >= reusable) if served.subject.spy is not None else (reused == 0)
+
+    def is_told() -> bool:
+        (worker,) = served.workers()
+        return (worker["tokens"], worker["reused"]) == counted
+
+    until(is_told, "a heartbeat tells the same")
+    share = f"{counted[1] / counted[0]:.0%}"
+    assert share in served.show("status")
+    assert share in served.show("top", "--once")
 
 
 async def _check(served: Served, producer: Producer, prompts: list[list[int]], adapter: str = "") -> None:
