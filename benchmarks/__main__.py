@@ -43,6 +43,7 @@ _SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
 _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "vllm-random": engine_measures.vllm_random,
     "vllm-grow": engine_measures.vllm_grow,
+    "vllm-sessions": engine_measures.vllm_sessions,
     "vllm-http": engine_measures.vllm_http,
     "vllm-overhead": engine_measures.vllm_overhead,
     "sglang-random": engine_measures.sglang_random,

@@ -104,7 +104,7 @@ class Workplace:
         command: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Iterator[None]:
-        """Have workers serve a model as `name`; they are ready when the block begins.
+        """Have workers serve a model as `name`, beside those that do already; they are ready when the block begins.
 
         Args:
             name: what they serve it as.
@@ -159,11 +159,12 @@ class Workplace:
     ) -> Iterator[None]:
         started: list[Process] = []
         with ExitStack() as stack, redis.Redis.from_url(self.url, decode_responses=True) as server:
+            number_before = len(_heartbeats(server, name))
 
             def are_ready() -> bool:
                 for process in started:
                     process.check()
-                return len(_heartbeats(server, name)) >= len(started)
+                return len(_heartbeats(server, name)) >= number_before + len(started)
 
             while len(started) < number:
                 wave = min(_WAVE, number - len(started))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import socket
 import urllib.request
 from contextlib import ExitStack
@@ -24,6 +26,8 @@ VARIABLE = "LMPOOL_BENCH_ENGINES"
 _PROMPT_TOKENS = 32
 _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
 _CONTEXTS, _STEPS = 16, 32
+_LONG_TOKENS = 256
+"""More than what all contexts of a step compute anew because their sessions are a few steps old."""
 _HTTP_REPEATS = 2
 _SERVER_READY_S = 180.0
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
@@ -63,6 +67,61 @@ def vllm_grow(place: Workplace) -> list[Result]:
         "SmolLM2-135M bf16, through the pool ÷ the same with `--sessions 0`, which leaves vLLM's prefix caching"
     )
     return [_result("vllm-grow", meaning, 3.5, samples)]
+
+
+def vllm_sessions(place: Workplace) -> list[Result]:
+    """Whether contexts that grow in lock step find their sessions again where there are two workers."""
+    name, model, ports = "two", str(_dummy_model(place.folder)), [_free_port() for _ in range(2)]
+    # Without prefix caching only sessions find anything.
+    options = (*_VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
+    with ExitStack() as stack:
+        for port in ports:
+            command, environment = _command("vllm")
+            told = ("--metrics-port", str(port))
+            stack.enter_context(place.workers(name, model, *options, *told, command=command, environment=environment))
+        producer = stack.enter_context(place.producer(name))
+        return [_found(place, producer, ports, new) for new in (1, 3)]
+
+
+def _found(place: Workplace, producer: Child, ports: list[int], new: int) -> Result:
+    """Prompts that found their session, and those that extended another, when contexts grow by `new` tokens."""
+    asked, steps = Asked(), place.scaled(_STEPS, 8)
+    samples: dict[str, list[float]] = {"found": [], "extended": []}
+    for _ in range(place.repeats):
+        contexts, found = asked.fresh(_CONTEXTS, _LONG_TOKENS + steps * new), 0
+        for length in range(_LONG_TOKENS, _LONG_TOKENS + steps * new + 1, new):
+            before = sum(map(_computed_tokens, ports))
+            producer.ask("together", prompts=[ids[:length] for ids in contexts])
+            computed = sum(map(_computed_tokens, ports)) - before
+            if length > _LONG_TOKENS:
+                # One without a session computes what others find too; one whose session is older computes `new` more
+                # for each step that this has missed.
+                whole, more = divmod(computed - _CONTEXTS * new, length - new)
+                found += max(0, _CONTEXTS - whole - math.ceil(more / new))
+        samples["found"].append(found)
+        samples["extended"].append(_CONTEXTS * steps)
+    by = "one token" if new == 1 else f"{new} tokens"
+    meaning = (
+        f"prompts of which just the new tokens are computed, when {_CONTEXTS} contexts of {_LONG_TOKENS} tokens grow "
+        f"in lock step by {by} {_STEPS} times, asked by one client of two vLLM workers with one narrow layer, dummy "
+        "weights and no prefix caching ÷ all prompts but the first of each context. The second of each opens the "
+        f"session, so {1 - 1 / _STEPS:.2f} is the most"
+    )
+    name = "vllm-sessions" if new == 1 else f"vllm-sessions-{new}"
+    return Result(name, meaning, Goal(0.9), *[Side(side, "prompts", taken) for side, taken in samples.items()])
+
+
+def _computed_tokens(port: int) -> int:
+    """The tokens that a worker has computed, as its metrics on this port tell."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    tokens, reused = (
+        re.search(rf"^lmpool_worker_{name}_total{{.*}} (\S+)$", text, re.MULTILINE)
+        for name in ("tokens", "reused_tokens")
+    )
+    if tokens is None or reused is None:
+        raise BenchmarkError(f"the worker on port {port} does not tell how many tokens it has computed")
+    return int(float(tokens[1]) - float(reused[1]))
 
 
 def vllm_http(place: Workplace) -> list[Result]:
@@ -155,14 +214,17 @@ def engine_python(engine: str) -> str:
 
 def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: str) -> Child:
     """A producer, and a worker of an engine behind it."""
-    engine = options[options.index("--backend") + 1]
-    python = engine_python(engine)
-    if engine == "sglang":  # It needs a shim on a CPU, which is the tests' own.
-        command, environment = [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT
-    else:
-        command, environment = [str(Path(python).with_name("lmpool"))], {}
+    command, environment = _command(options[options.index("--backend") + 1])
     stack.enter_context(place.workers(name, model, *options, command=command, environment=environment))
     return stack.enter_context(place.producer(name))
+
+
+def _command(engine: str) -> tuple[list[str], dict[str, str]]:
+    """What stands for `lmpool` where an engine's worker is started, and the worker's environment."""
+    python = engine_python(engine)
+    if engine == "sglang":  # It needs a shim on a CPU, which is the tests' own.
+        return [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT
+    return [str(Path(python).with_name("lmpool"))], {}
 
 
 def _growing(side: Child, asked: Asked, *, contexts: int = _CONTEXTS, steps: int = _STEPS) -> Take:
