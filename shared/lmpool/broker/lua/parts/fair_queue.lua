@@ -88,7 +88,7 @@ local function take_back(excess, client)
       -- The start times before these are for what is before these in the stream.
       order[#order + 1], order[#order + 2] = now + excess - seen_before - job.number, job.digest
       stored[#stored + 1], stored[#stored + 2] = job.digest, to_store(job.since, job.lifetime, job.home, job.job)
-      place(base .. ':waiting:' .. job.digest, LATER, job.lifetime)
+      place(waiting_for .. job.digest, LATER, job.lifetime)
     end
   end
   local most = math.min(excess, MOST_CUT)
@@ -202,7 +202,7 @@ local function move_up()
       break
     end
     for i, digest in ipairs(digests) do
-      local waiting = base .. ':waiting:' .. digest
+      local waiting = waiting_for .. digest
       local since, lifetime, home, at = string.match(stored[i] or '', '^(%d+) (%d+) (%S*) ()')
       local till = at and since + lifetime
       -- What was taken back has left the backlog, so before its deadline a prompt is waited for.

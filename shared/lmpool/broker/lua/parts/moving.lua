@@ -76,7 +76,7 @@ local function add_again(worker, taken, from, to, step)
       add_job(worker, 'm', job.job, 't', job.since)
     else
       local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
-      local waiting = base .. ':waiting:' .. job.digest
+      local waiting = waiting_for .. job.digest
       local known = redis.pcall('HGET', waiting, 'job')
       -- Its clients may have asked again meanwhile, and have another job.
       if not known or known == job.entry then

@@ -7,5 +7,5 @@ local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
--- What reply keys begin with.
-local replies = base .. ':reply'
+-- What waiting keys and reply keys begin with.
+local waiting_for, replies = base .. ':waiting:', base .. ':reply'
