@@ -13,7 +13,11 @@ local lost, streams = {}, {}
 
 -- What the worker holds of a stream: ids, as many as are looked at together, and whether these are all.
 local function held_of(stream)
-  local first, known = redis.call('XPENDING', stream, group, '-', '+', MOST, consumer), {}
+  local first, known = redis.pcall('XPENDING', stream, group, '-', '+', MOST, consumer), {}
+  if first.err then
+    -- Gone with its last entry, as the lane of another goes once that has left, or lost: what is held elsewhere is not.
+    return {known = known, is_all = true, kept = {}}
+  end
   for _, job in ipairs(first) do
     known[job[1]] = true
   end
