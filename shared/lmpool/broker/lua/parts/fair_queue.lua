@@ -83,6 +83,9 @@ end
 -- Returns how many were taken.
 local function take_back(excess, client)
   local order, stored, now = {}, {}, virtual_now()
+  local function can_go_back(job)
+    return job.digest and true or false
+  end
   local function store(taken, seen_before)
     for _, job in ipairs(taken) do
       -- The start times before these are for what is before these in the stream.
@@ -92,13 +95,13 @@ local function take_back(excess, client)
     end
   end
   local most = math.min(excess, MOST_CUT)
-  local taken, seen = cut(nil, most, true, true)
+  local taken, seen = cut(nil, most, true, can_go_back)
   store(taken, 0)
   local workers = longest_lanes()
   for number, worker in ipairs(workers) do
     local part = math.ceil((most - seen) / (#workers - number + 1))
     if part > 0 then
-      local more, looked_at = cut(worker, part, true, true)
+      local more, looked_at = cut(worker, part, true, can_go_back)
       store(more, seen)
       seen = seen + looked_at
     end

@@ -12,6 +12,10 @@ local function place(waiting, job, lifetime)
   end
 end
 
+local function goes_always()
+  return true
+end
+
 -- What an entry says, and how many bytes its job has.
 local function read_entry(entry, suffix)
   local values = {}
@@ -28,8 +32,8 @@ local function read_entry(entry, suffix)
 end
 
 -- Cut at most `most` jobs that no worker has been given off a stream: from its end, the last first, or from its beginning.
--- Those that do not say whose they are go along, or they stay if `only_known`. Returns the jobs, and how many were looked at.
-local function cut(worker, most, is_from_end, only_known)
+-- Of each that comes next `judge` says whether it goes along; nil ends it. Returns the jobs, and how many were looked at.
+local function cut(worker, most, is_from_end, judge)
   local stream, suffix = jobs, ''
   if worker then
     stream, suffix = lane_of .. worker, ' ' .. worker
@@ -38,7 +42,8 @@ local function cut(worker, most, is_from_end, only_known)
   local first, last = '(' .. (given == 0 and '0-0' or given), '+'
   local taken, ids, seen, bytes = {}, {}, 0, 0
   most = math.min(most, MOST_CUT)
-  while seen < most and bytes < MOST_CUT_BYTES do
+  local goes = true
+  while goes ~= nil and seen < most and bytes < MOST_CUT_BYTES do
     local count, part = math.min(most - seen, seen + 1, PART), nil
     if is_from_end then
       part = redis.pcall('XREVRANGE', stream, last, first, 'COUNT', count)
@@ -51,7 +56,10 @@ local function cut(worker, most, is_from_end, only_known)
     end
     for _, entry in ipairs(part) do
       local job = read_entry(entry, suffix)
-      if job.digest or not only_known then
+      goes = judge(job)
+      if goes == nil then
+        break
+      elseif goes then
         taken[#taken + 1], ids[#ids + 1], job.number = job, entry[1], seen
       end
       seen, bytes = seen + 1, bytes + #job.job

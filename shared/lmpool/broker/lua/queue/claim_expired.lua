@@ -24,7 +24,7 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
+local MOST_SHORT, MOST_TAKEN, MOST_LANES, MANY, FIRST = 64, 128, 8, 1000, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}
@@ -34,7 +34,7 @@ end
 local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
-local taken, is_alone, has_more = {}, false, false
+local taken, is_alone, moved = {}, false, 0
 local function field(fields, name)
   for at = 1, #fields, 2 do
     if fields[at] == name then
@@ -104,11 +104,11 @@ end
 
 -- Go through a worker's lane; that of one that is gone is emptied. Returns whether this call is to take no more.
 local function scan_lane(worker, is_gone)
-  if is_gone then
+  if is_gone and moved < MOST_CUT then
     -- From its beginning: what has waited longest goes first.
-    local left = cut(worker, MOST_CUT, false, false)
+    local left = cut(worker, MOST_CUT - moved, false, goes_always)
     add_again(nil, left, 1, #left, 1)
-    has_more = has_more or #left > 0
+    moved = moved + #left
   end
   local stream, suffix = lane_of .. worker, ' ' .. worker
   local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MOST_PART)
@@ -131,4 +131,4 @@ if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
   next_from = scan(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers)) + (has_more and 1 or 0)}
+return {is_alone and 1 or 0, taken, moved > 0 and MANY or math.floor(pending / (part * workers))}

@@ -15,36 +15,28 @@ local thief, want, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 -- Of the longest lanes; and how long a worker that holds less than a batch may leave a job in its lane.
 local MOST_LANES, LATE_MS = 8, 100
 
--- How many of the jobs at the end of a lane may be taken: at most half, and all of them from the same side.
-local function count_to_take(worker)
+-- Cut off what may be taken of a lane.
+local function take_from(worker)
   local stream = lane_of .. worker
   local queued = redis.pcall('XLEN', stream)
   if type(queued) == 'table' then
-    return 0
+    return {}
   end
-  local held = of_group('pending', stream)
+  local held, given = of_group('pending', stream), of_group('last-delivered-id', stream)
   local half = math.ceil((queued - held) / 2)
-  local batch = tonumber(redis.pcall('HGET', capacities, worker)) or 0
-  local given = of_group('last-delivered-id', stream)
   local oldest = half > 0 and redis.pcall('XRANGE', stream, '(' .. (given == 0 and '0-0' or given), '+', 'COUNT', 1)[1]
   if not oldest then
-    return 0
+    return {}
   end
+  local batch = tonumber(redis.pcall('HGET', capacities, worker)) or 0
   local waited = now_ms() - tonumber(string.match(oldest[1], '^%d+'))
-  if waited >= patience then
-    return half
-  elseif waited < LATE_MS and held < batch then
-    return 0
+  if waited < LATE_MS and held < batch then
+    return {}
   end
   -- From the end, up to the first that is at its home.
-  local count = 0
-  for _, entry in ipairs(redis.pcall('XREVRANGE', stream, '+', '(' .. given, 'COUNT', math.min(half, want))) do
-    if read_entry(entry, '').home == worker then
-      break
-    end
-    count = count + 1
-  end
-  return count
+  return (cut(worker, math.min(half, want), true, function(job)
+    return (waited >= patience or job.home ~= worker) and true or nil
+  end))
 end
 
 -- One that leaves, or was taken for gone, takes nothing.
@@ -52,9 +44,8 @@ if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
   return 0
 end
 for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
-  local count = worker ~= '' and worker ~= thief and math.min(count_to_take(worker), want) or 0
-  if count > 0 then
-    local taken = cut(worker, count, true, false)
+  local taken = worker ~= '' and worker ~= thief and take_from(worker) or {}
+  if #taken > 0 then
     add_again(thief, taken, #taken, 1, -1)
     return #taken
   end

@@ -25,6 +25,8 @@ local row_check, again = ARGV[3], ARGV[4] == '1'
 local HEAD = 5
 local limit, count = tonumber(ARGV[1]), tonumber(ARGV[5])
 local shared, laned = redis.call('XLEN', jobs), tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
+-- As in_lanes of streams.lua, without a function.
+laned = laned > 0 and laned < 1e9 and laned or 0
 local depth = shared + laned
 
 -- Nobody has asked for any of these yet.
