@@ -140,7 +140,7 @@ class ModelKeys:
         self.offers: Final = base + b":offers"
         """Hash: adapter -> encoded `lmpool.protocol.adapter.Offer` that the workers are to load; expires."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
-        """The keys that have no expiry while workers serve the model, the stream of jobs first."""
+        """The keys that, with the lanes, have no expiry while workers serve the model, the stream of jobs first."""
 
     def lane(self, worker_id: str | bytes) -> bytes:
         """Stream as `jobs` with the prompts that one worker is to take."""

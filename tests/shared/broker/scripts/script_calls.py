@@ -63,7 +63,6 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
     lane = MODEL.lane(consumer)
     if not await redis.exists(lane) or not await redis.xinfo_groups(lane):
         await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
-        await redis.pexpire(lane, LIFETIME_MS)
     reply: Any = await redis.xreadgroup(GROUP, consumer, {lane: ">", JOBS: ">"}, count=count)
     return [
         entry_id + (b" " + consumer.encode() if key == lane else b"")

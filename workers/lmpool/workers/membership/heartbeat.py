@@ -228,7 +228,11 @@ class Heartbeat:
         if await scripts.SWAP(self._redis, [self._keys.models()], [field or model, seen, b""]):
             keys = self._keys.model(model)
             await self._redis.delete(keys.adapters, keys.offers)
-            await scripts.EXPIRE_QUEUE(self._redis, keys.queue, [_QUEUE_TTL_MS])
+            await scripts.EXPIRE_QUEUE(self._redis, [*keys.queue, *await self._lanes(keys)], [_QUEUE_TTL_MS])
+
+    async def _lanes(self, keys: ModelKeys) -> list[bytes]:
+        """The lanes of a model's workers; those that are gone stay consumers as long as their lanes have something."""
+        return [keys.lane(worker) for worker in await read_consumers(self._redis, keys)]
 
     async def _keep_vocabulary(self) -> None:
         """Have the vocabulary in the pool as long as workers serve it, so that clients need no tokenizer."""
@@ -292,8 +296,7 @@ class Heartbeat:
     async def _queued(self, model: str) -> int:
         try:
             keys = self._keys.model(model)
-            # Who is gone stays a consumer as long as its lane has something.
-            streams = [keys.jobs, *(keys.lane(worker) for worker in await read_consumers(self._redis, keys))]
+            streams = [keys.jobs, *await self._lanes(keys)]
             return sum([await self._redis.xlen(stream) for stream in streams]) + await self._redis.zcard(keys.backlog)
         except NoPermissionError:
             raise

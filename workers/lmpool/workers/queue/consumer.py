@@ -44,8 +44,6 @@ _EVER_MS = 10**_MOST_MS_DIGITS
 _MOST_AHEAD_MS = 3_600_000
 _MOST_CLAIMED_BYTES = 512 * 1024
 _CURSOR_TTL_MS = 3_600_000
-# As the rest of a queue that nobody serves.
-_LANE_TTL_MS = 7 * 24 * 3_600_000
 _LONG_SILENT_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000
 _MOST_REASONS = 1000
@@ -273,8 +271,8 @@ class Consumer:
 
     async def keep_queue(self) -> None:
         """Have the queue not expire, and replace streams whose ids have run ahead of the clock (`keep_queue.lua`)."""
-        for keys, lifetime in ((self._keys.queue, ()), ((self._lane,), (_LANE_TTL_MS,))):
-            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MOST_AHEAD_MS, *lifetime])
+        for keys in (self._keys.queue, (self._lane,)):
+            dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MOST_AHEAD_MS])
             if dropped >= 0:
                 _log.warning(
                     "the job stream of %r was replaced: somebody has added an entry with an id of their own; "

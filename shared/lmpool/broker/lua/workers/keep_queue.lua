@@ -1,23 +1,18 @@
--- Keep a model's queue as long as workers serve it: its keys do not expire, and its stream takes jobs. Or keep a worker's lane,
--- which expires when the worker does not come again.
+-- Keep a model's queue as long as workers serve it: its keys do not expire, and its stream takes jobs. The same of a lane.
 --
 -- Clients that may queue jobs may choose their ids. After the largest there is, nothing can be added any more; after any other
 -- that lies far ahead, all entries have its time, so that none is ever old. Ids only grow, so nothing but a new stream
 -- helps. What is in the old one is dropped, not moved: that takes as long however much it is, clients ask again after
 -- a lease, and rows of jobs that workers hold reach who waits for them all the same.
 --
--- KEYS  jobs, then the other keys of the queue; or the lane
--- ARGV  consumer group, how far ids may be ahead of the server's clock in ms, of a lane: its lifetime in ms
+-- KEYS  jobs, then the other keys of the queue; or a lane alone
+-- ARGV  consumer group, how far ids may be ahead of the server's clock in ms
 --
 -- Returns how many jobs were dropped, -1 when the stream stays.
 local jobs, group = KEYS[1], ARGV[1]
 for _, key in ipairs(KEYS) do
-  if ARGV[3] then
-    redis.call('PEXPIRE', key, ARGV[3])
-  else
-    -- expire_queue.lua has given it an expiry when nobody served the model.
-    redis.call('PERSIST', key)
-  end
+  -- expire_queue.lua has given it an expiry when nobody served the model.
+  redis.call('PERSIST', key)
 end
 local latest = redis.call('TIME')[1] * 1000 + ARGV[2]
 -- Whether an id in a reply of XINFO, names and values one after the other, is ahead.
@@ -44,7 +39,4 @@ if not is_spoilt and not (length == 0 and is_ahead(redis.call('XINFO', 'STREAM',
 end
 redis.call('UNLINK', jobs)
 redis.call('XGROUP', 'CREATE', jobs, group, '0', 'MKSTREAM')
-if ARGV[3] then
-  redis.call('PEXPIRE', jobs, ARGV[3])
-end
 return length
