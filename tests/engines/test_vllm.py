@@ -129,6 +129,23 @@ def test_sessions_whose_new_tokens_do_not_fit_a_step_are_continued_in_parts(back
     assert len(backend._sessions) == SESSIONS
 
 
+def test_what_a_session_has_lost_on_the_way_is_not_counted_as_reused(backend: VllmBackend) -> None:
+    ids = draw(5, 40)
+    answer(backend, ids)
+    answer(backend, [*ids, 1])
+    before = backend.stats()
+    asked = job([*ids, 1, 2, 3])
+    backend.submit([asked])
+    # What the scheduler does when it takes the memory of a request that runs.
+    backend._scheduler.requests[backend._held[asked.digest]].num_preemptions += 1
+    while not backend.step().blocks:
+        pass
+    after = backend.stats()
+    assert (after.tokens - before.tokens, after.reused - before.reused) == (43, 0)
+    answer(backend, [*ids, 1, 2, 3, 4])
+    assert backend.stats().reused - after.reused == 43, "it goes on from there"
+
+
 def test_sessions_are_few_and_the_oldest_is_closed_first(backend: VllmBackend) -> None:
     contexts = [draw(seed, 20) for seed in range(10, 10 + 3 * SESSIONS)]
     for _ in range(3):
