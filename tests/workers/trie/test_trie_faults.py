@@ -60,7 +60,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
     async def are_reading() -> bool:
         live = sum(other.process.poll() is None for other in pool.workers)
         clients: Any = pool.redis.client_list()
-        return sum(client["cmd"] == "xreadgroup" and "b" in client["flags"] for client in clients) >= live
+        return len([c for c in clients if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
 
     for _ in range(_TRIES):
         # One that has just computed looks around more often than it waits.
