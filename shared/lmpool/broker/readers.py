@@ -27,6 +27,7 @@ _BYTES = {bytes}
 _MOST_FIELDS = 4096
 # What a server says where there is no stream, no group of it, or something else: nobody has served the model yet.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
+_LONGEST_LANE = 1e9
 _LONGEST_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 
 
@@ -160,6 +161,24 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
     args = [_LONGEST_LEASE_MS, MOST_WORKERS if names else 0]
     serving, loading, workers = await scripts.ALIVE(redis, [keys.workers, keys.loading], args)
     return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
+
+
+async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
+    """How many jobs the lane of each worker has, waiting and held: the longest first, `MOST_WORKERS` at most.
+
+    Raises:
+        RedisError, OSError: the server cannot be used.
+    """
+    try:
+        # One more: the sum of all stands among them.
+        lanes: Any = await redis.zrevrange(keys.lanes, 0, MOST_WORKERS, withscores=True)
+    except ResponseError as error:
+        if not str(error).startswith(_NO_QUEUE):
+            raise
+        return {}
+    # Clients write there too: a length need not be one.
+    lengths = [(worker, int(min(max(0.0, length), _LONGEST_LANE))) for worker, length in lanes if worker]
+    return {worker.decode("utf-8", "replace"): length for worker, length in lengths}
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:

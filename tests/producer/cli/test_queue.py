@@ -167,7 +167,8 @@ async def test_who_clears_a_queue_that_is_filled_again_all_the_while_is_told(
     async def refilled(redis: Redis, stream: bytes, suffix: bytes) -> AsyncIterator[Queued]:
         async for prompt in listed(redis, stream, suffix):
             yield prompt
-        fill()
+        if stream == keys.jobs:
+            fill()
 
     monkeypatch.setattr(queue_module, "_stream", refilled)
     fill()
@@ -238,6 +239,57 @@ def test_a_question_is_asked_on_a_terminal_and_yes_is_needed_without(pool: Pool)
 def test_an_empty_queue_has_no_oldest_prompt(pool: Pool) -> None:
     pool.start()
     assert queue(pool, "show", "syn")[0].startswith("0 prompts: workers hold 0")
+
+
+async def test_show_and_clear_see_what_lies_in_lanes(pool: Pool) -> None:
+    workers = 2
+    for _ in range(workers):
+        unattended(pool)
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        await until_queued(pool, 100)
+        told = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
+        lanes = told["lanes"]
+        keys = pool.keys.model("syn")
+        assert lanes == {worker: int(pool.redis.xlen(keys.lane(worker))) for worker in lanes}
+        assert len(lanes) == workers
+        in_lanes, longest = sum(lanes.values()), max(lanes.values())
+        assert 0 < longest < in_lanes
+        assert in_lanes + int(pool.redis.xlen(keys.jobs)) + told["backlog"] == told["queued"] == 100
+        printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
+        assert f"; {in_lanes} are in lanes, {longest} of them in the longest" in printed
+        assert await clear(pool) == {"removed": 100, "held": 0, "queued": 0}
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(error, QueueCleared) for error in ended)
+    assert pool.jobs() == 0
+    assert not leftovers(pool)
+    printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
+    assert "lanes" not in printed
+    assert json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])["lanes"] == dict.fromkeys(
+        lanes, 0
+    )
+
+
+async def test_what_workers_hold_in_their_lanes_is_answered(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    options = ("--lease-s", 600, "--max-batch", BATCH)
+    for _ in range(2):
+        await asyncio.to_thread(lambda: pool.start(*options, command=gate.command))
+    async with pool.producer("syn") as producer:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        await until_queued(pool, 100)
+        await until_full(pool, 2 * BATCH)
+        told = await clear(pool)
+        assert told["held"] == pool.held() == pool.jobs() == 100 - told["removed"]
+        streams = [stream for stream in pool.streams() if pool.redis.xlen(stream)]
+        assert set(streams) >= set(pool.streams()[1:]), "each worker holds some of its lane"
+        gate.open()
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
+        assert len(rows) == told["held"]
+        assert all(np.array_equal(row, synthetic_row([number], vocab_size=V)) for number, row in rows.items())
+        await until_queued(pool, 0)
+        assert not leftovers(pool)
 
 
 async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:

@@ -1,12 +1,14 @@
-"""Replies of XREAD: read when they are whole, refused when bytes of them were lost."""
+"""What readers make of replies: streams when they are whole, refused when bytes of them were lost; lanes."""
 
 from __future__ import annotations
 
 import pytest
 from redis.exceptions import ResponseError
 
-from lmpool.broker.readers import stream_entries
+from lmpool.broker.readers import read_lanes, stream_entries
+from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError
+from tests.support.pool import Pool
 
 ENTRY = [b"1-0", [b"m", b"job"]]
 
@@ -30,3 +32,17 @@ def test_nothing_new_and_deleted_entries_are_no_entries(reply: object) -> None:
 def test_what_is_no_such_reply_is_refused(reply: object) -> None:
     with pytest.raises(ProtocolError, match="no reply to a read of a stream"):
         stream_entries(reply)
+
+
+async def test_lanes_are_told_by_worker_and_nobody_can_have_one_of_any_length(pool: Pool) -> None:
+    keys = pool.keys.model("syn")
+    async with Server(pool.url).client() as redis:
+        assert await read_lanes(redis, keys) == {}
+        await redis.zadd(keys.lanes, {"": 12, "a": 3, "b": 9, "c": 0, "less": -5, "more": "inf"})
+        lanes = await read_lanes(redis, keys)
+        assert list(lanes.items())[:4] == [("more", 10**9), ("b", 9), ("a", 3), ("c", 0)]
+        assert lanes["less"] == 0
+        assert "" not in lanes
+        await redis.delete(keys.lanes)
+        await redis.set(keys.lanes, "no sorted set")
+        assert await read_lanes(redis, keys) == {}

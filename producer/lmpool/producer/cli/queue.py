@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_queue
+from lmpool.broker.readers import read_lanes, read_queue
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
@@ -63,7 +63,7 @@ class Cleared(NamedTuple):
 
 @queue_app.command()
 def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_json: AsJson = False) -> None:
-    """Show how many prompts wait, how many workers hold, and which clients have how many in the backlog."""
+    """Show how many prompts wait, how many workers hold, how many are in lanes, and whose are in the backlog."""
 
     async def look(client: Redis, discovery: Discovery, keys: ModelKeys) -> tuple[dict[str, Any], str]:
         state = await discovery.queue(model)
@@ -71,6 +71,7 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
             "queued": state.depth,
             "held": sum([await _held(client, stream) for stream, _ in await _streams(client, keys)]),
             "backlog": int(await client.zcard(keys.backlog)),
+            "lanes": await read_lanes(client, keys),
             "age_s": state.age_s,
             "clients": await _clients(client, keys),
         }
@@ -80,11 +81,12 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
     if as_json:
         say_json(counts)
         return
-    held, backlog = counts["held"], counts["backlog"]
+    held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
+    laned = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
     oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
     say(
         f"{counts['queued']} prompts{oldest}: workers hold {held}, "
-        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{_joined(doubt)}"
+        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{laned}{_joined(doubt)}"
     )
     if counts["clients"]:
         console, clients = Terminal(), counts["clients"]

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lmpool.broker.readers import read_lanes
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
@@ -132,7 +133,7 @@ async def look(redis: Redis, keys: Keys) -> Survey:
         queue = await discovery.queue(name)
         serving = [*await discovery.workers(name), *loading]
         workers = [worker for worker in serving if worker.fields.get("model") == name]
-        silences = await discovery.silences(workers)
+        silences, lanes = await discovery.silences(workers), await read_lanes(redis, keys.model(name))
         models.append(
             {
                 "name": name,
@@ -142,7 +143,12 @@ async def look(redis: Redis, keys: Keys) -> Survey:
                 "dead": queue.dead,
                 **_totals(workers),
                 "workers": [
-                    {"id": worker.worker_id, **_typed(worker.fields), "silent_s": silences.get(worker.worker_id)}
+                    {
+                        "id": worker.worker_id,
+                        **_typed(worker.fields),
+                        "lane": lanes.get(worker.worker_id),
+                        "silent_s": silences.get(worker.worker_id),
+                    }
                     for worker in workers
                 ],
             }
@@ -292,17 +298,20 @@ def _workers(models: Survey) -> list[Column]:
         Column("worker", [_text(worker["id"]) for worker in workers], 0),
         Column("model", [_text(worker.get("model")) for worker in workers], 0),
         Column("state", [_text(worker.get("state")) for worker in workers], 1),
-        Column("rows", [_text(worker.get("rows")) for worker in workers], 10),
+        Column("rows", [_text(worker.get("rows")) for worker in workers], 11),
         Column("rows/s", [_rate(number(worker, "rows_per_s")) for worker in workers], 2),
-        Column("in-flight", [_text(worker.get("in_flight")) for worker in workers], 8),
+        Column("lane", [_text(worker.get("lane")) for worker in workers], 7),
+        Column("in-flight", [_text(worker.get("in_flight")) for worker in workers], 10),
         Column("failed", [_text(worker.get("failures")) for worker in workers], 3),
-        Column("reuse", [_reuse(worker) for worker in workers], 9),
+        Column("reuse", [_reuse(worker) for worker in workers], 8),
+        Column("homed", [_text(worker.get("homed")) for worker in workers], 12),
+        Column("stolen", [_text(worker.get("stolen")) for worker in workers], 13),
     ]
 
 
 def _heard(models: Survey) -> Column:
     """The time since the last heartbeat of each worker."""
-    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(models)], 7)
+    return Column("heard", [seconds(worker.get("silent_s")) for worker in _each_worker(models)], 9)
 
 
 def _each_worker(models: Survey) -> list[dict[str, Any]]:
