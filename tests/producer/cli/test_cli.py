@@ -397,7 +397,8 @@ def test_a_worker_logs_what_it_does_every_minute_in_words(pool: Pool) -> None:
         producer.batch_logprobs([[i] for i in range(40)])
         worker.until_says("prompts a batch")
     line = next(line for line in worker.text.splitlines() if "prompts a batch" in line)
-    assert re.search(r"\d+\.\d rows/s, \d+\.\d prompts a batch, \d+ % of tokens from the prefix cache", line)
+    assert re.search(r"\d+\.\d rows/s, \d+\.\d prompts a batch, \d+ % of tokens from the prefix cache, ", line)
+    assert re.search(r", \d+ prompts homed, 0 stolen, \d+ in flight, 0 failures", line)
     assert re.search(r"serving 'syn' \(synthetic, float32, V = 512, .*\) on \S+", worker.text)
 
 

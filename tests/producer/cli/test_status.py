@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -19,7 +20,9 @@ from rich.console import Console
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
 from lmpool.producer.cli.status import Survey, seconds, status_models, status_workers, top_models, top_workers
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
+from tests.support.scrape import free_port, scrape
 
 LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
@@ -39,6 +42,7 @@ def folded(lines: list[str], column: int) -> str:
 def a_worker(name: str) -> dict[str, object]:
     told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
     more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
+    more |= {"lane": 57, "homed": "123456", "stolen": "789"}
     return {"id": name, "model": LONG, **told, **more}
 
 
@@ -54,8 +58,13 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         for name in ids:
             assert name in folded(lines, 0)
         assert "99999" in "".join(lines)
+    for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heard"))):
+        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+        console.print(status_workers(models, width))
+        (titles,) = [line for line in console.export_text().splitlines() if "state" in line]
+        assert all(title in titles for title in shown)
     widest = "\n".join(lines)
-    for text in ("batch", "p50", "heard", "25%", "12 ms", "250 ms", "2.2 s"):
+    for text in ("batch", "p50", "heard", "25%", "12 ms", "250 ms", "2.2 s", "57", "123456", "789"):
         assert text in widest
 
 
@@ -109,6 +118,80 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     # How many there is room for is a matter of how long the times are.
     (left_out,) = re.findall(r"no room for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
     assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), "what is not shown is named"
+
+
+async def test_what_lanes_are_worth_is_seen_and_who_takes_from_whom(pool: Pool, tmp_path: Path) -> None:
+    slow, fast = Gate(tmp_path / "slow"), Gate(tmp_path / "fast")
+    options, ports = ("--lease-s", 1, "--max-batch", 4, "--token-ms", 0.001, "--log-every-s", 0.5), {}
+    for gate in (slow, fast):
+        gate.open()
+        port, command = free_port(), gate.command
+        started = await asyncio.to_thread(
+            lambda: pool.start(*options, "--metrics-port", port, command=command)  # noqa: B023  awaited at once
+        )
+        (name,) = re.findall(r"as worker (\S+)", started.text)
+        ports[name] = port
+    held_up, thief = ports
+
+    async def workers() -> dict[str, dict[str, float]]:
+        done = await asyncio.to_thread(run_lmpool, "status", "--json", "--redis", pool.url, "--prefix", pool.prefix)
+        (model,) = json.loads(done.stdout)
+        return {worker["id"]: worker for worker in model["workers"]}
+
+    def value(worker: str, name: str) -> float:
+        return scrape(ports[worker]).value(f"lmpool_worker_{name}", model="syn")
+
+    contexts = [[number] * 40 for number in range(8)]
+    async with pool.producer("syn") as producer:
+
+        async def are_homed() -> bool:
+            for context in contexts:
+                context.append(0)
+            await producer.batch_logprobs(contexts)
+            told = (await workers()).values()
+            return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in told)
+
+        await until_async(are_homed, "what grows comes back to each worker, and is reused there")
+        slow.shut()
+        asked = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
+
+        async def are_taken() -> bool:
+            holders = [entry["consumer"].decode() for entry in pending(pool)]
+            return holders == [held_up] * sum(not task.done() for task in asked) != []
+
+        await until_async(are_taken, "what one does not hold at its gate is done by the other")
+        told = await workers()
+        lane = told[held_up]["lane"]
+        assert lane + int(pool.redis.xlen(pool.keys.model("syn").jobs)) == pool.held()
+        assert lane > told[thief]["lane"] == 0
+
+        async def is_counted() -> bool:
+            told.update(await workers())
+            counted = await asyncio.to_thread(
+                lambda: {
+                    name: (value(name, "homed_jobs_total"), value(name, "stolen_jobs_total"), value(name, "lane_jobs"))
+                    for name in told
+                }
+            )
+            same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in told.items()}
+            return counted == same and told[thief]["stolen"] > 0
+
+        await until_async(is_counted, "heartbeats, commands and metrics tell the same")
+        shown = await asyncio.to_thread(run_lmpool, "top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
+        cells = [re.split(r" *[┃│] *", line) for line in shown.stdout.splitlines()]
+        titles, line = (next(row for row in cells if name in row) for name in ("stolen", held_up))
+        assert line[titles.index("lane")] == str(lane)
+        assert line[titles.index("homed")] == str(told[held_up]["homed"])
+        assert line[titles.index("reuse")] != "0%"
+        slow.open()
+        await asyncio.gather(*asked)
+
+        async def are_empty() -> bool:
+            return all(worker["lane"] == 0 for worker in (await workers()).values())
+
+        await until_async(are_empty, "nothing is left in any lane")
+    until(lambda: re.search(r"[1-9]\d* prompts homed", pool.workers[1].text), "the log tells what came back")
+    until(lambda: re.search(r"[1-9]\d* stolen", pool.workers[1].text), "the log tells what was taken")
 
 
 def test_times_of_all_workers_of_a_model_are_put_together(pool: Pool) -> None:

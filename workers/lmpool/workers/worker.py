@@ -432,7 +432,7 @@ class Worker:
     async def _write_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat; log once if the server refuses it, which need not be the first of its errors."""
         try:
-            await serving.heartbeat.send(self._heartbeat_fields(serving))
+            self._counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
         except ResponseError as error:
             if not self._is_refused:
                 text = str(self._server.explain(error))

@@ -113,15 +113,18 @@ class Heartbeat:
         await self._redis.hdel(models, name)
         return b""
 
-    async def send(self, counters: Mapping[str, str | int | float]) -> None:
+    async def send(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat with the worker's counters, and the model's info if it was lost.
+
+        Returns:
+            how many jobs the worker's lane has, waiting and held.
 
         Raises:
             ModelMismatch: others have served other weights under this name for a lease, for this worker seemed to be
                 gone. An info that no live worker stands for is somebody's junk, or that of workers that have gone: it
                 is replaced.
         """
-        await self._write(counters)
+        lane = await self._write(counters)
         seen = await self._read_info()
         # The info of another worker of these weights may have another lease: it stays.
         if not seen or _differences(self._info, seen):
@@ -129,6 +132,7 @@ class Heartbeat:
         else:
             self._others_since = math.inf
         await self._keep_vocabulary()
+        return lane
 
     async def _replace_info(self, seen: bytes) -> None:
         """Write our info over that of workers that may have gone: a failover shows them for a lease after their end.
@@ -243,8 +247,8 @@ class Heartbeat:
     def _heartbeat(self) -> bytes:
         return self._keys.worker(self._worker_id)
 
-    async def _write(self, counters: Mapping[str, str | int | float]) -> None:
-        """Write the heartbeat, and register how many prompts this worker computes at once."""
+    async def _write(self, counters: Mapping[str, str | int | float]) -> int:
+        """Write the heartbeat, and register how many prompts this worker computes at once; see `send`."""
         fields: dict[str, str | int | float] = {
             "model": self._info.name,
             "backend": self._info.backend,
@@ -258,7 +262,7 @@ class Heartbeat:
         batch = 0 if counters.get("state") == "draining" else self._batch
         args = [self._worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self._worker_id)]
-        await scripts.REGISTER(self._redis, registered, args)
+        return int(await scripts.REGISTER(self._redis, registered, args))
 
     def _mismatch(self, by: str, differences: list[str]) -> ModelMismatch:
         return ModelMismatch(

@@ -30,6 +30,7 @@ class Counters:
         claimed: jobs taken over from workers that fell silent.
         homed: jobs taken whose home this worker is, as far as their clients know.
         stolen: jobs taken from other workers' lanes.
+        lane: jobs in the worker's own lane, waiting and held, as of the last heartbeat; 0 before the first.
         refused: rows that the server refused.
         evicted: rows that were gone as soon as they were stored.
         published_bytes: bytes of rows and answers sent to the server.
@@ -49,6 +50,7 @@ class Counters:
         self.claimed = 0
         self.homed = 0
         self.stolen = 0
+        self.lane = 0
         self.refused = 0
         self.evicted = 0
         self.published_bytes = 0
@@ -115,6 +117,7 @@ class CounterDelta:
         self._heartbeat, self._heartbeat_at = BackendStats(), now
         self._job_counts: list[int] = []
         self._logged, self._logged_at = BackendStats(), now
+        self._homed_logged = self._stolen_logged = 0
 
     def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
         """What happened since the last call, as fields of the heartbeat; "" where nothing has."""
@@ -140,4 +143,9 @@ class CounterDelta:
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
         rate = rows / max(1e-3, self._logged_at - at)
         batch, reused = rows / max(1, steps), (now.reused - before.reused) / max(1, tokens)
-        return f"{rate:.1f} rows/s, {batch:.1f} prompts a batch, {100 * reused:.0f} % of tokens from the prefix cache"
+        homed, self._homed_logged = self._counters.homed - self._homed_logged, self._counters.homed
+        stolen, self._stolen_logged = self._counters.stolen - self._stolen_logged, self._counters.stolen
+        return (
+            f"{rate:.1f} rows/s, {batch:.1f} prompts a batch, {100 * reused:.0f} % of tokens from the prefix cache, "
+            f"{homed} prompts homed, {stolen} stolen"
+        )

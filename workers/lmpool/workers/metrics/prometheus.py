@@ -77,6 +77,9 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     histogram = partial(_family, core.HistogramMetricFamily, snapshot.model)
     yield counter("lmpool_worker_claimed_jobs_total", "Jobs taken over from workers that fell silent.",
                   counters.claimed)
+    yield counter("lmpool_worker_homed_jobs_total", "Jobs taken that continue what the worker has computed.",
+                  counters.homed)
+    yield counter("lmpool_worker_stolen_jobs_total", "Jobs taken from other workers' lanes.", counters.stolen)
     yield counter("lmpool_worker_steps_total", "Forwards that the backend has run.", stats.steps)
     yield counter("lmpool_worker_rows_total", "Rows that the backend has computed.", stats.rows)
     yield counter("lmpool_worker_tokens_total", "Tokens of the prompts that were computed.", stats.tokens)
@@ -93,6 +96,8 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     yield counter("lmpool_worker_server_errors_total", "Attempts to use the server that failed.",
                   counters.server_errors)
     yield gauge("lmpool_worker_held_prompts", "Prompts in flight in the worker.", snapshot.in_flight)
+    yield gauge("lmpool_worker_lane_jobs", "Jobs in the worker's lane, waiting and held, at the last heartbeat.",
+                counters.lane)
     yield gauge("lmpool_worker_heartbeat_age_seconds", "Seconds since the server last answered a heartbeat.",
                 snapshot.silent_s)
     yield histogram("lmpool_worker_batch_prompts", "Prompts that a step finished.", *counters.batch.cumulative())
