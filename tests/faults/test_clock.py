@@ -60,4 +60,10 @@ async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
         pool.workers[0].end()
         gate.open()
         await asked
-    assert pool.jobs() == 0
+    # A server that is a day ahead has forgotten who lives, and clients ask again before the dead worker is missed: what it
+    # held is computed twice then.
+    await until_async(lambda: _is_empty(pool), "what was asked twice is gone too")
+
+
+async def _is_empty(pool: Pool) -> bool:
+    return pool.jobs() == 0
