@@ -60,8 +60,8 @@ async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
         pool.workers[0].end()
         gate.open()
         await asked
-    # A server that is a day ahead has forgotten who lives, and clients ask again before the dead worker is missed: what it
-    # held is computed twice then.
+    # A server that is a day ahead has forgotten who lives, and clients ask again before the dead worker is missed: what
+    # it held is computed twice then.
     await until_async(lambda: _is_empty(pool), "what was asked twice is gone too")
 
 

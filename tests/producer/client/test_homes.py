@@ -17,6 +17,14 @@ def prompt(ids: list[int], adapter: str = "") -> Prompt:
     return Prompt(data, digest_of(data, adapter), adapter)
 
 
+def homes_of_two() -> Homes:
+    """What a client knows that has met two workers."""
+    homes = Homes()
+    homes.note(prompt([10**6]), b"first")
+    homes.note(prompt([10**6]), b"second")
+    return homes
+
+
 def random_ids(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=count)
 
@@ -24,7 +32,7 @@ def random_ids(seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 200, 5000])
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 4])
 def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more: int) -> None:
-    homes = Homes()
+    homes = homes_of_two()
     homes.note(prompt(random_ids(1, length)), b"w1")
     homes.note(prompt(random_ids(2, length)), b"w2")
     for seed, home in ((1, b"w1"), (2, b"w2")):
@@ -34,7 +42,7 @@ def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more:
 
 
 def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
-    homes, begun = Homes(), random_ids(1, 60)
+    homes, begun = homes_of_two(), random_ids(1, 60)
     homes.note(prompt(begun), b"w1")
     assert homes.find(prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
     assert homes.find(prompt([*begun[:47], *range(100)])) == b""
@@ -42,7 +50,7 @@ def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
 
 
 def test_the_longest_beginning_counts() -> None:
-    homes, begun = Homes(), random_ids(1, 100)
+    homes, begun = homes_of_two(), random_ids(1, 100)
     homes.note(prompt(begun[:99]), b"new")
     homes.note(prompt(begun[:97]), b"old")
     assert homes.find(prompt(begun)) == b"new"
@@ -50,7 +58,7 @@ def test_the_longest_beginning_counts() -> None:
 
 
 def test_who_has_computed_a_prompt_last_is_its_home() -> None:
-    homes, begun = Homes(), random_ids(1, 20)
+    homes, begun = homes_of_two(), random_ids(1, 20)
     homes.note(prompt(begun), b"w1")
     homes.note(prompt(begun), b"w2")
     assert homes.find(prompt([*begun, 1])) == b"w2"
@@ -58,20 +66,20 @@ def test_who_has_computed_a_prompt_last_is_its_home() -> None:
 
 def test_prompts_that_share_their_beginning_have_homes_of_their_own() -> None:
     """Not a hash of the beginning: particles would all go to one worker."""
-    homes, begun = Homes(), random_ids(1, 64)
+    homes, begun = homes_of_two(), random_ids(1, 64)
     for at in range(8):
         homes.note(prompt([*begun, at]), b"w%d" % at)
     assert [homes.find(prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
 
 
 def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
-    homes = Homes()
+    homes = homes_of_two()
     homes.note(prompt([1, 2]), b"w1")
     homes.note(prompt([3, 4]), b"w2")
-    assert homes.workers == {b"w1", b"w2"}
+    assert homes.workers == {b"first", b"second", b"w1", b"w2"}
     homes.forget([b"w1"])
     assert (homes.find(prompt([1, 2, 3])), homes.find(prompt([3, 4, 5]))) == (b"", b"w2")
-    assert homes.workers == {b"w2"}
+    assert homes.workers == {b"first", b"second", b"w2"}
     homes.clear()
     assert homes.find(prompt([3, 4, 5])) == b""
     assert not homes.workers
@@ -79,7 +87,7 @@ def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
 
 def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submit, "_MOST_HOMES", 10)
-    homes = Homes()
+    homes = homes_of_two()
     for at in range(100):
         homes.note(prompt([at]), b"w%d" % at)
         homes.note(prompt([7]), b"often")
@@ -90,8 +98,18 @@ def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
     """As jobs for trie workers, which have the name of their vocabulary."""
-    homes = Homes()
+    homes = homes_of_two()
     named = Prompt(b"a vocabulary's digest", b"", "", b"query")
     homes.note(named, b"w1")
     assert homes.find(Prompt(b"a vocabulary's digest", b"", "", b"another query")) == b"w1"
     assert homes.find(Prompt(b"another vocabulary", b"", "", b"query")) == b""
+
+
+def test_one_worker_alone_needs_no_memory() -> None:
+    homes = Homes()
+    homes.note(prompt([1]), b"w1")
+    assert homes.find(prompt([1, 2])) == b""
+    homes.note(prompt([3]), b"w2")
+    homes.note(prompt([1]), b"w1")
+    assert homes.find_all([prompt([1, 2]), prompt([3, 4]), prompt([5, 6])]) == [b"w1", b"w2", b""]
+    assert homes.find_all([prompt([5, 6])]) == []

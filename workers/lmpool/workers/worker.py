@@ -123,7 +123,8 @@ class FetchLoop:
                     jobs = await self._consumer.take(self._count_to_take(capacity), block_ms)
                     if not jobs:
                         await self._find_more(capacity)
-                    block_ms = _LEAST_BLOCK_MS if jobs else min(4 * block_ms, _BLOCK_MS)
+                    is_soon = bool(jobs) and not self._consumer.is_alone
+                    block_ms = _LEAST_BLOCK_MS if is_soon else min(4 * block_ms, _BLOCK_MS)
                     was_idle = not self._in_flight
                     await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -139,7 +139,8 @@ class Homes:
     """Which worker has computed which prompts: the home of what continues them, whose beginning it may still have.
 
     Prompts are known by their lengths and the tokens at both ends. Two that are alike in these share a home, which
-    costs time at most: where a prompt is computed does not change its row.
+    costs time at most: where a prompt is computed does not change its row. As long as one worker alone is known nothing
+    is remembered.
 
     Attributes:
         workers: the workers that are known.
@@ -152,9 +153,11 @@ class Homes:
 
     def note(self, prompt: Prompt, worker: bytes) -> None:
         """Remember that a worker has computed a prompt."""
+        self.workers.add(worker)
+        if len(self.workers) < 2:
+            return
         known, ids = self._workers, prompt.ids
         size = len(ids)
-        self.workers.add(worker)
         for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:
             key = _key(ids, end, prompt.adapter)
             known.pop(key, None)
@@ -180,6 +183,11 @@ class Homes:
             if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
                 return home
         return b""
+
+    def find_all(self, prompts: Iterable[Prompt]) -> list[bytes]:
+        """The homes of several prompts; empty when none is known."""
+        homes = [self.find(prompt) for prompt in prompts] if self._workers else []
+        return homes if any(homes) else []
 
     def forget(self, workers: Collection[bytes]) -> None:
         """Forget workers that are gone."""
@@ -439,9 +447,7 @@ class Submitter:
         args += pack_jobs(
             Job(prompt.ids, prompt.adapter, fingerprint, damaged, prompt.query) for prompt, damaged in prompts
         )
-        homes = [self._homes.find(prompt) for prompt, _ in prompts]
-        if any(homes):
-            args += homes
+        args += self._homes.find_all(prompt for prompt, _ in prompts)
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
             raise connections.commands.distrust(outcome)

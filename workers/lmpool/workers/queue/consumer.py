@@ -231,6 +231,9 @@ class Consumer:
         max_deliveries: deliveries after which a job is given up.
         unwanted: removes what nobody waits for.
         counters: are told since when jobs have waited.
+
+    Attributes:
+        is_alone: no other worker serves the model, as far as is known: there are no others' lanes.
     """
 
     def __init__(
@@ -254,6 +257,7 @@ class Consumer:
         self._max_deliveries = max_deliveries
         self._unwanted = unwanted
         self._counters = counters
+        self.is_alone = False
         # By how much the server's clock is ahead of this machine's.
         self._ahead_s = 0.0
 
@@ -348,8 +352,9 @@ class Consumer:
         """
         patience_ms = int(1000 * min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)))
         stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
-        self._counters.stolen += stolen
-        return stolen
+        self.is_alone = stolen < 0
+        self._counters.stolen += max(0, stolen)
+        return max(0, stolen)
 
     async def close_lane(self) -> None:
         """Give what lies in this worker's lane, and was not taken, to others; nothing more is placed there."""

@@ -8,7 +8,7 @@
 --
 -- A look costs the same however many workers there are: only so many of the shortest lanes are read as there are prompts.
 
--- include streams
+-- include capacity
 -- include time
 
 local FACTOR, SLACK, MOST_READ, MORE, LONGEST = 1.25, 2, 1000, 8, 100000
@@ -41,7 +41,7 @@ end
 
 -- Make ready for `count` jobs that are to be placed. Where there are no lanes to place them in, `choose` will say so.
 local function open_lanes(count)
-  if not has_lanes() then
+  if not has_lanes then
     return
   end
   local workers = redis.call('HLEN', capacities) - 1

@@ -86,8 +86,9 @@ local function add_again(worker, taken, from, to, step)
       local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
       local waiting = waiting_for .. job.digest
       local known = redis.pcall('HGET', waiting, 'job')
-      -- Its clients may have asked again meanwhile, and have another job.
-      if not known or known == job.entry then
+      -- Its clients may have asked again meanwhile, and have another job. Or a server that is short of memory has dropped the
+      -- key: with the job alone in it, it would say that nobody waits.
+      if known == job.entry then
         place(waiting, entry, job.lifetime)
       end
     end

@@ -29,11 +29,6 @@ local function of_group(name, stream)
   return 0
 end
 
--- Whether lanes are in use: one worker alone has no use for one.
-local function has_lanes()
-  return (tonumber(redis.pcall('HLEN', capacities)) or 0) > 2
-end
-
 -- How many jobs lie in all lanes.
 local function in_lanes()
   local sum = tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
@@ -49,6 +44,13 @@ end
 
 -- Remove entries, held or not. Returns how many there were.
 local function remove_entries(entries)
+  -- Nearly always all are of one stream; that of the shared one is seen at once.
+  if #entries > 0 and not string.find(table.concat(entries), ' ', 1, true) then
+    -- XACK alone would leave the entries in the stream's memory for ever.
+    redis.pcall('XACK', jobs, GROUP, unpack(entries))
+    local count = redis.pcall('XDEL', jobs, unpack(entries))
+    return type(count) == 'number' and count or 0
+  end
   local streams, workers, removed = {}, {}, 0
   for _, entry in ipairs(entries) do
     local stream, id, worker = locate(entry)
@@ -60,7 +62,6 @@ local function remove_entries(entries)
     ids[#ids + 1] = id
   end
   for stream, ids in pairs(streams) do
-    -- XACK alone would leave the entries in the stream's memory for ever.
     redis.pcall('XACK', stream, GROUP, unpack(ids))
     local count = redis.pcall('XDEL', stream, unpack(ids))
     if type(count) == 'number' then

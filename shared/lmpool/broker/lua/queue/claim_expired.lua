@@ -115,8 +115,11 @@ local function scan_lane(worker, is_gone)
   return not held.err and take_expired(stream, suffix, held) ~= nil
 end
 
-local is_full = scan_lane(consumer, false)
-for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now_ms(), 'LIMIT', 0, MOST_LANES)) do
+local is_full, now = scan_lane(consumer, false), now_ms()
+local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
+-- Not always the first ones: others may be at work on what is left in those lanes.
+local begin = gone > MOST_LANES and now % gone or 0
+for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MOST_LANES)) do
   if worker ~= consumer then
     is_full = is_full or scan_lane(worker, true)
   end

@@ -7,7 +7,7 @@
 -- not come for it for long. What waits at its home would take longer anywhere else, so this is taken only when it has waited
 -- for so long as `patience`. Who takes it will be its home.
 --
--- Returns how many were moved to the worker's own lane.
+-- Returns how many were moved to the worker's own lane; -1 where no other worker has one.
 
 -- include moving
 
@@ -39,6 +39,9 @@ local function take_from(worker)
   end))
 end
 
+if not has_lanes then
+  return -1
+end
 -- One that leaves, or was taken for gone, takes nothing.
 if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
   return 0

@@ -40,6 +40,41 @@ if may_be_usual and depth == 0 and #ARGV == HEAD + 1 then
 end
 
 -- include capacity
+
+-- Whether this client is known to ask alone, and will be for long.
+local function is_known_alone()
+  if redis.pcall('GET', sole_client) ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
+    return false
+  end
+  for i = HEAD + 1, HEAD + count do
+    if #ARGV[i] > SOLE_MOST_BYTES then
+      return false
+    end
+  end
+  return true
+end
+
+-- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
+-- at once, where this client asks alone or where there are so many.
+local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone()
+local is_usual = is_sole or may_be_usual and spare_capacity(shared, laned) >= count
+local outcome, queued = {}, {}
+if is_usual and not has_lanes then
+  -- With the digest, where a prompt may have to go back.
+  for i = 1, count do
+    local waiting = KEYS[2 + i]
+    if queued[waiting] then
+      outcome[i] = 'J'
+    else
+      local tag = is_sole and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
+      redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag), reply, '')
+      redis.call('PEXPIRE', waiting, lifetime)
+      outcome[i], queued[waiting] = 'Q', true
+    end
+  end
+  return table.concat(outcome)
+end
+
 -- include lanes
 
 -- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
@@ -58,38 +93,19 @@ local function to_stream(i, may_go_back)
   redis.call('PEXPIRE', waiting, lifetime)
 end
 
--- Whether this client is known to ask alone, and will be for long.
-local function is_known_alone()
-  if redis.pcall('GET', sole_client) ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
-    return false
-  end
-  for i = HEAD + 1, #ARGV do
-    if #ARGV[i] > SOLE_MOST_BYTES then
-      return false
+open_lanes(count)
+if is_usual then
+  for i = 1, count do
+    local waiting = KEYS[2 + i]
+    if queued[waiting] then
+      outcome[i] = 'J'
+    else
+      to_stream(i, is_sole)
+      outcome[i], queued[waiting] = 'Q', true
     end
   end
-  return true
-end
-
--- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
--- at once, where this client asks alone or where there are so many.
-if may_be_usual then
-  local is_alone = depth + count <= SOLE_EXTRA and is_known_alone()
-  if is_alone or spare_capacity(shared, laned) >= count then
-    local outcome, queued = {}, {}
-    open_lanes(count)
-    for i = 1, count do
-      local waiting = KEYS[2 + i]
-      if queued[waiting] then
-        outcome[i] = 'J'
-      else
-        to_stream(i, is_alone)
-        outcome[i], queued[waiting] = 'Q', true
-      end
-    end
-    count_added()
-    return table.concat(outcome)
-  end
+  count_added()
+  return table.concat(outcome)
 end
 
 -- include fair_queue
@@ -106,7 +122,6 @@ if free < 0 then
     depth, in_backlog, free = redis.call('XLEN', jobs) + in_lanes(), count_at('ZCARD', backlog), 0
   end
 end
-open_lanes(count)
 -- What goes to the backlog, all at once in the end.
 local since, order, stored, now, last = nil, {}, {}, nil, nil
 
@@ -192,7 +207,6 @@ local function join(waiting)
   return 'J'
 end
 
-local outcome, queued = {}, {}
 for i = 1, count do
   local waiting = KEYS[2 + i]
   local result = nil
