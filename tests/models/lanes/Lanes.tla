@@ -13,8 +13,9 @@
    nap       whether a worker is frozen, or once was
    held      what each worker computes; "spent": to be given up instead
    deadline  what the sorted set `workers` says: "none", "lives", "passed"
-   known     consumers of the shared stream: every worker that may have left something; never evicted
-   count     the sorted set `lanes`: where prompts are placed; and how many entries its lanes have
+   known     consumers of the shared stream: every worker that may have left something; never evicted: deadlines
+             that the server has lost are made anew from it
+   count     the hash `capacity` and the sorted set `lanes`, as one: where prompts are placed, and how long lanes are
    client    what each caller knows: "idle" (has not asked), "waits", "told" (of a row), "failed" (told of an error),
              "ends" (has its row or its error, or has given up)
 
@@ -74,12 +75,15 @@ IsAlone(w) == \E e \in entries : e.by = w /\ Holds(w, e) /\ e.d = MaxDeliveries
 HasRoom == Cardinality({e \in entries : e.by = Nobody /\ e.at # Backlog}) < Capacity
 Open(w) == deadline[w] = "lives" /\ (count[w] # Unlisted \/ Break = "a home needs only live")
 Places == IF \E w \in Workers : Open(w) THEN {w \in Workers : Open(w)} ELSE {Shared}
-\* Whether a worker that looks for what others have left finds an entry.
-Found(e) ==
-    IF e.at \notin Workers THEN TRUE
-    ELSE IF Break = "claims look at listed lanes" THEN count[e.at] # Unlisted
-    ELSE IF Break = "claims look at lanes of the dead" THEN known[e.at] /\ deadline[e.at] # "lives"
-    ELSE known[e.at]
+\* Whether a lane is known to those who look for what others have left.
+Found(v) ==
+    /\ deadline[v] # "none" \/ known[v]
+    /\ Break = "claims look at listed lanes" => count[v] # Unlisted
+\* Where a worker looks for entries that were given to somebody and have expired.
+Looks(w, place) ==
+    \/ place \notin Workers
+    \/ place = w /\ Break # "claims look at lanes of the dead"
+    \/ \E v \in Workers : v = place /\ deadline[v] = "passed" /\ Found(v)
 IsQueued(p) == \E e \in entries : e.p = p /\ Job(e) = waiting[p].job
 
 \* What scripts do.
@@ -184,7 +188,7 @@ Steal(w) ==
     /\ count' = Counted(entries')
     /\ UNCHANGED <<rows, dead, workers, client, faults>>
 Claim(w) == \E e \in entries :
-    /\ e.by # Nobody /\ Takes(w) /\ ~Renewed(e) /\ Found(e)
+    /\ e.by # Nobody /\ Takes(w) /\ ~Renewed(e) /\ Looks(w, e.at)
     /\ Cardinality(held[w]) < MaxHeld /\ ~IsAlone(w)
     /\ e.d = MaxDeliveries - 1 => held[w] = {} \/ Break = "suspects run with others"
     /\ entries' = (entries \ {e}) \cup {Deliver(e, w)} /\ Hold(w, e, e.d >= MaxDeliveries)
@@ -335,7 +339,7 @@ Spec == Init /\ [][Next]_vars /\ WF_vars(Step)
 \* What holds whatever is evicted.
 
 \* What lies in a lane is found by whoever looks for what others have left.
-Reachable == \A e \in entries : e.at \in Workers => known[e.at] /\ (e.by # Nobody => Found(e))
+Reachable == \A e \in entries : e.at \in Workers => Found(e.at)
 \* A worker that drains gets nothing more.
 Closed == \A w \in Workers : mode[w] = "drains" => Undelivered(w) = {}
 \* The list of lanes tells their lengths.
