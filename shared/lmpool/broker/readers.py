@@ -182,15 +182,16 @@ async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
-    """The consumers of a model's queue, whether they are alive or not.
+    """The workers that a model's queue knows, whether they are alive or not: its consumers, and who has a lane.
 
     Raises:
         RedisError, OSError: the server cannot be used.
     """
     try:
         consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
+        lanes = await redis.zrange(keys.lanes, 0, -1)
     except ResponseError as error:
         if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
             raise
         return []
-    return [consumer["name"] for consumer in consumers]
+    return list(dict.fromkeys([consumer["name"] for consumer in consumers] + [worker for worker in lanes if worker]))

@@ -261,6 +261,25 @@ async def test_consumers_that_a_server_has_forgotten_the_deadlines_of_are_swept_
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
+async def test_a_lane_tells_of_a_worker_when_a_new_stream_and_the_server_have_forgotten_it(
+    redis: redis_async.Redis,
+) -> None:
+    for name in ("w1", "w2"):
+        await register(redis, name, 4)
+    await submit(redis, 1, 2, homes=("w2", "w2"))
+    await redis.delete(MODEL.workers, JOBS)
+    await redis.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
+    worker = heartbeat(redis, batch=4)
+    await worker.join({})
+    await worker.sweep()
+    assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
+    await let_pass(redis, "w2")
+    await claim(redis, consumer="w1")
+    assert [fields[b"m"] for _, fields in await entries_of(redis)] == [b"job-1", b"job-2"]
+    await worker.sweep()
+    assert set(await redis.zrange(MODEL.lanes, 0, -1)) == {b"", b"w1"}
+
+
 async def test_a_worker_that_is_gone_stays_a_consumer_while_it_holds_jobs(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 4)
     await submit(redis, 1)

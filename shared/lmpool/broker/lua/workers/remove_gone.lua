@@ -7,12 +7,13 @@
 -- Looked at and removed at once: removing a consumer also drops what it holds, and a worker that only seemed
 -- to be gone may take jobs at any moment. One that holds jobs, or whose lane has some, stays, so that they can be claimed.
 --
--- Returns how many were removed, and whether there are consumers that have no deadline (0|1).
+-- Returns how many were removed, and whether there are consumers, or, where lengths are added up, lanes, that have no
+-- deadline (0|1).
 
 -- include fair_queue
 
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
-local now, removed = now_ms(), 0
+local now, removed, has_unknown = now_ms(), 0, false
 count_at('ZCARD', workers)
 if count_at('ZCARD', virtual_time) > 1 then
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, '-inf', virtual_now(), 'LIMIT', 0, most)) do
@@ -33,11 +34,15 @@ local function drop_lane(worker)
   return length == 0
 end
 
--- Of the lanes' lengths the sum may be wrong, where the server has lost some of them or somebody else has written there.
+-- Of the lanes' lengths the sum may be wrong, where the server has lost some of them or somebody else has written there. A new
+-- shared stream knows no consumers: then a lane alone tells of a worker whose deadline was lost.
 local function add_up_lanes()
   local lengths, sum = redis.pcall('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
   for at = 1, #lengths, 2 do
-    sum = sum + (lengths[at] == '' and 0 or tonumber(lengths[at + 1]) or 0)
+    if lengths[at] ~= '' then
+      sum = sum + (tonumber(lengths[at + 1]) or 0)
+      has_unknown = has_unknown or not redis.call('ZSCORE', workers, lengths[at])
+    end
   end
   if #lengths > 0 then
     redis.call('ZADD', lanes, sum, '')
@@ -66,4 +71,5 @@ end
 if ARGV[4] == '1' then
   add_up_lanes()
 end
-return {removed, of_group('consumers') > redis.call('ZCARD', workers) and 1 or 0}
+has_unknown = has_unknown or of_group('consumers') > redis.call('ZCARD', workers)
+return {removed, has_unknown and 1 or 0}
