@@ -485,6 +485,13 @@ async def test_only_ones_own_jobs_are_renewed(redis: redis_async.Redis) -> None:
     assert await claim(redis, consumer="w3") == (0, [(others, b"job-2", 1)])
 
 
+async def test_a_lane_that_is_gone_keeps_no_other_lease_from_being_renewed(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (mine,) = await take(redis)
+    assert await scripts.RENEW(redis, [JOBS], [GROUP, "w1", b"1-1 w9", mine]) == [b"1-1 w9"]
+    assert await redis.exists(MODEL.lane("w9")) == 0
+
+
 # swap
 
 

@@ -11,13 +11,10 @@ local group, consumer = ARGV[1], ARGV[2]
 local MOST = 500
 local lost, streams = {}, {}
 
--- What the worker holds of a stream: ids, as many as are looked at together, and whether these are all.
+-- What the worker holds of a stream: ids, as many as are looked at together, and whether these are all. Of a lane that the
+-- server has lost, or that was dropped with its worker, it holds nothing: an error here would end the leases of all the rest.
 local function held_of(stream)
   local first, known = redis.pcall('XPENDING', stream, group, '-', '+', MOST, consumer), {}
-  if first.err then
-    -- Gone with its last entry, as the lane of another goes once that has left, or lost: what is held elsewhere is not.
-    return {known = known, is_all = true, kept = {}}
-  end
   for _, job in ipairs(first) do
     known[job[1]] = true
   end
