@@ -25,7 +25,7 @@ CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults) $(
 	$(call tests_of,shared/broker,cluster) \
 	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_letters)
 # Servers differ in what their scripts find: how a hash shrinks, what a last id is.
-SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry scripts) \
+SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts) \
 	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
 SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts control_plane) $(call tests_of,workers/cli,options) \
 	$(call tests_of,producer/client,discovery)
@@ -97,11 +97,16 @@ test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 
-## fuzz: feed a pool 120,000 hostile jobs, replies, model infos and rows; FUZZ_CASES says how many
-# As `test` does with 2,000 of them: new ones in every run.
+## fuzz: feed a pool 120,000 hostile jobs, replies, model infos and rows, and do 1,000,000 things to a queue
+# As `test` does with 2,000 of each: new ones in every run. FUZZ_CASES and FUZZ_STEPS say how many. What is done to a queue
+# is the same again with the same FUZZ_SEED: its command shows the first, and the names of its tests show all of them.
 FUZZ_CASES ?= 120000
+FUZZ_STEPS ?= 1000000
+FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/faults/hostile -n 2 --dist loadfile --timeout 3600
+	LMPOOL_FUZZ_STEPS=$(FUZZ_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
+		$(BIN)/python -m pytest tests/shared/broker/scripts/test_queue_protocol.py -n 2 --timeout 3600
 
 ## test-vllm: the contract of backends, and the engine's own tests, with vLLM
 # In the environment of each engine; both of vLLM's model runners, each as it is on

@@ -82,7 +82,9 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
     await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
 
 
-def finish_args(*endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0) -> list[Any]:
+def finish_args(
+    *endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0, consumer: str = "w1"
+) -> list[Any]:
     """What `finish.lua` is told of entries: (entry, failure, dead); b"" for no failure."""
     args: list[Any] = [
         GROUP,
@@ -90,7 +92,7 @@ def finish_args(*endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: i
         cap,
         LIFETIME_MS,
         100,
-        "w1",
+        consumer,
         mark_ms,
         len(endings),
         *(ending[0] for ending in endings),

@@ -1,0 +1,215 @@
+"""What clients and workers may expect of a queue, told what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.shared.broker.scripts.queue_state import State
+
+MOST_DELIVERIES = 3
+
+
+@dataclass(slots=True)
+class Delivery:
+    """An entry that was given to a worker.
+
+    Attributes:
+        worker: who holds it.
+        count: how often it was given to one.
+        is_silent: its lease has passed.
+    """
+
+    worker: str
+    count: int = 1
+    is_silent: bool = False
+
+
+class QueueModel:
+    """Follows a queue beside the server.
+
+    Attributes:
+        waits: client's reply key and prompt -> whether an answer is certain; when the server has lost something that
+            belongs to it, the client has to ask again.
+        pending: what workers have been given.
+        loose: prompts that may have several jobs, or one that nobody waits for: what told of one was lost or has
+            expired, or a worker that seemed to be gone has brought the row.
+        dangling: prompts whose waiting keys may name a job that the server has lost.
+        miscounted: see `State.check_alone`.
+        is_sum_known: see `State.check_alone`.
+        has_lost_lanes: the lengths of all lanes were lost, and are not all known again.
+        limit: most jobs that the queue may hold; 0 once it may hold more, for lengths were lost.
+        last: the queue after the step before.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.waits: dict[tuple[bytes, int], bool] = {}
+        self.pending: dict[bytes, Delivery] = {}
+        self.loose: set[int] = set()
+        self.dangling: set[int] = set()
+        self.miscounted: set[str] = set()
+        self.is_sum_known = True
+        self.has_lost_lanes = False
+        self.limit = limit
+        self.last: State | None = None
+        # Of one step: prompts that may be answered, and entries that must have gone.
+        self._ending: set[int] = set()
+        self._ended: set[bytes] = set()
+        self._dead = 0
+
+    def waits_of(self, client: bytes) -> list[int]:
+        """The prompts that a client waits for."""
+        return sorted(number for reply, number in self.waits if reply == client)
+
+    def held(self, worker: str) -> list[bytes]:
+        """What a worker was given last, by the server's account."""
+        return sorted(entry for entry, delivery in self.pending.items() if delivery.worker == worker)
+
+    def places(self, number: int) -> list[bytes]:
+        """Where a prompt's jobs were after the last step."""
+        return self.last.places.get(number, []) if self.last else []
+
+    def submitted(self, client: bytes, numbers: Iterable[int], outcome: str, *, again: bool) -> None:
+        """A client has asked for prompts."""
+        for number, code in zip(numbers, outcome.removesuffix("+"), strict=True):
+            was_certain = self.waits.get((client, number), False)
+            if code == "R":
+                self.waits.pop((client, number), None)
+            elif code == "F":
+                assert not was_certain, f"{number} is waited for, and its job was refused"
+            elif code == "J":
+                if again:
+                    self.dangling.discard(number)
+                self.waits[client, number] = number not in self.dangling
+            else:
+                assert code == "Q", f"the outcome of {number} is {code!r}"
+                assert not (again and was_certain), f"{number} was queued twice"
+                self.waits[client, number] = True
+                self.dangling.discard(number)
+
+    def taken(self, worker: str, entries: Iterable[bytes]) -> None:
+        """A worker has got new entries."""
+        for entry in entries:
+            assert entry not in self.pending, f"{entry!r} was delivered as new twice"
+            self.pending[entry] = Delivery(worker)
+
+    def claimed(self, worker: str, claims: list[tuple[bytes, int]], *, was_idle: bool, own: list[bytes]) -> None:
+        """A worker has taken over entries, with the deliveries that they had before."""
+        for entry, count in claims:
+            before = self.pending[entry]
+            assert before.is_silent, f"{entry!r} was taken from {before.worker}, whose lease has not passed"
+            assert before.count == count, f"{entry!r} was delivered {before.count} times, and the claim says {count}"
+            assert not (before.worker == worker and entry in own), f"{entry!r} was taken from the worker itself"
+            if count == MOST_DELIVERIES - 1:
+                assert (was_idle, len(claims)) == (True, 1), f"{entry!r} is suspect, and was not taken alone"
+            self.pending[entry] = Delivery(worker, count + 1)
+
+    def finished(self, entry: bytes, number: int) -> None:
+        """A job has ended, whoever held it."""
+        self.ends(number, {entry})
+        self.remove([entry])
+
+    def ends(self, number: int, entries: set[bytes]) -> None:
+        """Who waits for a prompt may hear of it now; other jobs for the same prompt nobody may wait for any more."""
+        self._ending.add(number)
+        if set(self.places(number)) - entries - self._ended:
+            self.loose.add(number)
+
+    def buried(self) -> None:
+        """A job has become a dead letter."""
+        self._dead += 1
+
+    def dug_out(self) -> None:
+        """A dead letter has been taken off."""
+        self._dead -= 1
+
+    def remove(self, entries: Iterable[bytes]) -> None:
+        """Entries are to be gone after this step."""
+        for entry in entries:
+            self.pending.pop(entry, None)
+            self._ended.add(entry)
+
+    def silence(self, worker: str) -> dict[bytes, int]:
+        """Let the leases of what a worker holds pass; returns these entries and their deliveries."""
+        entries = {}
+        for entry in self.held(worker):
+            self.pending[entry].is_silent = True
+            entries[entry] = self.pending[entry].count
+        return entries
+
+    def lose_waiting(self, number: int) -> None:
+        """The server has lost a waiting key."""
+        for client, waited_for in self.waits:
+            if waited_for == number:
+                self.waits[client, number] = False
+        self.loose.add(number)
+
+    def lose_stream(self, worker: str) -> None:
+        """The server has lost a worker's lane, or the shared stream for ""."""
+        assert self.last is not None
+        for entry, number in self.last.entries.items():
+            if entry.partition(b" ")[2] == worker.encode():
+                self.remove([entry])
+                self.lose_waiting(number)
+                self.dangling.add(number)
+        if worker:
+            self.miscounted.add(worker)
+
+    def check(self, state: State) -> None:
+        """Compare the queue with what was done since the step before."""
+        self._note_told(state)
+        self._check_waits(state)
+        self._check_places(state)
+        delivered = {entry: (delivery.worker, delivery.count) for entry, delivery in self.pending.items()}
+        assert state.pending == delivered, _difference(state.pending, delivered)
+        assert not (gone := self._ended & state.entries.keys()), f"jobs that have ended are left: {gone}"
+        assert state.dead == self._dead, f"{state.dead} dead letters, and {self._dead} jobs were given up"
+        if self.last is not None and self.limit and state.depth > self.last.depth:
+            assert state.depth <= self.limit, f"{state.depth} jobs, and the limit is {self.limit}"
+        self.miscounted &= state.lanes.keys()
+        state.check_alone(miscounted=self.miscounted, is_sum_known=self.is_sum_known)
+        if not self.has_lost_lanes:
+            assert not state.uncounted, f"jobs in lanes that are not counted: {state.uncounted}"
+        else:
+            self.has_lost_lanes = bool(state.uncounted) or not state.capacity.keys() <= state.lanes.keys()
+        self._ending, self._ended, self.last = set(), set(), state
+
+    def _note_told(self, state: State) -> None:
+        for client, messages in state.told.items():
+            for _, fields in messages:
+                digests = fields[b"d"]
+                for at in range(0, len(digests), 16):
+                    number = digests[at]
+                    assert number in self._ending, f"{client!r} was told of {number}, which has not ended"
+                    self.waits.pop((client, number), None)
+
+    def _check_waits(self, state: State) -> None:
+        for (client, number), is_certain in self.waits.items():
+            if not is_certain:
+                continue
+            waiting, places = state.waiting.get(number), state.places.get(number, [])
+            assert waiting is not None, f"{client!r} waits for {number}, and is forgotten: its jobs are {places}"
+            assert client in waiting, f"{client!r} waits for {number}, and only {waiting} is known"
+            job = waiting.get(b"job")
+            assert job in places, f"{client!r} waits for {number}, whose job is {job!r}, and there is {places}"
+
+    def _check_places(self, state: State) -> None:
+        for number in self.dangling - state.waiting.keys():
+            self.dangling.discard(number)
+        for number, places in state.places.items():
+            waiting = state.waiting.get(number, {})
+            is_known = places == [waiting.get(b"job")]
+            is_wanted = len(waiting) > 1 or places[0] in state.pending
+            if number in self.loose:
+                if is_known and is_wanted:
+                    self.loose.discard(number)
+                continue
+            assert len(places) == 1, f"{number} is in the queue twice: {places}"
+            assert is_known, f"the job of {number} is {places[0]!r}, and its waiting key says {waiting}"
+            assert is_wanted, f"{number} is queued as {places[0]!r}, and nobody waits for it"
+        self.loose &= state.places.keys()
+
+
+def _difference(there: dict[bytes, tuple[str, int]], expected: dict[bytes, tuple[str, int]]) -> str:
+    more, less = there.items() - expected.items(), expected.items() - there.items()
+    return f"workers hold {more or 'nothing'} besides what they were given, and lack {less or 'nothing'}"
