@@ -106,7 +106,7 @@ FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/faults/hostile -n 2 --dist loadfile --timeout 3600
 	LMPOOL_FUZZ_STEPS=$(FUZZ_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
-		$(BIN)/python -m pytest tests/shared/broker/scripts/test_queue_protocol.py -n 2 --timeout 3600
+		$(BIN)/python -m pytest tests/shared/broker/scripts/stateful/test_queue_protocol.py -n 2 --timeout 3600
 
 ## test-vllm: the contract of backends, and the engine's own tests, with vLLM
 # In the environment of each engine; both of vLLM's model runners, each as it is on

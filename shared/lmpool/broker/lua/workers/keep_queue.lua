@@ -37,6 +37,11 @@ end
 if not is_spoilt and not (length == 0 and is_ahead(redis.call('XINFO', 'STREAM', jobs), 'last-generated-id')) then
   return -1
 end
+-- Who has consumed the old one may have gone with jobs in its lane, which nothing else tells where deadlines are lost.
+local consumers = redis.pcall('XINFO', 'CONSUMERS', jobs, group)
 redis.call('UNLINK', jobs)
 redis.call('XGROUP', 'CREATE', jobs, group, '0', 'MKSTREAM')
+for _, consumer in ipairs(consumers) do
+  redis.call('XGROUP', 'CREATECONSUMER', jobs, group, consumer[2])
+end
 return length

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.shared.broker.scripts.queue_state import PROMPTS, WORKERS
+from tests.shared.broker.scripts.stateful.queue_state import PROMPTS, WORKERS
 from tests.shared.broker.scripts.script_calls import MODEL, A, B, C
 
 CLIENTS = (A, B, C)

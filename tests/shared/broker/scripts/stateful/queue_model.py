@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.shared.broker.scripts.queue_state import State
+from tests.shared.broker.scripts.stateful.queue_state import State
 
 MOST_DELIVERIES = 3
 

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from lmpool.embedded import EmbeddedServer
-from tests.shared.broker.scripts.queue_machine import QueueMachine
-from tests.shared.broker.scripts.queue_state import Caller
+from tests.shared.broker.scripts.stateful.queue_machine import QueueMachine
+from tests.shared.broker.scripts.stateful.queue_state import Caller
 
 STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 2000))
 SEED = int(os.environ.get("LMPOOL_FUZZ_SEED", 0))
