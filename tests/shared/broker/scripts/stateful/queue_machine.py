@@ -17,9 +17,6 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD
-from tests.shared.broker.scripts.stateful.queue_model import MOST_DELIVERIES, QueueModel
-from tests.shared.broker.scripts.stateful.queue_state import LATER, PROMPTS, RESCUER, WORKERS, Caller, State
-from tests.shared.broker.scripts.stateful.queue_steps import CLIENTS, SIZES, STEPS, TROUBLE
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -30,6 +27,9 @@ from tests.shared.broker.scripts.script_calls import (
     finish_args,
     waiting,
 )
+from tests.shared.broker.scripts.stateful.queue_model import MOST_DELIVERIES, QueueModel
+from tests.shared.broker.scripts.stateful.queue_state import LATER, PROMPTS, RESCUER, WORKERS, Caller, State
+from tests.shared.broker.scripts.stateful.queue_steps import CLIENTS, SIZES, STEPS, TROUBLE
 
 LEASE_MS = 3_600_000
 LIFETIME_MS = 7_200_000

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.shared.broker.scripts.stateful.queue_state import PROMPTS, WORKERS
 from tests.shared.broker.scripts.script_calls import MODEL, A, B, C
+from tests.shared.broker.scripts.stateful.queue_state import PROMPTS, WORKERS
 
 CLIENTS = (A, B, C)
 
