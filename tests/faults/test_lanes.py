@@ -1,0 +1,207 @@
+"""Workers that end, freeze or leave with prompts in their lanes: others answer these, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmpool.producer import Producer
+from lmpool.protocol.keys import GROUP
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, pending, until, until_async, until_done
+
+BATCH = 2
+"""Of the worker that something happens to: it holds twice as many, and the rest of its lane it has not been given."""
+ROOMY = 16
+"""Of the other, which so has capacity for more, and is not idle either while it stands at its gate."""
+PROMPTS = [[number, 1] for number in range(20)]
+
+
+async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
+    """Ask for prompts and check every value."""
+    rows = await producer.batch_logprobs(prompts)
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert np.array_equal(row, synthetic_row(prompt, vocab_size=V))
+
+
+class Lane:
+    """The lane of a worker process."""
+
+    def __init__(self, pool: Pool, worker: WorkerProcess) -> None:
+        names: Any = pool.redis.zrange(pool.keys.model("syn").lanes, 0, -1)
+        (self.worker_id,) = [name.decode() for name in names if f"-{worker.process.pid}-".encode() in name]
+        self._redis = pool.redis
+        self._key = pool.keys.model("syn").lane(self.worker_id)
+
+    @property
+    def held(self) -> list[dict[str, Any]]:
+        """What workers hold of it."""
+        entries: list[dict[str, Any]] = []
+        if self._redis.exists(self._key):
+            entries = self._redis.xpending_range(self._key, GROUP, "-", "+", 1000)
+        return entries
+
+    @property
+    def waiting(self) -> int:
+        """How many entries no worker has been given."""
+        return int(self._redis.xlen(self._key)) - len(self.held)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the stream exists."""
+        return bool(self._redis.exists(self._key))
+
+
+class TwoWorkers:
+    """A worker that something happens to, with a full lane, and another one that stands at its gate.
+
+    Attributes:
+        victim: the first.
+        lane: its lane.
+        gate: of the victim.
+        other: the second.
+        other_gate: of the other.
+        asked: the request for all `PROMPTS`.
+    """
+
+    def __init__(self, pool: Pool, folder: Path, lease_s: float, batch: int) -> None:
+        self.gate, self.other_gate = Gate(folder / "gate"), Gate(folder / "other-gate")
+        lease = ("--lease-s", lease_s)
+        self.victim = pool.start(*lease, "--max-batch", BATCH, command=self.gate.command)
+        self.other = pool.start(*lease, "--max-batch", batch, command=self.other_gate.command)
+        self.lane, self.other_lane = Lane(pool, self.victim), Lane(pool, self.other)
+        self.asked: asyncio.Future[None]
+
+    async def is_full(self) -> bool:
+        """Whether the victim holds all that it may, and more lies in its lane."""
+        return len(self.lane.held) == 2 * BATCH and self.lane.waiting > 0
+
+    async def is_left(self) -> bool:
+        """Whether nothing is left in the victim's lane that no worker was given."""
+        return not self.lane.waiting
+
+
+@asynccontextmanager
+async def two_workers(pool: Pool, folder: Path, lease_s: float, batch: int = ROOMY) -> AsyncIterator[TwoWorkers]:
+    """Have two workers with full hands; in the end all that was asked is answered, and no lane has anything."""
+    workers = await asyncio.to_thread(lambda: TwoWorkers(pool, folder, lease_s, batch))
+    async with pool.producer() as producer:
+        workers.asked = asyncio.create_task(ask_all(producer, PROMPTS))
+        await until_async(workers.is_full, "the worker's lane is full")
+        yield workers
+        await asyncio.wait_for(workers.asked, DEADLINE_S)
+    await until_done(pool)
+    assert not pool.names("*waiting*")
+
+
+async def test_what_a_killed_worker_was_never_given_goes_to_others_after_a_lease(pool: Pool, tmp_path: Path) -> None:
+    async with two_workers(pool, tmp_path, lease_s=1) as workers:
+        workers.victim.end()
+        # The other does not steal meanwhile: that is for those who have nothing to do.
+        await until_async(workers.is_left, "the lane is taken over")
+        deliveries = [job["times_delivered"] for job in pending(pool)]
+        assert deliveries.count(2) == 2 * BATCH, "those that the killed worker held"
+        assert set(deliveries) == {1, 2}, "what it was never given counts as new"
+        workers.other_gate.open()
+    await asyncio.to_thread(until, lambda: not workers.lane.is_there, "the lane goes")
+    assert pool.redis.zscore(pool.keys.model("syn").lanes, workers.lane.worker_id) is None
+
+
+async def test_an_idle_worker_does_not_wait_for_the_lease_of_one_that_was_killed(pool: Pool, tmp_path: Path) -> None:
+    async with two_workers(pool, tmp_path, lease_s=60) as workers:
+        workers.victim.signal(signal.SIGSTOP)
+        workers.other_gate.open()
+        await until_async(workers.is_left, "the other steals what lies in the lane")
+        held = workers.lane.held
+        assert {job["consumer"].decode() for job in held} == {workers.lane.worker_id}
+        assert len(held) == 2 * BATCH, "that is not to be stolen"
+
+        async def is_answered() -> bool:
+            return pool.jobs() == pool.held() == 2 * BATCH
+
+        await until_async(is_answered, "all others are answered")
+        workers.gate.open()
+        workers.victim.signal(signal.SIGCONT)
+
+
+async def test_a_frozen_worker_finds_its_lane_taken_over_and_goes_on(pool: Pool, tmp_path: Path) -> None:
+    async with two_workers(pool, tmp_path, lease_s=1) as workers:
+        workers.victim.signal(signal.SIGSTOP)
+        await until_async(workers.is_left, "the lane is taken over")
+        workers.other_gate.open()
+        await asyncio.wait_for(asyncio.shield(workers.asked), DEADLINE_S)
+        await asyncio.to_thread(until, lambda: not workers.lane.is_there, "the lane goes")
+        workers.gate.open()
+        workers.victim.signal(signal.SIGCONT)
+        await asyncio.to_thread(until, lambda: workers.lane.is_there, "the worker has a lane again")
+    async with pool.producer() as producer:
+        # Some of these are at home there.
+        await ask_all(producer, [[*prompt, 2] for prompt in PROMPTS])
+        await ask_all(producer, [[*prompt, 2, 3] for prompt in PROMPTS])
+    workers.victim.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(workers.victim.wait) == 0
+    assert "Traceback" not in workers.victim.text
+
+
+async def test_a_worker_that_is_told_to_stop_leaves_its_lane_to_others_at_once(pool: Pool, tmp_path: Path) -> None:
+    # Nothing but the close of the lane explains it: the lease is long, and the other is too busy to steal.
+    async with two_workers(pool, tmp_path, lease_s=60, batch=BATCH) as workers:
+        shared = pool.keys.model("syn").jobs
+        left = workers.lane.waiting
+        workers.victim.signal(signal.SIGTERM)
+        await until_async(workers.is_left, "the lane is closed")
+        assert pool.redis.xlen(shared) == left
+        assert len(workers.lane.held) == 2 * BATCH, "these it finishes"
+        workers.other_gate.open()
+
+        async def is_answered() -> bool:
+            return pool.jobs() == pool.held() == 2 * BATCH
+
+        await until_async(is_answered, "all others are answered")
+        workers.gate.open()
+        assert await asyncio.to_thread(workers.victim.wait) == 0
+    assert not workers.lane.is_there
+
+
+async def test_a_lane_that_goes_does_not_keep_its_heir_from_renewing_its_leases(pool: Pool, tmp_path: Path) -> None:
+    lease_s = 1
+    async with two_workers(pool, tmp_path, lease_s) as workers:
+        workers.victim.signal(signal.SIGSTOP)
+        await until_async(workers.is_left, "the lane is taken over")
+        # It wakes in time to compute what it held, which the other is about to compute too.
+        workers.gate.open()
+        workers.victim.signal(signal.SIGCONT)
+        workers.victim.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(workers.victim.wait) == 0
+        await asyncio.to_thread(until, lambda: not workers.lane.is_there, "the lane goes")
+        gone_at = pool.redis.time()[0]
+
+        async def leases_have_passed() -> bool:
+            return bool(pool.redis.time()[0] > gone_at + 3 * lease_s)
+
+        await until_async(leases_have_passed, "leases have passed")
+        assert len(pending(pool)) > 0
+        assert max(job["time_since_delivered"] for job in pending(pool)) < 1000 * lease_s
+        workers.other_gate.open()
+
+
+async def test_a_server_that_loses_the_lengths_of_the_lanes_loses_no_prompt(pool: Pool, tmp_path: Path) -> None:
+    """As one that is short of memory may: the key expires."""
+    async with two_workers(pool, tmp_path, lease_s=1) as workers:
+        lanes, lengths = pool.keys.model("syn").lanes, [workers.lane.worker_id, workers.other_lane.worker_id]
+        pool.redis.delete(lanes)
+
+        async def is_counted_again() -> bool:
+            counted: Any = pool.redis.zmscore(lanes, [*lengths, ""])
+            return None not in counted and counted[0] + counted[1] == counted[2] == len(PROMPTS)
+
+        await until_async(is_counted_again, "heartbeats say how long the lanes are")
+        workers.gate.open()
+        workers.other_gate.open()
