@@ -18,12 +18,12 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from tests.faults.chaos.fleet import Fleet
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
+from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Strike, draw_plan
-from tests.faults.chaos.recovery import recoveries
 from tests.faults.chaos.report import Report
 from tests.faults.chaos.settings import ChaosSettings
 from tests.faults.chaos.striker import Striker
-from tests.faults.chaos.tally import count, count_computed, read_requests
+from tests.faults.chaos.tally import count, count_computed, read_requests, recoveries
 from tests.support.servers.proxy import Proxy
 
 _PREFIX = "chaos"
@@ -39,13 +39,16 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
     await asyncio.to_thread(server.start)
     try:
-        async with Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy:
+        async with (
+            Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy,
+            Observer(server.url, _PREFIX) as observer,
+        ):
             fleet = Fleet(settings, folder, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
-            striker = Striker(fleet, proxy, server, settings.seed)
+            striker = Striker(fleet, proxy, server, observer, settings.seed)
             try:
                 await asyncio.to_thread(fleet.start)
                 await striker.run(plan, settings.seconds)
-                await asyncio.to_thread(fleet.end_clients)
+                await striker.end_clients()
                 left = await asyncio.to_thread(_end, settings, fleet, server)
             finally:
                 await asyncio.to_thread(fleet.kill)
@@ -59,6 +62,8 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
         count(requests, settings.timeout_s + settings.grace_s),
         count_computed(fleet.traces),
         recoveries(striker.troubles, requests),
+        observer.counted,
+        striker.full_lanes,
         left,
         fleet.leaked + leaked_processes(folder),
         fleet.failed,

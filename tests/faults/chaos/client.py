@@ -1,8 +1,8 @@
-"""One client process: asks for rows until SIGTERM, compares each, and writes down how every request went.
+"""One client process: asks until SIGTERM, compares each answer, and writes down how every request went.
 
-Half of the prompts are new; the others are those that all clients ask for in the same two seconds. One request in ten
-is a batch. A line `b NUMBER TIME` begins requests and `e NUMBER TIME OUTCOME` ends them, with the time of the monotonic
-clock, which all processes of a machine share.
+Most of its tasks ask for one thing after the other, some have contexts grow in lock step, and one of the first client
+puts adapters in service. A line `b NUMBER TIME KIND` begins requests and `e NUMBER TIME OUTCOME` ends them, with the
+time of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
-import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
-from lmpool.synthetic import synthetic_row
-from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.load import ADAPTED, ADAPTER, CHANGE, OK, Adapters, Load, Question
+from tests.faults.chaos.settings import MODEL, ChaosSettings
 
-_BATCH = 8
-_SHARED = 40
-_EPOCH_S = 2.0
-_SHARED_FIRST = 2000
-"""The first token of prompts that all clients share; those of one client begin with its number."""
+_LEAST_ROUNDS = 4
+_LEAST_CHANGES = 2
+_LOOK_S = 0.2
+_CHANGE_PAUSE_S = 4.0
 
 
 class Client:
@@ -39,73 +36,97 @@ class Client:
         settings: the run.
         number: which of its clients.
         producer: what it asks.
+        adapters: the folder of the adapters.
         log: where it writes.
     """
 
-    def __init__(self, settings: ChaosSettings, number: int, producer: Producer, log: TextIO) -> None:
+    def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path, log: TextIO) -> None:
         self._settings = settings
-        self._number = number
         self._producer = producer
+        self._load = Load(settings, number, producer, adapters)
+        self._adapters = Adapters(settings.vocab_size, adapters) if number == 0 else None
         self._log = log
-        self._draw = random.Random(settings.seed * 100 + number)
-        self._fresh = 0
         self._requests = 0
         self._stopping = asyncio.Event()
+        self._has_adapter = asyncio.Event()
 
     def stop(self) -> None:
         """Begin no more requests."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Ask until `stop`, and until all requests have ended."""
+        """Ask until `stop`, and until all requests have ended; but at least something of each kind."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._look_for_adapter())
             for _ in range(self._settings.tasks):
                 group.create_task(self._ask_on())
+            for _ in range(self._settings.groups):
+                group.create_task(self._grow())
+            if self._adapters is not None:
+                group.create_task(self._change_adapters(self._adapters))
 
     async def _ask_on(self) -> None:
         while not self._stopping.is_set():
-            await self._ask([self._prompt() for _ in range(_BATCH if self._draw.random() < 0.1 else 1)])
-            try:
-                async with asyncio.timeout(self._draw.expovariate(1 / self._settings.pause_s)):
-                    await self._stopping.wait()
-            except TimeoutError:
-                pass
+            await self._ask(self._load.next())
+            # The clock is that of all clients.
+            lull_s = max(0.0, 1.0 - time.monotonic() % self._settings.lulls_s)
+            await self._pause(lull_s + self._load.draw_pause(self._settings.pause_s))
 
-    def _prompt(self) -> list[int]:
-        size = self._settings.vocab_size
-        if self._draw.random() < 0.5:
-            epoch = int(time.monotonic() / _EPOCH_S)
-            return [_SHARED_FIRST, epoch % size, epoch // size % size, self._draw.randrange(_SHARED)]
-        self._fresh += 1
-        return [self._number, self._fresh // size, self._fresh % size]
+    async def _grow(self) -> None:
+        rounds = 0
+        while not self._stopping.is_set() or rounds < _LEAST_ROUNDS:
+            for question in self._load.rounds():
+                await self._ask(question)
+                rounds += 1
+                if self._stopping.is_set() and rounds >= _LEAST_ROUNDS:
+                    break
 
-    async def _ask(self, prompts: list[list[int]]) -> None:
-        first, self._requests = self._requests, self._requests + len(prompts)
+    async def _change_adapters(self, adapters: Adapters) -> None:
+        """Put adapters in service: the first, and then another one in its place."""
+        changes = 0
+        while not self._stopping.is_set() or changes < _LEAST_CHANGES:
+            place = await asyncio.to_thread(adapters.make)
+
+            async def change(place: Path = place) -> list[str]:
+                await self._producer.add_adapter(ADAPTER, place)
+                return [OK]
+
+            changes += await self._ask(Question(CHANGE, 1, change)) == [OK]
+            await self._pause(self._load.draw_pause(_CHANGE_PAUSE_S))
+
+    async def _look_for_adapter(self) -> None:
+        while not self._has_adapter.is_set():
+            with suppress(LMPoolError):
+                if ADAPTER in await self._producer.adapters():
+                    self._load.has_adapter = True
+                    self._has_adapter.set()
+            await asyncio.sleep(_LOOK_S)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    async def _ask(self, question: Question) -> Sequence[str]:
+        if question.kind == ADAPTED:
+            await self._has_adapter.wait()
+        first, self._requests = self._requests, self._requests + question.size
         numbers = range(first, self._requests)
         began = time.monotonic()
-        self._log.writelines(f"b {number} {began:.4f}\n" for number in numbers)
-        outcomes = await self._outcomes(prompts)
+        self._log.writelines(f"b {number} {began:.4f} {question.kind}\n" for number in numbers)
+        try:
+            outcomes = await question.ask()
+        except LMPoolError as error:
+            outcomes = [f"{type(error).__name__}: {error}".replace("\n", " ")] * question.size
         ended = time.monotonic()
         self._log.writelines(f"e {n} {ended:.4f} {outcome}\n" for n, outcome in zip(numbers, outcomes, strict=True))
-
-    async def _outcomes(self, prompts: list[list[int]]) -> list[str]:
-        try:
-            if len(prompts) == 1:
-                rows = (await self._producer.logprobs(prompts[0]))[np.newaxis]
-            else:
-                rows = await self._producer.batch_logprobs(prompts)
-        except LMPoolError as error:
-            return [f"{type(error).__name__}: {error}".replace("\n", " ")] * len(prompts)
-        return ["ok" if self._is_right(prompt, row) else "wrong" for prompt, row in zip(prompts, rows, strict=True)]
-
-    def _is_right(self, prompt: list[int], row: NDArray[np.float32]) -> bool:
-        return row.tobytes() == synthetic_row(prompt, vocab_size=self._settings.vocab_size).tobytes()
+        return outcomes
 
 
-async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, log: TextIO) -> None:
+async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, adapters: Path, log: TextIO) -> None:
     # Those that keep hardly anything themselves ask the pool again.
-    producer = Producer("syn", redis=url, prefix=prefix, timeout=settings.timeout_s, cache_bytes=number * 2**18)
-    client = Client(settings, number, producer, log)
+    producer = Producer(MODEL, redis=url, prefix=prefix, timeout=settings.timeout_s, cache_bytes=number * 2**18)
+    client = Client(settings, number, producer, adapters, log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.stop)
     async with producer:
         print("asking", flush=True)
@@ -115,6 +136,6 @@ async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, log
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)
-    given, number, url, prefix, path = sys.argv[1:]
+    given, number, url, prefix, adapters, path = sys.argv[1:]
     with Path(path).open("w", buffering=1) as log:
-        asyncio.run(_main(ChaosSettings(**json.loads(given)), int(number), url, prefix, log))
+        asyncio.run(_main(ChaosSettings(**json.loads(given)), int(number), url, prefix, Path(adapters), log))

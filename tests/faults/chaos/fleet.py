@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.faults.chaos.worker import TRACE_VARIABLE
 
 _END_S = 60.0
@@ -27,11 +27,12 @@ class Process:
         number: its place in the fleet; a replacement has that of the one before.
         is_struck: it was killed on purpose.
         is_frozen: it was stopped on purpose.
+        is_draining: it was told to end.
     """
 
     def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path) -> None:
         self.number = number
-        self.is_struck = self.is_frozen = False
+        self.is_struck = self.is_frozen = self.is_draining = False
         self._log = log
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -143,16 +144,18 @@ class Fleet:
         settings = self._settings
         options = {
             "backend": "synthetic", "encoding": "bf16", "vocab-size": settings.vocab_size, "lease-s": settings.lease_s,
-            "step-ms": settings.step_ms, "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s,
+            "step-ms": settings.step_ms if number else settings.slow_ms, "token-ms": settings.token_ms,
+            "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s,
             "redis": self._url(number), "prefix": self._prefix,
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", "syn", *words]
+        command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", MODEL, "--with-trie", *words]
         self._started += 1
         return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder)
 
     def _start_client(self, number: int) -> Process:
         given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
+        given.append(str(self._folder / "adapters"))
         command = [sys.executable, "-m", "tests.faults.chaos.client", *given, str(self.log_of(number))]
         return Process(number, command, self._folder / f"client-{number}.log", self._folder)
 
@@ -167,7 +170,8 @@ class Fleet:
             if worker.code is None:
                 continue
             # One that finds no server at its start may end; a supervisor would start it again, as we do.
-            if not worker.is_struck and worker.says("serving "):
+            is_expected = worker.is_struck or (worker.is_draining and worker.code == 0)
+            if not is_expected and worker.says("serving "):
                 self.failed.append(f"worker {worker.number} ended with {worker.code}: {worker.last_words}")
             self.workers[place] = self._start_worker(worker.number)
 
@@ -177,6 +181,11 @@ class Fleet:
             if worker.is_frozen:
                 worker.signal(signal.SIGCONT)
                 worker.is_frozen = False
+
+    def stop_clients(self) -> None:
+        """Have clients begin no more requests."""
+        for client in self.clients:
+            client.signal(signal.SIGTERM)
 
     def end_clients(self) -> None:
         """Have clients end once all their requests have."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import redis
 
-from lmpool.protocol.keys import Keys
+from lmpool.protocol.keys import GROUP, Keys
+from tests.faults.chaos.settings import MODEL
 
 _TICK_S = 0.05
 
@@ -28,17 +29,23 @@ def leaked_processes(folder: Path) -> list[str]:
 
 
 def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
-    """Wait, for so long at most, until the queue is empty and only the live workers are known.
+    """Wait, for so long at most, until the queue is empty and only the live workers are known, with a lane each.
 
     Clients have gone: what they had queued is computed, and workers that were killed are swept after a lease.
     """
-    jobs = keys.model("syn").jobs
+    model = keys.model(MODEL)
 
     def is_settled() -> bool:
-        queued = client.xlen(jobs) or client.zcard(keys.model("syn").backlog)
-        return not queued and len(client.xinfo_consumers(jobs, "workers")) == workers
+        lanes = lanes_of(client, keys)
+        queued = client.zcard(model.backlog) or sum(client.xlen(stream) for stream in (model.jobs, *lanes))
+        return not queued and len(lanes) == len(client.xinfo_consumers(model.jobs, GROUP)) == workers
 
     _wait(is_settled, seconds)
+
+
+def lanes_of(client: redis.Redis, keys: Keys) -> list[bytes]:
+    """The lanes that there are, known as such or not."""
+    return list(client.scan_iter(keys.model(MODEL).lane("*"), 1000))
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -52,6 +59,7 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
 
     Rows, vocabularies and a client's reply stream expire, and the empty stream of the queue stays for the next worker.
     A killed worker's heartbeat is given its lease. What is waited for may live as long as a request, and hardly longer.
+    A lane goes with its worker.
 
     Args:
         client: of the server.
@@ -59,25 +67,35 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
         most_ttl_s: how long it may be remembered that somebody waits.
         lease_s: how long a heartbeat lives.
     """
-    beats = f"{keys.prefix}:worker:*"
+    beats, model = f"{keys.prefix}:worker:*", keys.model(MODEL)
     _wait(lambda: not any(client.ttl(key) >= 0 for key in client.scan_iter(beats, 1000)), lease_s + 1)
-    jobs = keys.model("syn").jobs
     leaks = []
     for key in client.scan_iter(f"{keys.prefix}:*", 1000):
         name, ttl = key.decode("ascii", "backslashreplace"), client.ttl(key)
-        if ttl == -1 and key != jobs:
+        if ttl == -1 and key != model.jobs:
             leaks.append(f"{name}: never expires")
-        elif key.startswith(keys.model("syn").waiting) and ttl > most_ttl_s:
+        elif key.startswith(model.waiting) and ttl > most_ttl_s:
             leaks.append(f"{name}: expires in {ttl} s only")
         elif key.startswith(f"{keys.prefix}:worker:".encode()) and ttl != -2:
             leaks.append(f"{name}: a worker that has gone")
-    if client.exists(jobs):
-        if length := client.xlen(jobs):
-            leaks.append(f"{length} jobs")
-        groups: Any = client.xinfo_groups(jobs)
-        for group in groups:
-            if group["pending"]:
-                leaks.append(f"{group['pending']} pending jobs")
-            if group["consumers"]:
-                leaks.append(f"{group['consumers']} consumers")
+        elif key.startswith(model.lane("")):
+            leaks.append(f"{name}: a lane of a worker that has gone")
+    for stream in (model.jobs, *lanes_of(client, keys)):
+        leaks += _left_in(client, stream)
+    lengths: Any = client.zrange(model.lanes, 0, -1, withscores=True)
+    leaks += [
+        f"a lane of {worker!r} is known to have {length:g} jobs" for worker, length in lengths if worker or length
+    ]
+    return leaks
+
+
+def _left_in(client: redis.Redis, stream: bytes) -> list[str]:
+    """What is left in a stream of jobs."""
+    if not client.exists(stream):
+        return []
+    name = stream.decode("ascii", "backslashreplace")
+    leaks = [f"{name}: {length} jobs"] if (length := client.xlen(stream)) else []
+    groups: Any = client.xinfo_groups(stream)
+    for group in groups:
+        leaks += [f"{name}: {group[left]} {left}" for left in ("pending", "consumers") if group[left]]
     return leaks

@@ -16,7 +16,12 @@ class Kind(Enum):
     """What strikes."""
 
     KILL = "kill workers"
+    KILL_FULL = "kill a worker with a full lane"
+    DRAIN = "SIGTERM to a worker with a full lane"
     FREEZE = "freeze a worker"
+    FREEZE_FULL = "freeze a worker with a full lane"
+    STALL = "freeze a worker with a full lane, for less than a lease"
+    LOSE_LANES = "delete the lengths of the lanes"
     KILL_CONNECTIONS = "CLIENT KILL"
     RESTART = "restart the server"
     CRASH = "kill the server"
@@ -30,6 +35,8 @@ class Kind(Enum):
 
 _LASTING = {
     Kind.FREEZE: (0.3, 6.0),
+    Kind.FREEZE_FULL: (4.0, 7.0),
+    Kind.STALL: (0.5, 2.0),
     Kind.RESTART: (0.0, 0.5),
     Kind.CRASH: (0.0, 0.5),
     Kind.REFUSE: (0.1, 1.5),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.faults.chaos.recovery import percentile
+from tests.faults.chaos.load import ALL_KINDS, CHANGE
+from tests.faults.chaos.observer import Counted
 from tests.faults.chaos.settings import ChaosSettings
-from tests.faults.chaos.tally import Computed, Tally
+from tests.faults.chaos.tally import Computed, Tally, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Report:
         tally: what became of the requests.
         computed: what workers computed.
         recoveries: seconds that each took.
+        counted: what workers have counted.
+        full_lanes: how many jobs waited in each full lane that was struck.
         leaked_keys: what was left on the server.
         leaked_processes: what did not end.
         failed: processes that ended by themselves, or with an error.
@@ -27,6 +30,8 @@ class Report:
     tally: Tally
     computed: Computed
     recoveries: list[float]
+    counted: Counted
+    full_lanes: list[int]
     leaked_keys: list[str]
     leaked_processes: list[str]
     failed: list[str]
@@ -45,8 +50,11 @@ class Report:
             "failed processes": len(self.failed),
         }
         faults = [f"{name} {number}" for name, number in counts.items() if number]
-        if not tally.requests:
-            faults.append("no requests")
+        # What has not been there has not been shown to hold.
+        shown = {**{kind: tally.kinds[kind] for kind in ALL_KINDS}, **self.counted._asdict()}
+        faults += [
+            f"nothing {name}" if name in self.counted._fields else f"no {name}" for name in shown if not shown[name]
+        ]
         if percentile(self.recoveries, 0.99) > most:
             faults.append(f"p99 recovery over {most:g} s")
         if self.computed.twice > settings.most_twice:
@@ -56,9 +64,16 @@ class Report:
     def __str__(self) -> str:
         tally, computed = self.tally, self.computed
         p99, worst = percentile(self.recoveries, 0.99), max(self.recoveries, default=0.0)
-        slowest = max((request.ended - request.began for request in tally.requests if request.ended), default=0.0)
+        lasted = (
+            request.ended - request.began for request in tally.requests if request.ended and request.kind != CHANGE
+        )
+        slowest = max(lasted, default=0.0)
+        kinds = ", ".join(f"{tally.kinds[kind]} {kind}" for kind in ALL_KINDS if kind != CHANGE)
         rows = [
-            ("requests", f"{len(tally.requests)}"),
+            ("requests", f"{len(tally.requests)} ({kinds})"),
+            ("adapters", f"{tally.kinds[CHANGE]} put in service, {tally.refused} refused as their worker ended"),
+            ("lanes", f"{self.counted.homed} jobs taken at home, {self.counted.stolen} stolen"),
+            ("full lanes struck", f"{len(self.full_lanes)} ({sum(self.full_lanes)} jobs waited in them)"),
             ("lost", f"{tally.lost}"),
             ("wrong", f"{tally.wrong}"),
             ("late", f"{tally.late}"),

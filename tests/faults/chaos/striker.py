@@ -13,11 +13,14 @@ import redis
 
 from lmpool.embedded import EmbeddedServer
 from tests.faults.chaos.fleet import START_S, Fleet, Process
+from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Kind, Strike
-from tests.faults.chaos.recovery import Trouble
+from tests.faults.chaos.tally import Trouble
 from tests.support.servers.proxy import Proxy
 
 _TICK_S = 0.05
+_FULL_LANE_S = 2.0
+"""How long to wait for a full lane where there is none: clients ask all the time."""
 
 
 class Striker:
@@ -27,19 +30,23 @@ class Striker:
         fleet: the processes.
         proxy: what part of them connects through.
         server: their server.
+        observer: sees their lanes, and what they have counted.
         seed: decides which connections are killed.
 
     Attributes:
         troubles: when each strike hit and was over, so far.
+        full_lanes: how many jobs waited in each lane that was struck because it was full.
     """
 
-    def __init__(self, fleet: Fleet, proxy: Proxy, server: EmbeddedServer, seed: int) -> None:
+    def __init__(self, fleet: Fleet, proxy: Proxy, server: EmbeddedServer, observer: Observer, seed: int) -> None:
         self._fleet = fleet
         self._proxy = proxy
         self._server = server
+        self._observer = observer
         self._draw = random.Random(seed)
         self._restarting = asyncio.Lock()
         self.troubles: list[Trouble] = []
+        self.full_lanes: list[int] = []
 
     async def run(self, plan: Sequence[Strike], seconds: float) -> None:
         """Strike, and replace what was killed, for so many seconds; then let go of what still lasts."""
@@ -63,11 +70,30 @@ class Striker:
             self._fleet.mend()
             await asyncio.sleep(_TICK_S)
 
+    async def end_clients(self) -> None:
+        """Have clients end; if nothing was stolen yet, while a worker is frozen: the others then empty its lane."""
+        lanes = [] if self._observer.counted.stolen else await self._observer.full_lanes(START_S)
+        frozen = [worker for worker in self._fleet.workers if lanes and worker.pid == lanes[0].pid]
+        for worker in frozen:
+            worker.is_frozen = True
+            worker.signal(signal.SIGSTOP)
+        self._fleet.stop_clients()
+        end = time.monotonic() + START_S
+        while frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  of its thread
+            await asyncio.sleep(_TICK_S)
+        self._fleet.thaw()
+        await asyncio.to_thread(self._fleet.end_clients)
+
     async def _strike(self, strike: Strike) -> None:
         hit = time.monotonic()
         strikes = {
             Kind.KILL: self._kill,
+            Kind.KILL_FULL: self._kill_full,
+            Kind.DRAIN: self._drain,
             Kind.FREEZE: self._freeze,
+            Kind.FREEZE_FULL: self._freeze_full,
+            Kind.STALL: self._freeze_full,
+            Kind.LOSE_LANES: self._lose_lanes,
             Kind.KILL_CONNECTIONS: self._kill_connections,
             Kind.RESTART: self._restart,
             Kind.CRASH: self._restart,
@@ -79,32 +105,72 @@ class Striker:
         else:
             self._damage(strike)
             over = hit
-        self.troubles.append(Trouble(hit, hit if strike.kind is Kind.FREEZE else over))
+        self.troubles.append(Trouble(hit, over))
 
-    def _victims(self, strike: Strike) -> list[Process]:
-        """Workers that are neither frozen nor just starting, but never all: somebody has to serve."""
-        ready = [
+    def _ready(self) -> list[Process]:
+        """Workers that are neither frozen nor just starting or ending."""
+        return [
             worker
             for worker in self._fleet.workers
-            if worker.code is None and not worker.is_frozen and worker.says("serving ")
+            if worker.code is None and not (worker.is_frozen or worker.is_draining) and worker.says("serving ")
         ]
+
+    def _victims(self, strike: Strike) -> list[Process]:
+        """Workers that are ready, but never all of them: somebody has to serve."""
+        ready = self._ready()
         count = min(len(ready) - 1, max(1, round(strike.share * len(ready) / 2)))
         start = strike.number % max(1, len(ready))
         return (ready[start:] + ready[:start])[: max(0, count)]
 
+    async def _full_lane(self, strike: Strike) -> list[Process]:
+        """A worker in whose lane jobs wait, unless it is the only one that is ready; another where no lane has any."""
+        lanes = {lane.pid: lane.waiting for lane in await self._observer.full_lanes(_FULL_LANE_S)}
+        ready = self._ready()
+        full = [worker for worker in ready if worker.pid in lanes]
+        if not full or len(ready) < 2:
+            return self._victims(strike)[:1]
+        victim = full[strike.number % len(full)]
+        self.full_lanes.append(lanes[victim.pid])
+        return [victim]
+
     async def _kill(self, strike: Strike) -> float:
-        for worker in self._victims(strike):
+        self._kill_all(self._victims(strike))
+        return time.monotonic()
+
+    async def _kill_full(self, strike: Strike) -> float:
+        self._kill_all(await self._full_lane(strike))
+        return time.monotonic()
+
+    def _kill_all(self, victims: Sequence[Process]) -> None:
+        for worker in victims:
             worker.is_struck = True
             worker.signal(signal.SIGKILL)
+
+    async def _drain(self, strike: Strike) -> float:
+        for worker in await self._full_lane(strike):
+            worker.is_draining = True
+            worker.signal(signal.SIGTERM)
         return time.monotonic()
 
     async def _freeze(self, strike: Strike) -> float:
-        for worker in self._victims(strike)[:1]:
+        return await self._freeze_all(self._victims(strike)[:1], strike.lasts)
+
+    async def _freeze_full(self, strike: Strike) -> float:
+        return await self._freeze_all(await self._full_lane(strike), strike.lasts)
+
+    async def _freeze_all(self, victims: Sequence[Process], seconds: float) -> float:
+        hit = time.monotonic()
+        for worker in victims:
             worker.is_frozen = True
             worker.signal(signal.SIGSTOP)
-            await asyncio.sleep(strike.lasts)
+        await asyncio.sleep(seconds)
+        for worker in victims:
             worker.signal(signal.SIGCONT)
             worker.is_frozen = False
+        return hit
+
+    async def _lose_lanes(self, strike: Strike) -> float:
+        await self._observer.lose_lanes()
         return time.monotonic()
 
     async def _kill_connections(self, strike: Strike) -> float:

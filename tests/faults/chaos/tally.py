@@ -1,13 +1,27 @@
-"""What became of the requests, and how often rows were computed, from what the processes wrote down."""
+"""What became of the requests, and how often rows were computed, from what the processes wrote down.
+
+And how long the pool needs to recover from what struck it. A trouble hits at one time and ends at another. What has a
+length ends with it: a server that is away is back, new connections are taken again. Killed and frozen workers, and
+connections that are cut or swallowed, are over when they hit: nobody waits for them to come back. The recovery takes
+from that end until every request that had begun by then has ended, and until, of each client, the first request that
+began after it has ended too. A trouble that hits before the pool has recovered from the one before makes one of both,
+with the later of their ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from lmpool.errors import AdapterRefused
 from lmpool.protocol.prompt import DIGEST_SIZE
+from tests.faults.chaos.load import ADAPTED, CHANGE, OK, WRONG
+
+_REFUSED = f"{AdapterRefused.__name__}: the worker "
+"""A change may end so: a worker was killed, or frozen, while it loaded the adapter."""
 
 
 class Request(NamedTuple):
@@ -17,6 +31,17 @@ class Request(NamedTuple):
     began: float
     ended: float | None
     outcome: str
+    kind: str = "row"
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether it ended with the right answer, as far as its client knew."""
+        return self.outcome.partition(" ")[0] == OK
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it was to put an adapter in service that a worker ended over."""
+        return self.kind == CHANGE and self.outcome.startswith(_REFUSED)
 
 
 @dataclass(slots=True)
@@ -25,9 +50,11 @@ class Tally:
 
     Attributes:
         requests: all of them.
-        lost: those that ended in no row: with an exception, or not at all.
-        wrong: those whose row differs in any bit.
+        lost: those that ended in no answer: with an exception, or not at all.
+        wrong: those whose answer differs in any bit, or is that of an adapter which was not in service.
         late: those that ended after their deadline.
+        refused: adapters that were not put in service, for a worker ended while it loaded them.
+        kinds: how many of each kind ended with the right answer.
         reasons: exceptions, with how often.
     """
 
@@ -35,34 +62,60 @@ class Tally:
     lost: int = 0
     wrong: int = 0
     late: int = 0
+    refused: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
 
 
 def read_requests(log: Path, client: int) -> list[Request]:
     """The requests that a client has written down."""
-    began: dict[str, float] = {}
+    began: dict[str, tuple[float, str]] = {}
     ended: dict[str, tuple[float, str]] = {}
     for line in log.read_text().splitlines():
-        event, number, at, *outcome = line.split(" ", 3)
-        if event == "b":
-            began[number] = float(at)
-        else:
-            ended[number] = (float(at), outcome[0])
-    return [Request(client, start, *ended.get(number, (None, "never ended"))) for number, start in began.items()]
+        event, number, at, text = line.split(" ", 3)
+        (began if event == "b" else ended)[number] = (float(at), text)
+    requests = []
+    for number, (start, kind) in began.items():
+        end, outcome = ended.get(number, (None, "never ended"))
+        requests.append(Request(client, start, end, outcome, kind))
+    return requests
 
 
 def count(requests: list[Request], deadline_s: float) -> Tally:
     """Count requests; `deadline_s` is the seconds that each may take."""
     tally = Tally(requests)
+    changes = sorted((request for request in requests if request.kind == CHANGE), key=lambda request: request.began)
     for request in requests:
-        if request.outcome == "wrong":
+        if request.outcome == WRONG or is_stale(request, changes):
             tally.wrong += 1
-        elif request.outcome != "ok":
+        elif request.is_ok:
+            tally.kinds[request.kind] += 1
+        elif request.is_refused:
+            tally.refused += 1
+        else:
             tally.lost += 1
             tally.reasons[request.outcome] = tally.reasons.get(request.outcome, 0) + 1
         if request.ended is not None and request.ended - request.began > deadline_s:
             tally.late += 1
     return tally
+
+
+def is_stale(request: Request, changes: Sequence[Request]) -> bool:
+    """Whether a row was computed with an adapter that was not in service when it was asked for.
+
+    Args:
+        request: with the number of the adapter behind `OK`.
+        changes: the requests that put the adapters in service, one after the other, or were to.
+    """
+    if request.kind != ADAPTED or not request.is_ok:
+        return False
+    number = int(request.outcome.split(" ")[1])
+    if number >= len(changes):
+        return True
+    before, after = changes[number], changes[number + 1 :]
+    is_early = request.ended is not None and request.ended < before.began
+    is_over = any(change.is_ok and (change.ended or 0.0) < request.began for change in after)
+    return before.is_refused or is_early or is_over
 
 
 class Computed(NamedTuple):
@@ -86,3 +139,48 @@ def count_computed(traces: Iterable[Path]) -> Computed:
         rows += len(digests)
         prompts.update(digests)
     return Computed(rows, len(prompts))
+
+
+class Trouble(NamedTuple):
+    """When a trouble hit and when it was over, in seconds of the monotonic clock."""
+
+    hit: float
+    over: float
+
+
+def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list[float]:
+    """Seconds that each recovery took; requests that never ended are counted elsewhere.
+
+    Adapters are put in service when all workers have loaded them and no client uses another one: that takes its time.
+    """
+    clients: dict[int, list[Request]] = {}
+    for request in sorted(requests, key=lambda request: request.began):
+        if request.kind != CHANGE:
+            clients.setdefault(request.client, []).append(request)
+    seconds: list[float] = []
+    over = recovered = float("-inf")
+    for trouble in sorted(troubles):
+        if trouble.hit < recovered:
+            over = max(over, trouble.over)
+            seconds.pop()
+        else:
+            over = trouble.over
+        recovered = max([over, *(_recovered(over, client_requests) for client_requests in clients.values())])
+        seconds.append(recovered - over)
+    return seconds
+
+
+def _recovered(over: float, requests: Sequence[Request]) -> float:
+    """When all requests of a client that had begun by then, and the first one after, have ended."""
+    last = over
+    for request in requests:
+        last = max(last, request.ended or over)
+        if request.began > over:
+            break
+    return last
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of all values do not exceed; 0 when there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

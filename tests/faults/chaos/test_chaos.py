@@ -5,17 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.faults.chaos.load import ALL_KINDS
+from tests.faults.chaos.observer import Counted
 from tests.faults.chaos.plan import Kind, draw_plan
-from tests.faults.chaos.recovery import Trouble, percentile, recoveries
 from tests.faults.chaos.report import Report
 from tests.faults.chaos.settings import ChaosSettings
-from tests.faults.chaos.tally import Computed, Request, count
+from tests.faults.chaos.tally import Computed, Request, Trouble, count, is_stale, percentile, recoveries
 
-SEED = 38
+SEED = 3123
+SHORT_S, USUAL_S = 20, 180
 
 
 def test_twenty_seconds_of_chaos_keep_all_promises_but_those_of_times() -> None:
-    command = [sys.executable, "-m", "tests.faults.chaos", "--seconds", "20", "--seed", str(SEED), "--untimed"]
+    command = [sys.executable, "-m", "tests.faults.chaos", "--seconds", str(SHORT_S), "--seed", str(SEED), "--untimed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.stdout.splitlines()[-1:] == ["all promises kept"], done.stdout + done.stderr
     assert done.returncode == 0
@@ -24,28 +26,40 @@ def test_twenty_seconds_of_chaos_keep_all_promises_but_those_of_times() -> None:
 
 
 def test_a_seed_decides_the_schedule_and_all_kinds_of_trouble_come() -> None:
-    assert draw_plan(SEED, 180) == draw_plan(SEED, 180) != draw_plan(SEED + 1, 180)
-    assert {strike.kind for strike in draw_plan(SEED, 180)} == set(Kind)
+    assert draw_plan(SEED, USUAL_S) == draw_plan(SEED, USUAL_S) != draw_plan(SEED + 1, USUAL_S)
+    assert {strike.kind for strike in draw_plan(SEED, USUAL_S)} == set(Kind)
 
 
-def report(requests: list[Request], rows: int = 100, recovered: tuple[float, ...] = ()) -> Report:
-    """A report of a run that left nothing behind."""
-    settings = ChaosSettings(seconds=1, seed=SEED)
-    tally = count(requests, settings.timeout_s + settings.grace_s)
-    return Report(settings, tally, Computed(rows, 100), list(recovered), [], [], [])
+def test_the_short_run_has_all_that_can_happen_to_lanes() -> None:
+    of_lanes = {Kind.KILL_FULL, Kind.DRAIN, Kind.FREEZE_FULL, Kind.STALL, Kind.LOSE_LANES}
+    assert of_lanes <= {strike.kind for strike in draw_plan(SEED, SHORT_S)}
 
 
 GOOD = Request(0, 1.0, 2.0, "ok")
+ALL_GOOD = [Request(0, 1.0, 2.0, "ok 0" if kind == "adapter" else "ok", kind) for kind in ALL_KINDS]
+
+
+def report(
+    requests: list[Request],
+    rows: int = 100,
+    recovered: tuple[float, ...] = (),
+    counted: Counted = Counted(1, 1),  # noqa: B008  it has no state
+) -> Report:
+    """A report of a run that left nothing behind, and had some requests of all kinds beside these."""
+    settings = ChaosSettings(seconds=1, seed=SEED)
+    tally = count([*ALL_GOOD, *requests], settings.timeout_s + settings.grace_s)
+    return Report(settings, tally, Computed(rows, 100), list(recovered), counted, [], [], [], [])
 
 
 def test_what_is_not_allowed_is_named() -> None:
     assert report([GOOD]).faults == []
     assert str(report([GOOD])).endswith("all promises kept")
-    assert report([]).faults == ["no requests"]
     assert report([GOOD, Request(0, 1.0, 2.0, "wrong")]).faults == ["wrong 1"]
     assert report([GOOD, Request(0, 1.0, 2.0, "NoWorker: none")]).faults == ["lost 1"]
     assert report([GOOD, Request(0, 1.0, None, "never ended")]).faults == ["lost 1"]
     assert report([GOOD, Request(0, 1.0, 40.0, "ok")]).faults == ["late 1"]
+    assert report([GOOD], counted=Counted(homed=0, stolen=1)).faults == ["nothing homed"]
+    assert report([GOOD], counted=Counted(homed=1, stolen=0)).faults == ["nothing stolen"]
     assert report([GOOD], rows=106).faults == ["computed twice over 5%"]
     assert report([GOOD], recovered=(1.0, 6.1)).faults == ["p99 recovery over 6 s"]
 
@@ -68,3 +82,41 @@ def test_percentiles_round_up() -> None:
     assert percentile([], 0.99) == 0.0
     assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
     assert percentile([float(number) for number in range(1000)], 0.99) == 990.0
+
+
+def change(began: float, ended: float | None, outcome: str = "ok") -> Request:
+    """A request that puts an adapter in service."""
+    return Request(0, began, ended, outcome, "change")
+
+
+def test_a_run_that_has_not_had_all_kinds_of_requests_shows_nothing() -> None:
+    settings, counted = ChaosSettings(seconds=1, seed=SEED), Counted(1, 1)
+    for missing in ALL_KINDS:
+        tally = count([request for request in ALL_GOOD if request.kind != missing], 1.0)
+        assert f"no {missing}" in Report(settings, tally, Computed(1, 1), [], counted, [], [], [], []).faults
+
+
+def test_an_adapter_that_was_not_in_service_is_noticed() -> None:
+    changes = [change(1.0, 2.0), change(3.0, 4.0), change(5.0, 6.0, REFUSED), change(7.0, None, "never ended")]
+
+    def is_wrong(began: float, ended: float, number: int) -> bool:
+        return is_stale(Request(1, began, ended, f"ok {number}", "adapter"), changes)
+
+    assert not is_wrong(2.5, 2.6, 0)
+    assert not is_wrong(3.5, 4.5, 0), "it may have been asked for before the change was over"
+    assert is_wrong(4.1, 4.5, 0)
+    assert not is_wrong(2.0, 3.1, 1)
+    assert is_wrong(2.0, 2.9, 1), "nobody had put it in service by then"
+    assert is_wrong(5.0, 6.5, 2), "it was refused"
+    assert not is_wrong(9.0, 9.5, 1), "it is not known which of the two is in service"
+    assert not is_wrong(9.0, 9.5, 3)
+    assert is_wrong(9.0, 9.5, 4), "there is none"
+
+
+def test_an_adapter_may_be_refused_when_its_worker_ends_and_not_otherwise() -> None:
+    assert report([change(1.0, 2.0, REFUSED)]).faults == []
+    assert report([change(1.0, 2.0, "AdapterRefused: somebody else")]).faults == ["lost 1"]
+    assert report([change(1.0, 2.0, "DeadlineExceeded: late")]).faults == ["lost 1"]
+
+
+REFUSED = "AdapterRefused: the worker a-1-b ended or fell silent while it loaded it"

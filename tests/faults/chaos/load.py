@@ -1,0 +1,311 @@
+"""What clients ask, of every kind, and whether the answers are right: all follow from the rows of a synthetic model."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.producer import Producer
+from lmpool.producer.trie import PooledTrie
+from lmpool.protocol.query import OPS, Op, Sampling, sample, top
+from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.faults.chaos.settings import ChaosSettings
+
+ADAPTER = "poet"
+"""The adapter that is added, and replaced again and again, while clients name it."""
+ADAPTED = "adapter"
+"""The kind of a request for a row with it."""
+CHANGE = "change"
+"""The kind of a request that adds or replaces it."""
+CONTEXTS = "contexts"
+"""The kind of one round of contexts that grow in lock step."""
+OK, WRONG = "ok", "wrong"
+
+_BATCH = 8
+_SHARED = 40
+_EPOCH_S = 2.0
+_SHARED_FIRST, _CONTEXTS_FIRST = 2000, 1990
+"""The first tokens of prompts that all clients share, and of contexts; others begin with the number of their client."""
+_RESAMPLED = 4
+_RTOL, _ATOL = 1e-6, 1e-12
+"""Of values of a trie, which are sums of some hundred numbers."""
+
+Values = NDArray[Any]
+
+
+class Question(NamedTuple):
+    """Something to ask a pool.
+
+    Attributes:
+        kind: of `KINDS`, or `CONTEXTS`.
+        size: how many prompts it has; each counts as a request.
+        ask: asks, and says of each prompt `OK` or `WRONG`; with an adapter the number of the adapter follows.
+    """
+
+    kind: str
+    size: int
+    ask: Callable[[], Awaitable[Sequence[str]]]
+
+
+class Load:
+    """The questions of one client, without end.
+
+    Half of the prompts for rows are new; the others are those that all clients ask for in the same two seconds. All
+    other questions have prompts of their own, so that what is computed twice can be counted.
+
+    Args:
+        settings: the run.
+        number: which of its clients.
+        producer: what it asks.
+        adapters: the folder of the adapters.
+
+    Attributes:
+        has_adapter: an adapter is in service. Until then only the first question names it, and has to wait for it.
+    """
+
+    def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path) -> None:
+        self._settings = settings
+        self._number = number
+        self._producer = producer
+        self._adapters = Adapters(settings.vocab_size, adapters)
+        self._draw = random.Random(settings.seed * 100 + number)
+        self._fresh = 0
+        self._groups = 0
+        self._trie: PooledTrie | None = None
+        self.has_adapter = False
+        # One of each kind to begin with, so that all come however short the run is.
+        self._first = deque(KINDS)
+
+    def next(self) -> Question:
+        """Something else: most often a row."""
+        if self._first:
+            kind = self._first.popleft()
+        else:
+            kind = self._draw.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
+            kind = "row" if kind == ADAPTED and not self.has_adapter else kind
+        return KINDS[kind][1](self)
+
+    def rounds(self) -> Iterator[Question]:
+        """The rounds of contexts that grow in lock step; now and then some of them take the place of others."""
+        settings, draw, size = self._settings, self._draw, self._settings.vocab_size
+        self._groups += 1
+        begin = [_CONTEXTS_FIRST, self._number, self._groups % size, self._groups // size]
+        begin += [draw.randrange(size) for _ in range(settings.context - len(begin))]
+        contexts = [[*begin, particle] for particle in range(settings.particles)]
+        for number in range(1, settings.rounds + 1):
+            yield self._rows(CONTEXTS, contexts)
+            rows = [self._row(context) for context in contexts]
+            grown = [
+                [*context, sample(row, Sampling(1.0, 1.0, draw.getrandbits(32)))]
+                for context, row in zip(contexts, rows, strict=True)
+            ]
+            contexts = [draw.choice(grown) for _ in grown] if number % _RESAMPLED == 0 else grown
+
+    def draw_pause(self, mean_s: float) -> float:
+        """Seconds until the next question of a task."""
+        return self._draw.expovariate(1 / mean_s)
+
+    def row(self) -> Question:
+        """A row."""
+        prompt = self._prompt()
+
+        async def ask() -> list[str]:
+            return [self._is_row(await self._producer.logprobs(prompt), prompt)]
+
+        return Question("row", 1, ask)
+
+    def batch(self) -> Question:
+        """Several rows."""
+        return self._rows("batch", [self._prompt() for _ in range(_BATCH)])
+
+    def targets(self) -> Question:
+        """Some entries of a row."""
+        prompt, targets = self._new(), [self._draw.randrange(self._settings.vocab_size) for _ in range(5)]
+
+        async def ask() -> list[str]:
+            return [_outcome(_same(await self._producer.logprobs(prompt, targets=targets), self._row(prompt)[targets]))]
+
+        return Question("targets", 1, ask)
+
+    def fresh(self) -> Question:
+        """A row that is not to come from any cache."""
+        prompt = self._new()
+
+        async def ask() -> list[str]:
+            return [self._is_row(await self._producer.logprobs(prompt, fresh=True), prompt)]
+
+        return Question("fresh", 1, ask)
+
+    def topk(self) -> Question:
+        """The largest entries of a row."""
+        prompt, k = self._new(), self._draw.randrange(1, 50)
+
+        async def ask() -> list[str]:
+            got, expected = await self._producer.topk(prompt, k), top(self._row(prompt), k)
+            return [_outcome(_same(got.values, expected.values) and _same(got.ids, expected.ids))]
+
+        return Question("topk", 1, ask)
+
+    def sample(self) -> Question:
+        """A token, drawn with a seed."""
+        prompt, draw = self._new(), self._draw
+        how = Sampling(draw.choice((0.0, 0.7, 1.0)), draw.choice((0.9, 1.0)), draw.getrandbits(32))
+
+        async def ask() -> list[str]:
+            token = await self._producer.sample(prompt, **how._asdict())
+            return [_outcome(token == sample(self._row(prompt), how))]
+
+        return Question("sample", 1, ask)
+
+    def score(self) -> Question:
+        """What the tokens of a continuation score."""
+        prompt, size = self._new(), self._settings.vocab_size
+        continuation = [self._draw.randrange(size) for _ in range(self._draw.randrange(1, 6))]
+
+        async def ask() -> list[str]:
+            got = await self._producer.score(prompt, continuation)
+            expected = [self._row([*prompt, *continuation[:at]])[token] for at, token in enumerate(continuation)]
+            return [_outcome(_same(got, np.array(expected, np.float32)))]
+
+        return Question("score", 1, ask)
+
+    def trie(self) -> Question:
+        """Values of the vocabulary's trie, below a prefix, from a row that stays where it is."""
+        prompt, op = self._new(), self._draw.choice(OPS)
+        tokens = _tokens(self._settings.vocab_size)
+        prefix = self._draw.choice([token for token in tokens if len(token) > 1])[:1]
+
+        async def ask() -> list[str]:
+            if self._trie is None:
+                self._trie = await self._producer.trie()
+            call = {"sum": self._trie.weight_sum, "max": self._trie.weight_max, "logsumexp": self._trie.logsumexp}[op]
+            got, expected = await call(prompt=prompt, under=prefix), _below(tokens, prefix, op, self._row(prompt))
+            return [_outcome(got.shape == expected.shape and np.allclose(got, expected, rtol=_RTOL, atol=_ATOL))]
+
+        return Question("trie", 1, ask)
+
+    def adapter(self) -> Question:
+        """A row with the adapter that is in service."""
+        prompt = self._new()
+
+        async def ask() -> list[str]:
+            row = await self._producer.logprobs(prompt, adapter=ADAPTER)
+            number = self._adapters.which(prompt, row)
+            return [WRONG if number is None else f"{OK} {number}"]
+
+        return Question(ADAPTED, 1, ask)
+
+    def _rows(self, kind: str, prompts: Sequence[Sequence[int]]) -> Question:
+        async def ask() -> list[str]:
+            rows = await self._producer.batch_logprobs(prompts)
+            return [self._is_row(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+
+        return Question(kind, len(prompts), ask)
+
+    def _new(self) -> list[int]:
+        size = self._settings.vocab_size
+        self._fresh += 1
+        return [self._number, self._fresh // size, self._fresh % size]
+
+    def _prompt(self) -> list[int]:
+        size = self._settings.vocab_size
+        if self._draw.random() < 0.5:
+            epoch = int(time.monotonic() / _EPOCH_S)
+            return [_SHARED_FIRST, epoch % size, epoch // size % size, self._draw.randrange(_SHARED)]
+        return self._new()
+
+    def _row(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+        return synthetic_row(prompt, vocab_size=self._settings.vocab_size)
+
+    def _is_row(self, row: NDArray[np.float32], prompt: Sequence[int]) -> str:
+        return _outcome(_same(row, self._row(prompt)))
+
+
+KINDS: dict[str, tuple[float, Callable[[Load], Question]]] = {
+    "row": (0.6, Load.row),
+    "batch": (0.08, Load.batch),
+    "targets": (0.04, Load.targets),
+    "fresh": (0.04, Load.fresh),
+    "topk": (0.04, Load.topk),
+    "sample": (0.04, Load.sample),
+    "score": (0.04, Load.score),
+    "trie": (0.04, Load.trie),
+    ADAPTED: (0.08, Load.adapter),
+}
+"""What tasks ask: the kind -> its share of the requests, and what makes one."""
+ALL_KINDS = (*KINDS, CONTEXTS, CHANGE)
+
+
+class Adapters:
+    """The adapters of a run, one folder each, numbered in the order in which they are put in service.
+
+    Args:
+        vocab_size: V.
+        folder: what their folders are in.
+    """
+
+    def __init__(self, vocab_size: int, folder: Path) -> None:
+        self._vocab_size = vocab_size
+        self._folder = folder
+        self._backend = SyntheticBackend(SyntheticSettings(vocab_size=vocab_size))
+        self._revisions: list[str] = []
+
+    def make(self) -> Path:
+        """Write the next one; returns its folder."""
+        place = self._folder / str(len(self._revisions))
+        # The others see it with all that it holds.
+        unseen = place.with_suffix(".new")
+        unseen.mkdir(parents=True)
+        (unseen / "weights").write_text(f"adapter {place.name}")
+        unseen.rename(place)
+        self._look()
+        return place
+
+    def which(self, prompt: Sequence[int], row: NDArray[np.float32]) -> int | None:
+        """The number of the adapter that a row was computed with; None where it is that of none of them."""
+        self._look()
+        for number in reversed(range(len(self._revisions))):
+            revision = self._revisions[number]
+            if _same(row, synthetic_row(prompt, vocab_size=self._vocab_size, adapter_revision=revision)):
+                return number
+        return None
+
+    def _look(self) -> None:
+        while (place := self._folder / str(len(self._revisions))).exists():
+            self._revisions.append(self._backend.load_adapter(ADAPTER, str(place)))
+
+
+def _outcome(is_right: bool) -> str:
+    return OK if is_right else WRONG
+
+
+def _same(got: Values, expected: Values) -> bool:
+    return got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
+
+
+@cache
+def _tokens(vocab_size: int) -> list[bytes]:
+    return list(synthetic_vocabulary(vocab_size).tokens)
+
+
+def _below(tokens: Sequence[bytes], prefix: bytes, op: Op, row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The values of the nodes right below a prefix, in the order of their bytes, as a trie defines them."""
+    groups: dict[int, list[int]] = {}
+    for number, token in enumerate(tokens):
+        if token.startswith(prefix) and len(token) > len(prefix):
+            groups.setdefault(token[len(prefix)], []).append(number)
+    logs = row.astype(np.float64)
+    functions: dict[Op, Callable[[Values], float]] = {
+        "sum": np.sum, "max": np.max, "logsumexp": np.logaddexp.reduce,
+    }  # fmt: skip
+    weights = logs if op == "logsumexp" else np.exp(logs)
+    return np.array([functions[op](weights[groups[byte]]) for byte in sorted(groups)], np.float32)

@@ -1,0 +1,117 @@
+"""What the server shows while a run lasts: the lanes of the workers, and what their heartbeats have counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import redis
+
+from lmpool.aio import end_tasks
+from lmpool.protocol.keys import GROUP, Keys
+from tests.faults.chaos.settings import MODEL
+
+_LOOK_S = 0.3
+_REPLY_S = 2.0
+_TICK_S = 0.02
+
+
+class Counted(NamedTuple):
+    """What all workers of a run have counted, as far as their heartbeats have been seen.
+
+    Attributes:
+        homed: jobs taken whose home their worker was.
+        stolen: jobs taken from others' lanes.
+    """
+
+    homed: int = 0
+    stolen: int = 0
+
+
+class FullLane(NamedTuple):
+    """A lane in which jobs wait that its worker has not been given.
+
+    Attributes:
+        pid: process id of its worker.
+        waiting: how many.
+    """
+
+    pid: int
+    waiting: int
+
+
+class Observer:
+    """Looks at a server again and again while the context is open; it may be away.
+
+    Args:
+        url: of the server.
+        prefix: of all keys.
+    """
+
+    def __init__(self, url: str, prefix: str) -> None:
+        self._keys = Keys(prefix)
+        self._model = self._keys.model(MODEL)
+        self._redis = redis.Redis.from_url(url, socket_timeout=_REPLY_S)
+        self._counted: dict[bytes, Counted] = {}
+
+    async def __aenter__(self) -> Self:
+        self._looking = asyncio.create_task(self._look_on(), name="observer")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await end_tasks([self._looking])
+        self._redis.close()
+
+    @property
+    def counted(self) -> Counted:
+        """The sums over all workers that have been seen, dead ones too."""
+        each = self._counted.values()
+        return Counted(sum(counted.homed for counted in each), sum(counted.stolen for counted in each))
+
+    async def full_lanes(self, within_s: float) -> list[FullLane]:
+        """The lanes in which jobs wait, the longest first; waits for one, but not for longer than some seconds."""
+        return await asyncio.to_thread(self._until_full, time.monotonic() + within_s)
+
+    async def lose_lanes(self) -> None:
+        """Delete the key that has the lengths of the lanes, as a server that is short of memory may."""
+        await asyncio.to_thread(self._try, lambda: self._redis.delete(self._model.lanes))
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.to_thread(self._try, self._read_heartbeats)
+            await asyncio.sleep(_LOOK_S)
+
+    def _until_full(self, end: float) -> list[FullLane]:
+        while not (lanes := self._try(self._read_lanes)) and time.monotonic() < end:
+            time.sleep(_TICK_S)
+        return lanes or []
+
+    def _try(self, look: Callable[[], Any]) -> Any:
+        """What a look sees; None while the server is away."""
+        try:
+            return look()
+        except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
+            return None
+
+    def _read_heartbeats(self) -> None:
+        for key in self._redis.scan_iter(self._keys.worker("*"), 1000):
+            homed, stolen = self._redis.hmget(key, "homed", "stolen")
+            if homed is not None and stolen is not None:
+                self._counted[key] = Counted(int(homed), int(stolen))
+
+    def _read_lanes(self) -> list[FullLane]:
+        lanes = []
+        workers: Any = self._redis.zrevrange(self._model.lanes, 0, -1)
+        for worker in filter(None, workers):
+            lane = self._model.lane(worker)
+            groups: Any = self._redis.xinfo_groups(lane) if self._redis.exists(lane) else []
+            held = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
+            if (waiting := int(self._redis.xlen(lane)) - held) > 0:
+                # A worker's id ends with its process and random characters.
+                lanes.append(FullLane(int(worker.rsplit(b"-", 2)[1]), waiting))
+        return sorted(lanes, key=lambda lane: -lane.waiting)
