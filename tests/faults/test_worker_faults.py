@@ -148,6 +148,7 @@ async def test_the_last_worker_removes_the_info_even_of_one_with_another_lease(p
         await first.leave()
         assert not await redis.hexists(pool.keys.models(), "syn")
         assert not await redis.xinfo_consumers(pool.keys.model("syn").jobs, GROUP)
+        assert await redis.zrange(pool.keys.model("syn").lanes, 0, -1) == [b""]
     finally:
         await redis.aclose()
 
@@ -158,19 +159,29 @@ async def test_sweeping_removes_what_the_dead_have_left_and_nothing_that_is_need
         sweeper = await joined(redis, keys, info_of(1), "sweeper")
         for name in ("live", "dead", "asked"):
             await joined(redis, keys, info_of(1, name=name), f"of-{name}")
-        for worker_id in ("idle", "busy"):
+        dead = ("idle", "busy", "queued", "claimed")
+        for worker_id in dead:
             await joined(redis, keys, info_of(1), worker_id)
-        jobs = keys.model("syn").jobs
+        jobs, lanes = keys.model("syn").jobs, keys.model("syn").lanes
         await redis.xadd(jobs, {"m": b"job"})
         await redis.xreadgroup(GROUP, "busy", {jobs: ">"})
         await redis.xadd(keys.model("asked").jobs, {"m": b"job"})
-        for model, *gone in (("dead", "of-dead"), ("asked", "of-asked"), ("syn", "idle", "busy")):
+        for worker_id in ("idle", "queued", "claimed"):
+            lane = keys.model("syn").lane(worker_id)
+            await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
+            if worker_id != "idle":
+                await redis.xadd(lane, {"m": b"job"})
+        await redis.xreadgroup(GROUP, "sweeper", {keys.model("syn").lane("claimed"): ">"})
+        for model, *gone in (("dead", "of-dead"), ("asked", "of-asked"), ("syn", *dead)):
             await redis.zadd(keys.model(model).workers, dict.fromkeys(gone, deadline_ms(-1)))
             await redis.delete(*map(keys.worker, gone))
         await sweeper.sweep()
         assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
         consumers = await redis.xinfo_consumers(jobs, GROUP)
-        assert sorted(consumer["name"] for consumer in consumers) == [b"busy", b"sweeper"]
+        # What lies in a lane is not lost, whether somebody has it or not.
+        assert sorted(consumer["name"] for consumer in consumers) == [b"busy", b"claimed", b"queued", b"sweeper"]
+        assert pool.streams() == [jobs, *(keys.model("syn").lane(worker_id) for worker_id in ("claimed", "queued"))]
+        assert b"idle" not in await redis.zrange(lanes, 0, -1)
     finally:
         await redis.aclose()
 
@@ -279,14 +290,16 @@ async def test_small_rows_that_are_ready_while_others_are_published_go_together(
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_again(pool: Pool) -> None:
+@pytest.mark.parametrize("place", ["shared stream", "lane"])
+async def test_a_prompt_asked_for_again_while_its_row_is_stored_is_computed_again(pool: Pool, place: str) -> None:
     backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=64))
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(prefix=pool.prefix))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     ids = np.array([1, 2], "<u4").tobytes()
-    digest, stream = digest_of(ids, ""), pool.keys.model("syn").jobs
+    model, digest = pool.keys.model("syn"), digest_of(ids, "")
+    stream = model.lane(worker.worker_id) if place == "lane" else model.jobs
     serving = worker._serving
     assert serving is not None
     fingerprint = serving.info.fingerprint

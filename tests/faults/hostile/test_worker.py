@@ -267,6 +267,6 @@ def test_keys_of_lanes_that_hold_something_else_end_no_worker(
         pool.redis.set(key, "junk")
         rows = producer.batch_logprobs([[len(key), number] for number in range(40)])
         assert all(np.array_equal(got, row(len(key), number)) for number, got in enumerate(rows))
-        until(lambda key=key: pool.redis.type(key) != b"string", "a heartbeat puts it right")
+        until(lambda: pool.redis.type(lanes) == b"zset" and pool.redis.type(lane) == b"stream", "both are put right")
     assert_serves(pool, worker)
     assert_serves(pool, other)
