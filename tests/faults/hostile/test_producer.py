@@ -164,7 +164,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
     redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
     prompt = draw(st.sampled_from(prompts))
     digest = name(prompt)
-    match draw(st.integers(0, 9)):
+    match draw(st.integers(0, 10)):
         case 0 | 1 | 2:
             redis.set(keys.row(producer.model.fingerprint) + digest, draw(hostile.spoilt_rows(ROW)))
         case 3:
@@ -178,7 +178,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
         case 4 | 5:
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes
-            names = st.sampled_from([b"d", b"e", b"f", b""]) | hostile.noise
+            names = st.sampled_from([b"d", b"e", b"f", b"w", b""]) | hostile.noise
             # Drawn whatever streams there are: an example must be the same when it runs again.
             fields = draw(st.lists(st.tuples(names, values), min_size=1, max_size=4))
             for reply in redis.scan_iter(match=f"{pool.prefix}:*reply*"):
@@ -197,6 +197,9 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
                 model.waiting + digest,
                 mapping={"job": draw(st.sampled_from([b"1-1"]) | hostile.noise), draw(hostile.noise): ""},
             )
+        case 9:
+            lengths = st.floats(allow_nan=False) | st.integers(-100, 100)
+            redis.zadd(model.lanes, {draw(hostile.noise | st.just(b"")): draw(lengths)})
         case _:
             redis.hset(
                 draw(st.sampled_from([model.adapters, model.offers])), draw(hostile.noise), draw(hostile.odd_bytes)
@@ -204,6 +207,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
 
 
 def test_a_producer_returns_the_row_or_an_error_of_ours_in_time(pool: Pool, worker: WorkerProcess) -> None:
+    pool.start("--lease-s", LEASE_S)  # With one alone there are no lanes.
     asked = iter(range(10**9))
     ended = {"rows": 0, "errors": 0}
 
