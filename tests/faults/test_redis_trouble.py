@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from lmpool.broker import connection
-from lmpool.broker.connection import Argument, CommandConnection
+from lmpool.broker.connection import Argument, CommandConnection, RawCommandConnection
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import LMPoolError, NoWorker
@@ -496,3 +496,27 @@ async def test_workers_that_could_not_be_looked_for_are_not_missed(
             await asked
     finally:
         pool.end()
+
+
+async def test_entries_that_lose_bytes_on_the_way_are_asked_for_again(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows would take the place of the lost bytes: the parser of other replies does not look for line ends."""
+    pool.start()
+    receive, entry, lossy = RawCommandConnection.data_received, 4, list[bytes]()
+
+    def lose(connection: RawCommandConnection, data: bytes) -> None:
+        head, line_end, value = data.partition(b"\r\n")[2].partition(b"\r\n")
+        if not lossy and data.startswith(b"*1\r\n$") and value.startswith(stored[:16]):
+            lossy.append(data)
+            data = b"*1\r\n" + head + line_end + value[: -2 * entry] + value[-entry:] + b"*1\r\n$1"
+        receive(connection, data)
+
+    targets, row = [3, 1, 2], synthetic_row([1], vocab_size=V)
+    async with pool.producer(cache_bytes=0) as producer:
+        await producer.logprobs([1])
+        key = pool.keys.row(producer.model.fingerprint) + encode_prompt([1], vocab_size=V, max_tokens=1).digest
+        stored: bytes = pool.redis.get(key)  # type: ignore[assignment]
+        monkeypatch.setattr(RawCommandConnection, "data_received", lose)
+        assert np.array_equal(await producer.logprobs([1], targets=targets), row[targets])
+    assert lossy

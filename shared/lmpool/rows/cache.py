@@ -23,6 +23,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError, SourceMissing
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.query import SECRET_SIZE, SentWeights, weights_name
 from lmpool.protocol.row import (
     Block,
@@ -346,8 +347,16 @@ class RedisRows:
             ServerError: the server cannot be used.
         """
         keys = [self._prefix + digest for digest in digests]
-        entries: list[bytes | None] = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
-        return entries
+        replies = await scripts.ENTRIES.on(self._commands.call, keys, [int(encoding), *ranges])
+        try:
+            are_whole = all(
+                reply is None or reply.endswith(digest) for reply, digest in zip(replies, digests, strict=True)
+            )
+        except (TypeError, ValueError, AttributeError):
+            are_whole = False  # Not even a list of so many values.
+        if not are_whole:
+            raise self._commands.distrust(replies)
+        return [None if reply is None else reply[:-DIGEST_SIZE] for reply in replies]
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """See `RowCache.keys_of`."""

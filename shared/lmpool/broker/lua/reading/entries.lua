@@ -6,8 +6,9 @@
 --
 -- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
 -- another encoding, or one that is not as long as its header says, has its header alone, for the caller to fetch it as
--- it is. What is there may be anything: the caller checks the header.
-local HEADER, ENCODING, SIZE = 16, 6, 9
+-- it is. What is there may be anything: the caller checks the header. The digest of the prompt follows: bytes that are lost
+-- on the way are replaced by those behind them, and so the caller sees it.
+local HEADER, ENCODING, SIZE, DIGEST = 16, 6, 9, 16
 local expected = tonumber(ARGV[1])
 local replies = {}
 for i, row in ipairs(KEYS) do
@@ -15,9 +16,9 @@ for i, row in ipairs(KEYS) do
   if header == '' then
     replies[i] = false
   elseif type(header) == 'table' then
-    replies[i] = ''
+    replies[i] = string.sub(row, -DIGEST)
   elseif string.byte(header, ENCODING) ~= expected then
-    replies[i] = header
+    replies[i] = header .. string.sub(row, -DIGEST)
   else
     local parts, width = {header}, nil
     for from, to in string.gmatch(ARGV[1 + i], '(%d+) (%d+)') do
@@ -29,6 +30,7 @@ for i, row in ipairs(KEYS) do
     if not width or redis.call('STRLEN', row) ~= HEADER + width * (size or 0) then
       parts = {header}
     end
+    parts[#parts + 1] = string.sub(row, -DIGEST)
     replies[i] = table.concat(parts)
   end
 end
