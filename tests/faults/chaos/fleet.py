@@ -17,6 +17,8 @@ from tests.faults.chaos.worker import TRACE_VARIABLE
 
 _END_S = 60.0
 START_S = 120.0
+SERVING = f"serving {MODEL!r}"
+"""What a worker prints when it takes jobs; before that it may serve adapters."""
 _TRACEBACK_S = 0.5
 
 
@@ -128,7 +130,7 @@ class Fleet:
             RuntimeError: one of them ended, or needs too long.
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
-        self._await(self.workers, "serving ")
+        self._await(self.workers, SERVING)
         self.clients = [self._start_client(number) for number in range(self._settings.clients)]
         self._await(self.clients, "asking")
 
@@ -162,7 +164,7 @@ class Fleet:
     @property
     def is_whole(self) -> bool:
         """Whether all workers serve."""
-        return all(worker.code is None and worker.says("serving ") for worker in self.workers)
+        return all(worker.code is None and worker.says(SERVING) for worker in self.workers)
 
     def mend(self) -> None:
         """Start a replacement for every worker that has ended."""
@@ -171,7 +173,7 @@ class Fleet:
                 continue
             # One that finds no server at its start may end; a supervisor would start it again, as we do.
             is_expected = worker.is_struck or (worker.is_draining and worker.code == 0)
-            if not is_expected and worker.says("serving "):
+            if not is_expected and worker.says(SERVING):
                 self.failed.append(f"worker {worker.number} ended with {worker.code}: {worker.last_words}")
             self.workers[place] = self._start_worker(worker.number)
 

@@ -29,6 +29,7 @@ CHANGE = "change"
 CONTEXTS = "contexts"
 """The kind of one round of contexts that grow in lock step."""
 OK, WRONG = "ok", "wrong"
+"""How an outcome begins: behind them stand the number of an adapter, and what the prompt was."""
 
 _BATCH = 8
 _SHARED = 40
@@ -48,7 +49,7 @@ class Question(NamedTuple):
     Attributes:
         kind: of `KINDS`, or `CONTEXTS`.
         size: how many prompts it has; each counts as a request.
-        ask: asks, and says of each prompt `OK` or `WRONG`; with an adapter the number of the adapter follows.
+        ask: asks, and says of each prompt how it went: `OK` or `WRONG` and what else is to be known.
     """
 
     kind: str
@@ -132,7 +133,8 @@ class Load:
         prompt, targets = self._new(), [self._draw.randrange(self._settings.vocab_size) for _ in range(5)]
 
         async def ask() -> list[str]:
-            return [_outcome(_same(await self._producer.logprobs(prompt, targets=targets), self._row(prompt)[targets]))]
+            entries = await self._producer.logprobs(prompt, targets=targets)
+            return [_outcome(_same(entries, self._row(prompt)[targets]), prompt)]
 
         return Question("targets", 1, ask)
 
@@ -151,7 +153,7 @@ class Load:
 
         async def ask() -> list[str]:
             got, expected = await self._producer.topk(prompt, k), top(self._row(prompt), k)
-            return [_outcome(_same(got.values, expected.values) and _same(got.ids, expected.ids))]
+            return [_outcome(_same(got.values, expected.values) and _same(got.ids, expected.ids), prompt)]
 
         return Question("topk", 1, ask)
 
@@ -162,7 +164,7 @@ class Load:
 
         async def ask() -> list[str]:
             token = await self._producer.sample(prompt, **how._asdict())
-            return [_outcome(token == sample(self._row(prompt), how))]
+            return [_outcome(token == sample(self._row(prompt), how), prompt)]
 
         return Question("sample", 1, ask)
 
@@ -174,7 +176,7 @@ class Load:
         async def ask() -> list[str]:
             got = await self._producer.score(prompt, continuation)
             expected = [self._row([*prompt, *continuation[:at]])[token] for at, token in enumerate(continuation)]
-            return [_outcome(_same(got, np.array(expected, np.float32)))]
+            return [_outcome(_same(got, np.array(expected, np.float32)), prompt)]
 
         return Question("score", 1, ask)
 
@@ -189,7 +191,8 @@ class Load:
                 self._trie = await self._producer.trie()
             call = {"sum": self._trie.weight_sum, "max": self._trie.weight_max, "logsumexp": self._trie.logsumexp}[op]
             got, expected = await call(prompt=prompt, under=prefix), _below(tokens, prefix, op, self._row(prompt))
-            return [_outcome(got.shape == expected.shape and np.allclose(got, expected, rtol=_RTOL, atol=_ATOL))]
+            is_right = got.shape == expected.shape and np.allclose(got, expected, rtol=_RTOL, atol=_ATOL)
+            return [_outcome(is_right, prompt)]
 
         return Question("trie", 1, ask)
 
@@ -200,7 +203,7 @@ class Load:
         async def ask() -> list[str]:
             row = await self._producer.logprobs(prompt, adapter=ADAPTER)
             number = self._adapters.which(prompt, row)
-            return [WRONG if number is None else f"{OK} {number}"]
+            return [_outcome(False, prompt) if number is None else f"{OK} {number}"]
 
         return Question(ADAPTED, 1, ask)
 
@@ -227,7 +230,7 @@ class Load:
         return synthetic_row(prompt, vocab_size=self._settings.vocab_size)
 
     def _is_row(self, row: NDArray[np.float32], prompt: Sequence[int]) -> str:
-        return _outcome(_same(row, self._row(prompt)))
+        return _outcome(_same(row, self._row(prompt)), prompt)
 
 
 KINDS: dict[str, tuple[float, Callable[[Load], Question]]] = {
@@ -284,8 +287,8 @@ class Adapters:
             self._revisions.append(self._backend.load_adapter(ADAPTER, str(place)))
 
 
-def _outcome(is_right: bool) -> str:
-    return OK if is_right else WRONG
+def _outcome(is_right: bool, prompt: Sequence[int]) -> str:
+    return OK if is_right else f"{WRONG} for {list(prompt)}"
 
 
 def _same(got: Values, expected: Values) -> bool:

@@ -89,6 +89,12 @@ class Report:
         lines += [f"  leaked: {text}" for text in [*self.leaked_keys, *self.leaked_processes][:20]]
         lines += [f"  failed: {text}" for text in self.failed[:10]]
         lines += [f"  lost, {times} times: {text:.300}" for text, times in list(tally.reasons.items())[:10]]
+        begin = min((request.began for request in tally.requests), default=0.0)
+        lines += [
+            f"  wrong: {request.kind} of client {request.client}, from {request.began - begin:.2f} s on for "
+            f"{(request.ended or begin) - request.began:.2f} s: {request.outcome:.300}"
+            for request in tally.wrongs[:10]
+        ]
         faults = self.faults
         lines.append(f"NOT ALLOWED: {', '.join(faults)}" if faults else "all promises kept")
         return "\n".join(lines)

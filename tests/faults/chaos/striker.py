@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from tests.faults.chaos.fleet import START_S, Fleet, Process
+from tests.faults.chaos.fleet import SERVING, START_S, Fleet, Process
 from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Kind, Strike
 from tests.faults.chaos.tally import Trouble
@@ -112,7 +112,7 @@ class Striker:
         return [
             worker
             for worker in self._fleet.workers
-            if worker.code is None and not (worker.is_frozen or worker.is_draining) and worker.says("serving ")
+            if worker.code is None and not (worker.is_frozen or worker.is_draining) and worker.says(SERVING)
         ]
 
     def _victims(self, strike: Strike) -> list[Process]:

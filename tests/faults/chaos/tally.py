@@ -56,6 +56,7 @@ class Tally:
         refused: adapters that were not put in service, for a worker ended while it loaded them.
         kinds: how many of each kind ended with the right answer.
         reasons: exceptions, with how often.
+        wrongs: those that are wrong.
     """
 
     requests: list[Request]
@@ -65,6 +66,7 @@ class Tally:
     refused: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
+    wrongs: list[Request] = field(default_factory=list)
 
 
 def read_requests(log: Path, client: int) -> list[Request]:
@@ -86,8 +88,9 @@ def count(requests: list[Request], deadline_s: float) -> Tally:
     tally = Tally(requests)
     changes = sorted((request for request in requests if request.kind == CHANGE), key=lambda request: request.began)
     for request in requests:
-        if request.outcome == WRONG or is_stale(request, changes):
+        if request.outcome.startswith(WRONG) or is_stale(request, changes):
             tally.wrong += 1
+            tally.wrongs.append(request)
         elif request.is_ok:
             tally.kinds[request.kind] += 1
         elif request.is_refused:
