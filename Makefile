@@ -133,7 +133,7 @@ test-engines-newest:
 	LMPOOL_TEST_NEWEST=1 $(MAKE) --keep-going -W tools/install_engine.py NEWEST=--newest \
 		VLLM=$(VLLM)-newest SGLANG=$(SGLANG)-newest test-vllm test-sglang
 
-## chaos: strike workers, connections and the server for three minutes while clients compare every row
+## chaos: strike workers, connections and the server for three minutes while clients compare every answer
 # Prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
