@@ -305,6 +305,7 @@ class Worker:
     async def _join(self, serving: Serving) -> None:
         await serving.consumer.ensure_group()
         await serving.heartbeat.join(self._heartbeat_fields(serving))
+        await serving.consumer.open_lane()
         if not serving.info.is_trie:
             await serving.adapters.start()
 

@@ -262,16 +262,22 @@ class Consumer:
         self._ahead_s = 0.0
 
     async def ensure_group(self) -> None:
-        """Create the streams and their groups, from the beginning: jobs queued before them must be seen."""
+        """Create the shared stream and its group, from the beginning: jobs queued before it must be seen."""
         seconds, micros = await self._reader.call(b"TIME")
         self._ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
-        for stream in (self._keys.jobs, self._lane):
-            try:
-                await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):
-                    raise
+        await self._create_group(self._keys.jobs)
         await self.keep_queue()
+
+    async def open_lane(self) -> None:
+        """Create the worker's lane and its group, once the worker is known: others remove lanes of those that go."""
+        await self._create_group(self._lane)
+
+    async def _create_group(self, stream: bytes) -> None:
+        try:
+            await self._redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
 
     async def keep_queue(self) -> None:
         """Have the queue not expire, and replace streams whose ids have run ahead of the clock (`keep_queue.lua`)."""
@@ -303,6 +309,7 @@ class Consumer:
             if "NOGROUP" not in str(error):
                 raise
             await self.ensure_group()
+            await self.open_lane()
             return []
         try:
             streams = entries_by_stream(reply)
