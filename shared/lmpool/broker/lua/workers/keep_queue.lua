@@ -26,7 +26,7 @@ end
 local groups, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)
 if groups.err then
   -- The server has lost the queue: the worker that reads next makes one. What else it says is for the caller.
-  return string.find(groups.err, 'no such key', 1, true) and -1 or groups
+  return string.find(tostring(groups.err), 'no such key', 1, true) and -1 or groups
 end
 local is_spoilt = false
 for _, info in ipairs(groups) do
