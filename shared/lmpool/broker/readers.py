@@ -189,7 +189,7 @@ async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
     """
     try:
         consumers = await redis.xinfo_consumers(keys.jobs, GROUP)
-        lanes = await redis.zrange(keys.lanes, 0, -1)
+        lanes = await redis.zrange(keys.lanes, 0, MOST_WORKERS)
     except ResponseError as error:
         if not str(error).removeprefix("ERR ").startswith(_NO_QUEUE):
             raise

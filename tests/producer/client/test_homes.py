@@ -18,10 +18,9 @@ def prompt(ids: list[int], adapter: str = "") -> Prompt:
 
 
 def homes_of_two() -> Homes:
-    """What a client knows that has met two workers."""
+    """What a client knows of whose model there are two workers."""
     homes = Homes()
-    homes.note(prompt([10**6]), b"first")
-    homes.note(prompt([10**6]), b"second")
+    homes.has_choice = True
     return homes
 
 
@@ -76,10 +75,10 @@ def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
     homes = homes_of_two()
     homes.note(prompt([1, 2]), b"w1")
     homes.note(prompt([3, 4]), b"w2")
-    assert homes.workers == {b"first", b"second", b"w1", b"w2"}
+    assert homes.workers == {b"w1", b"w2"}
     homes.forget([b"w1"])
     assert (homes.find(prompt([1, 2, 3])), homes.find(prompt([3, 4, 5]))) == (b"", b"w2")
-    assert homes.workers == {b"first", b"second", b"w2"}
+    assert homes.workers == {b"w2"}
     homes.clear()
     assert homes.find(prompt([3, 4, 5])) == b""
     assert not homes.workers
@@ -109,6 +108,7 @@ def test_one_worker_alone_needs_no_memory() -> None:
     homes = Homes()
     homes.note(prompt([1]), b"w1")
     assert homes.find(prompt([1, 2])) == b""
+    homes.has_choice = True
     homes.note(prompt([3]), b"w2")
     homes.note(prompt([1]), b"w1")
     assert homes.find_all([prompt([1, 2]), prompt([3, 4]), prompt([5, 6])]) == [b"w1", b"w2", b""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -21,7 +21,7 @@ from lmpool.workers.membership.heartbeat import Loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, Counters
 from lmpool.workers.metrics.http import Health
 from lmpool.workers.metrics.prometheus import Snapshot
-from lmpool.workers.queue.consumer import STALE_S
+from lmpool.workers.queue.consumer import STALE_S, InFlightJob
 from lmpool.workers.serving import Serving, WorkerContext, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings
 
@@ -123,8 +123,7 @@ class FetchLoop:
                     jobs = await self._consumer.take(self._count_to_take(capacity), block_ms)
                     if not jobs:
                         await self._find_more(capacity)
-                    is_soon = bool(jobs) and not self._consumer.is_alone
-                    block_ms = _LEAST_BLOCK_MS if is_soon else min(4 * block_ms, _BLOCK_MS)
+                    block_ms = self._next_block(jobs, block_ms)
                     was_idle = not self._in_flight
                     await self._dispatcher.accept(jobs)
             except (RedisError, OSError, LMPoolError) as error:
@@ -136,6 +135,16 @@ class FetchLoop:
             if was_idle and self._in_flight:
                 # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
+
+    def _next_block(self, jobs: Sequence[InFlightJob], block_ms: int) -> int:
+        """For how long the next read may wait: not for long where there may soon be something to steal."""
+        if self._consumer.is_alone:
+            return _BLOCK_MS
+        if jobs:
+            return _LEAST_BLOCK_MS
+        if self._in_flight:  # Until about the end of its step.
+            return int(min(_BLOCK_MS, max(_LEAST_BLOCK_MS, 1000 * self._engine_thread.step_s)))
+        return min(4 * block_ms, _BLOCK_MS)
 
     async def _find_more(self, capacity: int) -> None:
         """Have the worker's lane get something, where it and the shared stream have nothing."""
@@ -213,6 +222,7 @@ class Worker:
         self._finished_small: asyncio.Queue[Finished] = asyncio.Queue()
         self._serving: Serving | None = None
         self._is_refused = False
+        self._beating = asyncio.Lock()
         self.is_hung = False
         self.health = Health(self._settings.lease_s, self._settings.step_timeout_s)
 
@@ -423,7 +433,8 @@ class Worker:
 
     async def _send_heartbeat(self, serving: Serving) -> None:
         try:
-            await self._write_heartbeat(serving)
+            async with self._beating:
+                await self._write_heartbeat(serving)
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
         except (RedisError, OSError, LMPoolError) as error:
@@ -447,8 +458,9 @@ class Worker:
         """Have others take what lies in the lane, and show that the worker drains, not with the next heartbeat only."""
         await self._lifecycle.stopping.wait()
         try:
-            await serving.consumer.close_lane()
+            # In this order: a heartbeat under way that says that it takes jobs has come before.
             await self._send_heartbeat(serving)
+            await serving.consumer.close_lane()
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot say that this worker drains: %s", self._server.explain(error))
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.readers import read_lanes, read_queue
+from lmpool.broker.readers import MOST_WORKERS, read_lanes, read_queue
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import AuthenticationFailed, ProtocolError, QueueCleared, SettingsError, UnknownModel
@@ -186,7 +186,7 @@ async def _backlog(redis: Redis, keys: ModelKeys) -> AsyncIterator[Queued]:
 
 async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
     """The streams of a queue, the lanes before the shared one, each with what follows the ids of its entries."""
-    lanes: Any = await redis.zrange(keys.lanes, 0, -1)
+    lanes: Any = await redis.zrange(keys.lanes, 0, MOST_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
 
 

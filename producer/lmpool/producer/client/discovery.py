@@ -246,6 +246,11 @@ class Liveness:
         """
         self._count = (await self._discovery.alive(model)).serving
 
+    @property
+    def count(self) -> int:
+        """How many live workers there were at the last look."""
+        return self._count
+
     def pause(self) -> None:
         """Workers are not looked for now: nobody waits, or nobody can be seen."""
         self._missing_since = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Coroutine, Sequence
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ _COLLECTORS = 2
 _WATCH_S = 1.0
 _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
+_MOST_LOOKED_FOR = 32
 
 
 class Session:
@@ -135,6 +137,7 @@ class Session:
         try:
             info = await self._find_info(model)
             await self._liveness.start(info.name)
+            self._homes.has_choice = self._liveness.count > 1
         except TROUBLE as error:
             raise self.explain(error) from error
         self._adopt(info)
@@ -384,11 +387,11 @@ class Session:
                     if self._requests:
                         absence = await self._liveness.look(self.loop.time())
                         self._on_absence(absence)
-                        self._homes.forget(await self._discovery.gone(self.info.name, self._homes.workers))
                     else:
                         self._liveness.pause()
                 if self._requests:
                     await self._recheck()
+                await self._look_after_homes()
                 # What cannot be sent is tried again, and tells itself: the info may be there, and the rows elsewhere.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
@@ -397,6 +400,14 @@ class Session:
                 self._connections.note(error)
                 await self._connections.reconnect(error)
             self._end_endless(absence or self._connections.trouble)
+
+    async def _look_after_homes(self) -> None:
+        """Forget what workers that have gone had computed: of a few in each look, for there may be many."""
+        self._homes.has_choice = self._liveness.count > 1
+        known = list(self._homes.workers)
+        if known:
+            asked = random.sample(known, min(len(known), _MOST_LOOKED_FOR))
+            self._homes.forget(await self._discovery.gone(self.info.name, asked))
 
     async def _recheck(self) -> None:
         """Look for rows that were never announced; resubmit what has been silent for a lease."""

@@ -1,4 +1,7 @@
-"""Asking the server: look for rows in the pool's cache, queue jobs for the rest, and cancel what nobody waits for."""
+"""Asking the server: look for rows in the pool's cache, queue jobs for the rest, and cancel what nobody waits for.
+
+`Homes` knows which worker a prompt is best computed by.
+"""
 
 from __future__ import annotations
 
@@ -139,22 +142,25 @@ class Homes:
     """Which worker has computed which prompts: the home of what continues them, whose beginning it may still have.
 
     Prompts are known by their lengths and the tokens at both ends. Two that are alike in these share a home, which
-    costs time at most: where a prompt is computed does not change its row. As long as one worker alone is known nothing
-    is remembered.
+    costs time at most: where a prompt is computed does not change its row.
 
     Attributes:
+        has_choice: several workers live; with one alone nothing is remembered.
         workers: the workers that are known.
     """
 
     def __init__(self) -> None:
         self._workers: dict[int, bytes] = {}
         self._lengths: set[int] = set()
+        # How prompts of more than a block that are known begin: most that are unknown begin otherwise.
+        self._heads: dict[int, None] = {}
+        self.has_choice = False
         self.workers: set[bytes] = set()
 
     def note(self, prompt: Prompt, worker: bytes) -> None:
         """Remember that a worker has computed a prompt."""
         self.workers.add(worker)
-        if len(self.workers) < 2:
+        if not self.has_choice:
             return
         known, ids = self._workers, prompt.ids
         size = len(ids)
@@ -163,8 +169,13 @@ class Homes:
             known.pop(key, None)
             known[key] = worker
             self._lengths.add(end)
-        while len(known) > _MOST_HOMES:
-            del known[next(iter(known))]
+        if size >= _BLOCK_BYTES:
+            head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
+            self._heads.pop(head, None)
+            self._heads[head] = None
+        for entries in (known, self._heads):
+            while len(entries) > _MOST_HOMES:
+                del entries[next(iter(entries))]
 
     def find(self, prompt: Prompt) -> bytes:
         """The worker that has computed the longest beginning of a prompt that is known, or b"".
@@ -174,6 +185,8 @@ class Homes:
         """
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
+        if size >= _BLOCK_BYTES + _FEWER_BYTES[-1] and hash((ids[:_BLOCK_BYTES], adapter)) not in self._heads:
+            return b""
         for less in _FEWER_BYTES:
             end = size - less
             if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
@@ -199,6 +212,7 @@ class Homes:
         """Forget all: the model has changed."""
         self._workers.clear()
         self._lengths.clear()
+        self._heads.clear()
         self.workers.clear()
 
 

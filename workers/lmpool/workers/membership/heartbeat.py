@@ -210,9 +210,10 @@ class Heartbeat:
         """Drop the consumers of workers whose deadline has passed, and of these; see `sweep`."""
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
-        _, has_unknown = await scripts.REMOVE_GONE(
-            self._redis, swept, [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
-        )
+        args = [GROUP, _MOST_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
+        _, has_unknown, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
+        while moved:
+            _, _, moved = await scripts.REMOVE_GONE(self._redis, swept, args)
         if has_unknown:
             consumers, lease_ms = await read_consumers(self._redis, keys), int(self._info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MOST_AT_ONCE):

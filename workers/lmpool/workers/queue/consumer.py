@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
@@ -357,7 +358,9 @@ class Consumer:
         Returns:
             how many were moved.
         """
-        patience_ms = int(1000 * min(_MOST_PATIENCE_S, max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)))
+        # Before its first step a worker does not know.
+        patience_s = _LEAST_PATIENCE_S if step_s == math.inf else max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)
+        patience_ms = int(1000 * min(_MOST_PATIENCE_S, patience_s))
         stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
         self.is_alone = stolen < 0
         self._counters.stolen += max(0, stolen)

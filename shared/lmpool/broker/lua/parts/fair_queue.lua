@@ -94,20 +94,25 @@ local function take_back(excess, client)
       place(waiting_for .. job.digest, LATER, job.lifetime)
     end
   end
-  local most = math.min(excess, MOST_CUT)
-  local taken, seen = cut(nil, most, true, can_go_back)
+  local most = math.min(excess, MOST_MOVED_AT_ONCE)
+  local taken, seen = find_to_move(nil, most, true, can_go_back)
+  local moved = {{nil, taken}}
   store(taken, 0)
   local workers = longest_lanes()
   for number, worker in ipairs(workers) do
     local part = math.ceil((most - seen) / (#workers - number + 1))
     if part > 0 then
-      local more, looked_at = cut(worker, part, true, can_go_back)
+      local more, looked_at = find_to_move(worker, part, true, can_go_back)
+      moved[#moved + 1] = {worker, more}
       store(more, seen)
       seen = seen + looked_at
     end
   end
   if #order > 0 then
     to_backlog(order, stored)
+    for _, part in ipairs(moved) do
+      remove_moved(part[1], part[2])
+    end
     -- It may have more in the backlog, which start later.
     redis.call('ZADD', virtual_time, math.max(order[1], last_start(client)), client)
   end
@@ -198,6 +203,7 @@ local function move_up()
   local moved, bytes, last, now = 0, 0, nil, now_ms()
   if free > 0 then
     open_lanes(math.min(free, MOST_MOVED))
+    level_lanes(math.min(free, MOST_MOVED))
   end
   while free > 0 and moved < MOST_MOVED and bytes < MOST_MOVED_BYTES do
     local digests, stored, start, size = pop(math.min(free, PART_MOVED), MOST_MOVED_BYTES - bytes)

@@ -2,8 +2,10 @@
 
 -- include lanes
 
--- How many entries are read at a time, for each may be large; how much one call cuts off; digits of a time in ms; a digest.
-local PART, MOST_CUT, MOST_CUT_BYTES, MOST_DIGITS, DIGEST_BYTES = 4, 128, 524288, 15, 16
+-- How many entries are read at a time, for each may be large; how many of a stream are moved; digits of a time in ms; a digest.
+local PART, MOST_MOVED_AT_ONCE, MOST_DIGITS, DIGEST_BYTES = 4, 128, 15, 16
+-- How many bytes this call may still move.
+local bytes_left = 524288
 
 -- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
 local function place(waiting, job, lifetime)
@@ -31,19 +33,19 @@ local function read_entry(entry, suffix)
   }
 end
 
--- Cut at most `most` jobs that no worker has been given off a stream: from its end, the last first, or from its beginning.
--- Of each that comes next `judge` says whether it goes along; nil ends it. Returns the jobs, and how many were looked at.
-local function cut(worker, most, is_from_end, judge)
+-- At most `most` jobs of a stream that no worker has been given: from its end, the last first, or from its beginning.
+-- Of each that comes next `judge` says whether it is one; nil ends it. Returns the jobs, and how many were looked at. They stay
+-- until `remove_moved`, when they have been added elsewhere: where that fails, a job that is there twice beats one that is gone.
+local function find_to_move(worker, most, is_from_end, judge)
   local stream, suffix = jobs, ''
   if worker then
     stream, suffix = lane_of .. worker, ' ' .. worker
   end
   local given = of_group('last-delivered-id', stream)
   local first, last = '(' .. (given == 0 and '0-0' or given), '+'
-  local taken, ids, seen, bytes = {}, {}, 0, 0
-  most = math.min(most, MOST_CUT)
-  local goes = true
-  while goes ~= nil and seen < most and bytes < MOST_CUT_BYTES do
+  local taken, seen, goes = {}, 0, true
+  most = math.min(most, MOST_MOVED_AT_ONCE)
+  while goes ~= nil and seen < most and bytes_left > 0 do
     local count, part = math.min(most - seen, seen + 1, PART), nil
     if is_from_end then
       part = redis.pcall('XREVRANGE', stream, last, first, 'COUNT', count)
@@ -60,24 +62,33 @@ local function cut(worker, most, is_from_end, judge)
       if goes == nil then
         break
       elseif goes then
-        taken[#taken + 1], ids[#ids + 1], job.number = job, entry[1], seen
+        taken[#taken + 1], job.id, job.number = job, entry[1], seen
       end
-      seen, bytes = seen + 1, bytes + #job.job
+      seen, bytes_left = seen + 1, bytes_left - #job.job
       first = is_from_end and first or '(' .. entry[1]
       last = is_from_end and '(' .. entry[1] or last
-    end
-  end
-  if #ids > 0 then
-    local count = redis.call('XDEL', stream, unpack(ids))
-    if worker then
-      count_in_lane(worker, -count)
     end
   end
   return taken, seen
 end
 
--- Add jobs that were cut off to the lane of a worker, or to the shared stream for nil.
-local function add_again(worker, taken, from, to, step)
+-- Remove jobs that are elsewhere now from the stream where they were.
+local function remove_moved(worker, taken)
+  local ids = {}
+  for at, job in ipairs(taken) do
+    ids[at] = job.id
+  end
+  if #ids > 0 then
+    local stream = worker and lane_of .. worker or jobs
+    local count = redis.call('XDEL', stream, unpack(ids))
+    if worker then
+      count_in_lane(worker, -count)
+    end
+  end
+end
+
+-- Move jobs from the lane of a worker to that of another, or to the shared stream for nil, in this order of theirs.
+local function move(from_worker, worker, taken, from, to, step)
   for at = from, to, step do
     local job = taken[at]
     if not job.digest then
@@ -86,12 +97,13 @@ local function add_again(worker, taken, from, to, step)
       local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
       local waiting = waiting_for .. job.digest
       local known = redis.pcall('HGET', waiting, 'job')
-      -- Its clients may have asked again meanwhile, and have another job. Or a server that is short of memory has dropped the
-      -- key: with the job alone in it, it would say that nobody waits.
+      -- Its clients may have asked again meanwhile, and have another job; or a server that is short of memory has dropped the
+      -- key, and they will.
       if known == job.entry then
         place(waiting, entry, job.lifetime)
       end
     end
   end
   count_added()
+  remove_moved(from_worker, taken)
 end

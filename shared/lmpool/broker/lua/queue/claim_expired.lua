@@ -11,20 +11,21 @@
 -- by a worker that holds nothing else, so that it cannot take others down with it; after that it is handed
 -- over as spent, to be given up.
 --
--- One call goes through the lanes of some workers whose deadlines have passed, and that of the caller: what was given to
--- a worker there is claimed, what never was goes to the shared stream. Then it goes through a part of what workers hold of
--- the shared stream: all workers share one cursor, and where one has ended the next goes on.
+-- One call goes through the lanes of some workers whose deadlines have passed, and that of the caller. Then it goes through a
+-- part of what workers hold of the shared stream: all workers share one cursor, and where one has ended the next goes on. What
+-- was never given to a dead worker remove_gone.lua moves to the shared stream.
 --
 -- Returns {alone (0|1), list of {entry, encoded job, deliveries before this one, fields 'u' and 't' or ''}, how many more
 -- calls are this worker's share of going through all that is held}. An empty list with alone = 1 asks the caller to come back
 -- when it holds nothing. A job that is too large is told by its size alone.
 
--- include moving
+-- include capacity
+-- include time
 
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, MOST_LANES, MANY, FIRST = 64, 128, 8, 1000, '-'
+local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}
@@ -34,7 +35,7 @@ end
 local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
-local taken, is_alone, moved = {}, false, 0
+local taken, is_alone = {}, false
 local function field(fields, name)
   for at = 1, #fields, 2 do
     if fields[at] == name then
@@ -102,26 +103,20 @@ local function scan(from)
   return take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
 end
 
--- Go through a worker's lane; that of one that is gone is emptied. Returns whether this call is to take no more.
-local function scan_lane(worker, is_gone)
-  if is_gone and moved < MOST_CUT then
-    -- From its beginning: what has waited longest goes first.
-    local left = cut(worker, MOST_CUT - moved, false, goes_always)
-    add_again(nil, left, 1, #left, 1)
-    moved = moved + #left
-  end
+-- Go through a worker's lane. Returns whether this call is to take no more.
+local function scan_lane(worker)
   local stream, suffix = lane_of .. worker, ' ' .. worker
   local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MOST_PART)
   return not held.err and take_expired(stream, suffix, held) ~= nil
 end
 
-local is_full, now = scan_lane(consumer, false), now_ms()
+local is_full, now = scan_lane(consumer), now_ms()
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
 -- Not always the first ones: others may be at work on what is left in those lanes.
 local begin = gone > MOST_LANES and now % gone or 0
 for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MOST_LANES)) do
   if worker ~= consumer then
-    is_full = is_full or scan_lane(worker, true)
+    is_full = is_full or scan_lane(worker)
   end
 end
 if is_full then
@@ -134,4 +129,4 @@ if #taken == 0 and not is_alone and next_from == FIRST and from ~= FIRST then
   next_from = scan(FIRST)
 end
 redis.call('SET', cursor, next_from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, moved > 0 and MANY or math.floor(pending / (part * workers))}
+return {is_alone and 1 or 0, taken, math.floor(pending / (part * workers))}

@@ -4,8 +4,8 @@
 -- ARGV  worker, most jobs to take, patience in ms
 --
 -- Half of what waits in a lane is taken, if it would wait longer than a step: the lane's worker holds a batch already, or has
--- not come for it for long. What waits at its home would take longer anywhere else, so this is taken only when it has waited
--- for so long as `patience`. Who takes it will be its home.
+-- not come for it for long. What waits at its home would take longer anywhere else, so this is taken only when the first in the
+-- lane has waited for so long as `patience`. Who takes it will be its home.
 --
 -- Returns how many were moved to the worker's own lane; -1 where no other worker has one.
 
@@ -15,7 +15,7 @@ local thief, want, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 -- Of the longest lanes; and how long a worker that holds less than a batch may leave a job in its lane.
 local MOST_LANES, LATE_MS = 8, 100
 
--- Cut off what may be taken of a lane.
+-- What may be taken of a lane.
 local function take_from(worker)
   local stream = lane_of .. worker
   local queued = redis.pcall('XLEN', stream)
@@ -34,7 +34,7 @@ local function take_from(worker)
     return {}
   end
   -- From the end, up to the first that is at its home.
-  return (cut(worker, math.min(half, want), true, function(job)
+  return (find_to_move(worker, math.min(half, want), true, function(job)
     return (waited >= patience or job.home ~= worker) and true or nil
   end))
 end
@@ -49,7 +49,7 @@ end
 for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
   local taken = worker ~= '' and worker ~= thief and take_from(worker) or {}
   if #taken > 0 then
-    add_again(thief, taken, #taken, 1, -1)
+    move(worker, thief, taken, #taken, 1, -1)
     return #taken
   end
 end

@@ -78,9 +78,9 @@ end
 -- include lanes
 
 -- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
-local function to_stream(i, may_go_back)
+local function to_stream(i, may_go_back, is_announced)
   local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], ARGV[HEAD + count + i]
-  local worker, tag, entry = choose(home), lifetime, nil
+  local worker, tag, entry = choose(home, is_announced), lifetime, nil
   if worker or may_go_back then
     tag = lifetime .. ' ' .. string.sub(waiting, -16)
   end
@@ -95,18 +95,25 @@ end
 
 open_lanes(count)
 if is_usual then
+  local announced, homeless = {}, 0
+  for i = 1, count do
+    announced[i] = announce(ARGV[HEAD + count + i])
+    homeless = homeless + (announced[i] and 0 or 1)
+  end
+  level_lanes(homeless)
   for i = 1, count do
     local waiting = KEYS[2 + i]
     if queued[waiting] then
       outcome[i] = 'J'
     else
-      to_stream(i, is_sole)
+      to_stream(i, is_sole, announced[i])
       outcome[i], queued[waiting] = 'Q', true
     end
   end
   count_added()
   return table.concat(outcome)
 end
+level_lanes(count)
 
 -- include fair_queue
 

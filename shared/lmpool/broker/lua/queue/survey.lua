@@ -12,7 +12,7 @@
 -- include fair_queue
 
 -- Of the backlog; and the longest that is read for its time.
-local FIRST, MOST_READ, MOST_LANES = 32, 16384, 64
+local FIRST, MOST_READ, MOST_SURVEYED = 32, 16384, 8
 local dead = KEYS[2]
 local now, age = now_ms(), 0
 local depth = redis.call('XLEN', jobs)
@@ -28,18 +28,16 @@ local function look_at(stream)
 end
 
 look_at(jobs)
-local workers = redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)
-if #workers > MOST_LANES then
-  depth = depth + in_lanes()
-end
+local workers, in_seen = redis.pcall('ZREVRANGE', lanes, 0, MOST_SURVEYED), 0
 for _, worker in ipairs(workers) do
   local length = worker ~= '' and redis.pcall('XLEN', lane_of .. worker) or 0
   if type(length) == 'number' and length > 0 then
     look_at(lane_of .. worker)
-    -- The sum would do, but where all are seen they are counted.
-    depth = depth + (#workers > MOST_LANES and 0 or length)
+    in_seen = in_seen + length
   end
 end
+-- The sum would do, but where all are seen they are counted.
+depth = depth + (#workers > MOST_SURVEYED and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
   -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.

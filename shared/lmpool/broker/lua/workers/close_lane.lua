@@ -17,6 +17,6 @@ if size then
   redis.pcall('HINCRBY', capacities, '', -size)
 end
 -- From its beginning: what has waited longest goes first.
-local taken = cut(worker, MOST_CUT, false, goes_always)
-add_again(nil, taken, 1, #taken, 1)
+local taken = find_to_move(worker, MOST_MOVED_AT_ONCE, false, goes_always)
+move(worker, nil, taken, 1, #taken, 1)
 return #taken > 0 and 1 or 0

@@ -1,4 +1,5 @@
--- Remove workers that are gone: consumers that hold nothing. And what is known of clients that have nothing in the backlog.
+-- Remove workers that are gone: consumers that hold nothing. What they were never given goes to the shared stream. And what is
+-- known of clients that have nothing in the backlog.
 --
 -- KEYS  jobs, deadlines of the workers, capacities, virtual time
 -- ARGV  consumer group, most workers and most clients to look at, lifetime of the deadlines in ms, whether to add up the
@@ -7,13 +8,14 @@
 -- Looked at and removed at once: removing a consumer also drops what it holds, and a worker that only seemed
 -- to be gone may take jobs at any moment. One that holds jobs, or whose lane has some, stays, so that they can be claimed.
 --
--- Returns how many were removed, and whether there are consumers, or, where lengths are added up, lanes, that have no
--- deadline (0|1).
+-- Returns how many were removed; whether there are consumers, or, where lengths are added up, lanes, that have no deadline
+-- (0|1); and how many jobs were moved: where there are any, there may be more.
 
 -- include fair_queue
 
 local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
-local now, removed, has_unknown = now_ms(), 0, false
+local MOST_LISTED = 5000
+local now, removed, has_unknown, moved = now_ms(), 0, false, 0
 count_at('ZCARD', workers)
 if count_at('ZCARD', virtual_time) > 1 then
   for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, '-inf', virtual_now(), 'LIMIT', 0, most)) do
@@ -28,6 +30,7 @@ local function drop_lane(worker)
   local length = redis.pcall('XLEN', lane_of .. worker)
   if length == 0 or type(length) == 'table' then
     redis.call('UNLINK', lane_of .. worker)
+    count_in_lane(worker, -(tonumber(redis.pcall('ZSCORE', lanes, worker)) or 0))
     redis.pcall('ZREM', lanes, worker)
     length = 0
   end
@@ -37,10 +40,15 @@ end
 -- Of the lanes' lengths the sum may be wrong, where the server has lost some of them or somebody else has written there. A new
 -- shared stream knows no consumers: then a lane alone tells of a worker whose deadline was lost.
 local function add_up_lanes()
-  local lengths, sum = redis.pcall('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
+  -- So many workers there are not: their heartbeats tell it anew.
+  if count_at('ZCARD', lanes) > MOST_LISTED then
+    redis.call('UNLINK', lanes)
+    return
+  end
+  local lengths, sum = redis.call('ZRANGE', lanes, 0, -1, 'WITHSCORES'), 0
   for at = 1, #lengths, 2 do
     if lengths[at] ~= '' then
-      sum = sum + (tonumber(lengths[at + 1]) or 0)
+      sum = sum + read_length(lengths[at + 1])
       has_unknown = has_unknown or not redis.call('ZSCORE', workers, lengths[at])
     end
   end
@@ -59,6 +67,12 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT',
     redis.call('HDEL', capacities, name)
     redis.pcall('HINCRBY', capacities, '', -size)
   end
+  if moved < MOST_MOVED_AT_ONCE then
+    -- From its beginning: what has waited longest goes first.
+    local left = find_to_move(name, MOST_MOVED_AT_ONCE - moved, false, goes_always)
+    move(name, nil, left, 1, #left, 1)
+    moved = moved + #left
+  end
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
     redis.call('ZREM', workers, name)
@@ -72,4 +86,4 @@ if ARGV[4] == '1' then
   add_up_lanes()
 end
 has_unknown = has_unknown or of_group('consumers') > redis.call('ZCARD', workers)
-return {removed, has_unknown and 1 or 0}
+return {removed, has_unknown and 1 or 0, moved}

@@ -365,7 +365,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _remove_gone(self, checks: bool, *gone: str) -> None:
         keys = [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time]
-        _, has_unknown = self.run(scripts.REMOVE_GONE, keys, GROUP, 100, LIFETIME_MS, int(checks), *gone)
+        _, has_unknown, _ = self.run(scripts.REMOVE_GONE, keys, GROUP, 100, LIFETIME_MS, int(checks), *gone)
         if has_unknown:
             consumers: Any = self.redis.xinfo_consumers(JOBS, GROUP)
             lanes: Any = self.redis.zrange(MODEL.lanes, 0, -1)
