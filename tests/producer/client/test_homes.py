@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lmpool.producer.client import submit
+from lmpool.producer.client.requests import PendingRequest
 from lmpool.producer.client.submit import Homes
 from lmpool.protocol.prompt import Prompt, digest_of
 
@@ -24,6 +25,17 @@ def homes_of_two() -> Homes:
     return homes
 
 
+def home_in(homes: Homes, asked: Prompt) -> bytes:
+    return homes.find(asked)[0]
+
+
+def arranged(homes: Homes, *asked: list[int]) -> list[tuple[list[int], bytes]]:
+    requests, found = homes.arrange([PendingRequest(prompt(ids)) for ids in asked])
+    return [
+        (np.frombuffer(request.prompt.ids, "<u4").tolist(), home) for request, home in zip(requests, found, strict=True)
+    ]
+
+
 def random_ids(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=count)
 
@@ -35,32 +47,32 @@ def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more:
     homes.note(prompt(random_ids(1, length)), b"w1")
     homes.note(prompt(random_ids(2, length)), b"w2")
     for seed, home in ((1, b"w1"), (2, b"w2")):
-        assert homes.find(prompt([*random_ids(seed, length), *range(more)])) == home
-        assert homes.find(prompt([*random_ids(seed, length), *range(more)], "poet@1")) == b""
-    assert homes.find(prompt(random_ids(3, length + more))) == b""
+        assert home_in(homes, prompt([*random_ids(seed, length), *range(more)])) == home
+        assert home_in(homes, prompt([*random_ids(seed, length), *range(more)], "poet@1")) == b""
+    assert home_in(homes, prompt(random_ids(3, length + more))) == b""
 
 
 def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 60)
     homes.note(prompt(begun), b"w1")
-    assert homes.find(prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
-    assert homes.find(prompt([*begun[:47], *range(100)])) == b""
-    assert homes.find(prompt([*begun[:50], *range(1000)])) == b"", "too far to look"
+    assert home_in(homes, prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
+    assert home_in(homes, prompt([*begun[:47], *range(100)])) == b""
+    assert home_in(homes, prompt([*begun[:50], *range(1000)])) == b"", "too far to look"
 
 
 def test_the_longest_beginning_counts() -> None:
     homes, begun = homes_of_two(), random_ids(1, 100)
     homes.note(prompt(begun[:99]), b"new")
     homes.note(prompt(begun[:97]), b"old")
-    assert homes.find(prompt(begun)) == b"new"
-    assert homes.find(prompt([*begun[:97], 5])) == b"old"
+    assert home_in(homes, prompt(begun)) == b"new"
+    assert home_in(homes, prompt([*begun[:97], 5])) == b"old"
 
 
 def test_who_has_computed_a_prompt_last_is_its_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 20)
     homes.note(prompt(begun), b"w1")
     homes.note(prompt(begun), b"w2")
-    assert homes.find(prompt([*begun, 1])) == b"w2"
+    assert home_in(homes, prompt([*begun, 1])) == b"w2"
 
 
 def test_prompts_that_share_their_beginning_have_homes_of_their_own() -> None:
@@ -68,7 +80,7 @@ def test_prompts_that_share_their_beginning_have_homes_of_their_own() -> None:
     homes, begun = homes_of_two(), random_ids(1, 64)
     for at in range(8):
         homes.note(prompt([*begun, at]), b"w%d" % at)
-    assert [homes.find(prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
+    assert [home_in(homes, prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
 
 
 def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
@@ -77,10 +89,10 @@ def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
     homes.note(prompt([3, 4]), b"w2")
     assert homes.workers == {b"w1", b"w2"}
     homes.forget([b"w1"])
-    assert (homes.find(prompt([1, 2, 3])), homes.find(prompt([3, 4, 5]))) == (b"", b"w2")
+    assert (home_in(homes, prompt([1, 2, 3])), home_in(homes, prompt([3, 4, 5]))) == (b"", b"w2")
     assert homes.workers == {b"w2"}
     homes.clear()
-    assert homes.find(prompt([3, 4, 5])) == b""
+    assert home_in(homes, prompt([3, 4, 5])) == b""
     assert not homes.workers
 
 
@@ -90,9 +102,9 @@ def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -
     for at in range(100):
         homes.note(prompt([at]), b"w%d" % at)
         homes.note(prompt([7]), b"often")
-    known = [at for at in range(100) if homes.find(prompt([at, 1]))]
+    known = [at for at in range(100) if home_in(homes, prompt([at, 1]))]
     assert known == [7, *range(91, 100)]
-    assert homes.find(prompt([7, 1])) == b"often"
+    assert home_in(homes, prompt([7, 1])) == b"often"
 
 
 def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
@@ -100,16 +112,27 @@ def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
     homes = homes_of_two()
     named = Prompt(b"a vocabulary's digest", b"", "", b"query")
     homes.note(named, b"w1")
-    assert homes.find(Prompt(b"a vocabulary's digest", b"", "", b"another query")) == b"w1"
-    assert homes.find(Prompt(b"another vocabulary", b"", "", b"query")) == b""
+    assert home_in(homes, Prompt(b"a vocabulary's digest", b"", "", b"another query")) == b"w1"
+    assert home_in(homes, Prompt(b"another vocabulary", b"", "", b"query")) == b""
 
 
 def test_one_worker_alone_needs_no_memory() -> None:
     homes = Homes()
     homes.note(prompt([1]), b"w1")
-    assert homes.find(prompt([1, 2])) == b""
+    assert home_in(homes, prompt([1, 2])) == b""
     homes.has_choice = True
     homes.note(prompt([3]), b"w2")
     homes.note(prompt([1]), b"w1")
-    assert homes.find_all([prompt([1, 2]), prompt([3, 4]), prompt([5, 6])]) == [b"w1", b"w2", b""]
-    assert homes.find_all([prompt([5, 6])]) == []
+    assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
+    assert homes.arrange([PendingRequest(prompt([5, 6]))])[1] == []
+
+
+def test_prompts_that_continue_the_same_one_stay_together_and_the_largest_families_come_first() -> None:
+    homes = homes_of_two()
+    homes.note(prompt([1]), b"w1")
+    homes.note(prompt([2]), b"w1")
+    homes.note(prompt([3]), b"w2")
+    asked = [[1, 5], [2, 5], [3, 5], [2, 6], [1, 6], [2, 7]]
+    assert arranged(homes, *asked) == [
+        ([2, 5], b"w1"), ([2, 6], b"="), ([2, 7], b"="), ([1, 5], b"w1"), ([1, 6], b"="), ([3, 5], b"w2"),
+    ]  # fmt: skip

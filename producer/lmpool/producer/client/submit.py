@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -39,6 +39,8 @@ _MOST_BLOCKS = 8
 _BLOCK_BYTES = 16 * 4
 _END_BYTES = 64 * 4
 _FEWER_BYTES = (4, 0, 8, 12, 16)
+_NO_HOME = b"", 0
+_SAME = b"="
 
 
 class CacheClient:
@@ -177,8 +179,8 @@ class Homes:
             while len(entries) > _MOST_HOMES:
                 del entries[next(iter(entries))]
 
-    def find(self, prompt: Prompt) -> bytes:
-        """The worker that has computed the longest beginning of a prompt that is known, or b"".
+    def find(self, prompt: Prompt) -> tuple[bytes, int]:
+        """The worker that has computed the longest known beginning of a prompt, or b"", and the key of that beginning.
 
         First its tokens less the last, for most prompts continue another by one, then all of them, less a few more, and
         then at the boundaries of blocks before these.
@@ -186,21 +188,34 @@ class Homes:
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
         if size >= _BLOCK_BYTES + _FEWER_BYTES[-1] and hash((ids[:_BLOCK_BYTES], adapter)) not in self._heads:
-            return b""
+            return _NO_HOME
         for less in _FEWER_BYTES:
             end = size - less
-            if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
-                return home
+            if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
+                return home, key
         last = (size - _FEWER_BYTES[-1] - 1) // _BLOCK_BYTES * _BLOCK_BYTES
         for end in range(last, max(0, last - _MOST_BLOCKS * _BLOCK_BYTES), -_BLOCK_BYTES):
-            if end in lengths and (home := self._workers.get(_key(ids, end, adapter))):
-                return home
-        return b""
+            if end in lengths and (home := self._workers.get(key := _key(ids, end, adapter))):
+                return home, key
+        return _NO_HOME
 
-    def find_all(self, prompts: Iterable[Prompt]) -> list[bytes]:
-        """The homes of several prompts; empty when none is known."""
-        homes = [self.find(prompt) for prompt in prompts] if self._workers else []
-        return homes if any(homes) else []
+    def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
+        """The homes of several requests, as `submit.lua` wants them; none when none is known.
+
+        Those that continue the same prompt come one after the other, the more the earlier, and all but the first with
+        "=". When a worker has too many, they go to another one together, where that prompt is computed once then.
+        """
+        found = [self.find(request.prompt) for request in requests] if self._workers else []
+        families = Counter(key for home, key in found if home)
+        if not families:
+            return requests, []
+        pairs = zip(requests, found, strict=True)
+        arranged = sorted(pairs, key=lambda pair: (pair[1][0], -families[pair[1][1]], pair[1][1]))
+        homes, before = [], _NO_HOME
+        for _, place in arranged:
+            homes.append(_SAME if place == before and place[0] else place[0])
+            before = place
+        return [request for request, _ in arranged], homes
 
     def forget(self, workers: Collection[bytes]) -> None:
         """Forget workers that are gone."""
@@ -408,7 +423,8 @@ class Submitter:
             return [], False
         connections = self._connections
         is_damaged = any(request.damaged for request in requests)
-        outcome = await self._call_script(requests, is_damaged, again)
+        requests, homes = self._homes.arrange(requests)
+        outcome = await self._call_script(requests, homes, is_damaged, again)
         is_in_the_way, outcome = outcome.endswith(_IN_THE_WAY), outcome.removesuffix(_IN_THE_WAY)
         is_full = b"F" in outcome
         if is_full and self._waits_when_full:
@@ -446,7 +462,9 @@ class Submitter:
             self._tasks.spawn(self._refill())
         return stored, is_full
 
-    async def _call_script(self, requests: Sequence[PendingRequest], is_damaged: bool, again: bool) -> bytes:
+    async def _call_script(
+        self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
+    ) -> bytes:
         """Returns a letter for each request, and `_IN_THE_WAY` when jobs of another client are before these."""
         connections, model = self._connections, self._connections.model
         look = "" if is_damaged else "rows" if model.rows.is_seen else "marks"
@@ -461,7 +479,7 @@ class Submitter:
         args += pack_jobs(
             Job(prompt.ids, prompt.adapter, fingerprint, damaged, prompt.query) for prompt, damaged in prompts
         )
-        args += self._homes.find_all(prompt for prompt, _ in prompts)
+        args += homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome.removesuffix(_IN_THE_WAY)) != len(requests):
             raise connections.commands.distrust(outcome)

@@ -134,6 +134,15 @@ async def test_a_worker_that_joins_a_running_program_gets_its_part(lanes: redis_
     assert max(counts.values()) <= 27
 
 
+async def test_prompts_that_continue_the_same_one_leave_their_home_together(lanes: redis_async.Redis) -> None:
+    families = [("w1", 3), ("w1", 4), ("w1", 5), ("w1", 6), ("w1", 4), ("w2", 6), ("w3", 6), ("w4", 6)]
+    homes = [home for worker, size in families for home in (worker, *["="] * (size - 1))]
+    await submit(lanes, *range(40), homes=homes)
+    assert set(range(12, 22)) <= set(await lane(lanes, "w1")), "the first go, as many as there are to go"
+    assert len({worker for worker in WORKERS for number in await lane(lanes, worker) if number < 3}) == 1
+    assert len({worker for worker in WORKERS for number in await lane(lanes, worker) if 3 <= number < 7}) == 1
+
+
 async def test_few_prompts_stay_at_their_home_although_others_are_idle(lanes: redis_async.Redis) -> None:
     await submit(lanes, 1, 2, homes=["w1", "w1"])
     assert await lane(lanes, "w1") == [1, 2]

@@ -3,7 +3,8 @@
 -- Each worker has a lane, a stream of its own, so that a prompt can go to its home: the worker that has computed most of it
 -- before, as the client that asks knows. A lane that would be more than FACTOR times as long as the mean and SLACK more takes
 -- no more for its home's sake; such a prompt, and one without a home, goes to the shortest lane. The check is made for each
--- prompt: however hot a home is, its worker gets no more. And while some lane would have less than half of the mean, as that
+-- prompt: however hot a home is, its worker gets no more. Prompts that continue the same one go elsewhere together, for there
+-- it has to be computed once. And while some lane would have less than half of the mean, as that
 -- of a worker that has just come, the others give what they would have beyond the mean.
 --
 -- One worker alone reads the shared stream, and has no lane; all others read it beside their lanes. Lengths count what waits
@@ -20,6 +21,8 @@ local open, length, added = {}, {}, {}
 -- The workers with the shortest lanes; and by length, those whose lanes have been as long, from the shortest to the longest.
 local shortest, level, lowest, highest = {}, {}, 0, -1
 local mean, longest_allowed, placing_since = 0, 0, nil
+-- Where the siblings of a prompt went that were not to stay at their home.
+local moved_to
 
 -- Whether a worker takes jobs: it has not left, and its deadline has not passed.
 local function is_open(worker)
@@ -105,18 +108,25 @@ local function shortest_lane()
   end
 end
 
--- The worker whose lane a job goes to, nil for the shared stream. One that is announced is counted in its home's lane already.
-local function choose(home, is_announced)
+-- The worker whose lane a job goes to, nil for the shared stream. One that is announced is counted in its home's lane already; a
+-- sibling continues the same prompt as the one before.
+local function choose(home, is_announced, is_sibling)
   if not placing_since then
     return nil
   end
+  moved_to = is_sibling and moved_to or nil
+  local worker = moved_to
   if is_announced or announce(home) then
-    if length[home] < longest_allowed + 1 then
+    local stays = length[home] < longest_allowed + 1
+    if stays and not (worker and length[worker] < mean) then
       return home
     end
     length[home] = length[home] - 1
   end
-  local worker = shortest_lane()
+  if not (worker and length[worker] < longest_allowed) then
+    worker = shortest_lane()
+  end
+  moved_to = worker
   if worker then
     length[worker] = length[worker] + 1
     put_in_level(worker)

@@ -4,7 +4,8 @@
 --       and, if rows are looked for by "rows", after all of those per prompt: row key
 -- ARGV  queue limit, how long the client waits in ms, row check ("rows"|"marks"|""), again (0|1), how many prompts,
 --       then per prompt: encoded job
---       and, if the client knows homes, after all of those per prompt: the worker that is its home, or ""
+--       and, if the client knows homes, after all of those per prompt: the worker that is its home, or "", or "=" for one
+--       that continues the same prompt as the one before
 --
 -- row check: where to see that a row is in the cache: at the row itself, or at the mark that finish.lua has left of it where
 -- rows are on other masters; nowhere when a row is to be replaced.
@@ -77,10 +78,19 @@ end
 
 -- include lanes
 
+-- The homes, and which prompts continue the same one as those before them.
+local homes, is_sibling = {}, {}
+for i = 1, #ARGV - HEAD - count do
+  homes[i] = ARGV[HEAD + count + i]
+  if homes[i] == '=' and i > 1 then
+    homes[i], is_sibling[i] = homes[i - 1], true
+  end
+end
+
 -- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
 local function to_stream(i, may_go_back, is_announced)
-  local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], ARGV[HEAD + count + i]
-  local worker, tag, entry = choose(home, is_announced), lifetime, nil
+  local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], homes[i]
+  local worker, tag, entry = choose(home, is_announced, is_sibling[i]), lifetime, nil
   if worker or may_go_back then
     tag = lifetime .. ' ' .. string.sub(waiting, -16)
   end
@@ -97,7 +107,7 @@ open_lanes(count)
 if is_usual then
   local announced, homeless = {}, 0
   for i = 1, count do
-    announced[i] = announce(ARGV[HEAD + count + i])
+    announced[i] = announce(homes[i])
     homeless = homeless + (announced[i] and 0 or 1)
   end
   level_lanes(homeless)
@@ -163,7 +173,7 @@ local function queue(i)
   since = since or string.format('%d', now_ms())
   local digest = string.sub(waiting, -16)
   order[#order + 1], order[#order + 2] = start, digest
-  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, ARGV[HEAD + count + i] or '', job)
+  stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job)
   last, in_backlog = start, in_backlog + 1
   redis.call('HSET', waiting, 'job', LATER, reply, '')
   redis.call('PEXPIRE', waiting, lifetime)
