@@ -397,7 +397,10 @@ def test_the_memory_knows_the_noted_prompts_and_whole_blocks_of_them(
         held += len(ids) - longest
         assert whole.held == held
         assert small.held <= capacity
-        known |= {(adapter, tuple(ids[:end])) for end in (*range(16, len(ids), 16), len(ids))}
+        known |= {
+            (adapter, tuple(ids[:end]))
+            for end in (*range(16, len(ids), 16), *range(len(ids) // 16 * 16 + 1, len(ids) + 1), len(ids))
+        }
 
 
 def test_the_memory_drops_what_was_used_least_lately() -> None:

@@ -111,8 +111,9 @@ class SyntheticSettings:
 class PrefixMemory:
     """Which prefixes of recent prompts an engine would hold keys and values of; it keeps hashes of them only.
 
-    It knows every noted prompt and, of each, the prefixes whose length is a multiple of 16. So a prompt that extends
-    another one finds all of it, and one that just shares a beginning finds that but for its last 15 tokens at most.
+    It knows every noted prompt and, of each, the prefixes whose length is a multiple of 16, and all that end behind the
+    last of these. So a prompt that extends another one, or a part of it from there on, finds all of that, and one that
+    branches off before finds what they share but for its last 15 tokens at most.
 
     Args:
         capacity: tokens that it holds; those that were used least lately go first.
@@ -143,23 +144,21 @@ class PrefixMemory:
         while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
             path.append(key := block)
             start += _BLOCK_BYTES
-        known, moved = start, 0
-        for end in range(min(len(ids), start + _BLOCK_BYTES - _ID_BYTES), start, -_ID_BYTES):
+        known = start
+        for end in range(start + _ID_BYTES, min(len(ids), start + _BLOCK_BYTES - _ID_BYTES) + 1, _ID_BYTES):
             if (part := hash((key, ids[start:end]))) in prefixes:
                 path.append(part)
                 known = end
-                break
-        if start < known < len(ids):
-            # Held once, by the longer prefix that now goes on from here.
-            moved = prefixes[path[-1]] - (known - start) // _ID_BYTES
-            prefixes[path[-1]] = 0
-        if known < len(ids):
-            for at in range(start, len(ids), _BLOCK_BYTES):
-                piece = ids[at : at + _BLOCK_BYTES]
-                path.append(key := hash((key, piece)))
-                prefixes[key] = len(piece) // _ID_BYTES + moved
-                moved = 0
-            self.held += (len(ids) - known) // _ID_BYTES
+        at = start
+        while at <= last_block:
+            path.append(key := hash((key, ids[at : at + _BLOCK_BYTES])))
+            at += _BLOCK_BYTES
+            # What was known of it is held by the prefixes that end within it.
+            prefixes[key] = (at - max(at - _BLOCK_BYTES, known)) // _ID_BYTES
+        for end in range(max(known, at) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
+            path.append(part := hash((key, ids[at:end])))
+            prefixes[part] = 1
+        self.held += (len(ids) - known) // _ID_BYTES
         # The longest first: a prefix outlives all that extend it, which would not be found without it.
         for key in reversed(path):
             prefixes.move_to_end(key)
