@@ -238,10 +238,17 @@ class Pool:
 
     def held(self, model: str = "syn") -> int:
         """Entries that workers hold; 0 before there is a queue."""
-        groups: list[Any] = [
-            self.redis.xinfo_groups(stream) for stream in self.streams(model) if self.redis.exists(stream)
-        ]
-        return sum(int(group[0]["pending"]) for group in groups if group)
+        held = 0
+        for stream in self.streams(model):
+            try:
+                groups: Any = self.redis.xinfo_groups(stream)
+            except redis.ResponseError as error:
+                # There is no queue yet, or a lane was removed since the streams were listed.
+                if "no such key" not in str(error):
+                    raise
+                continue
+            held += sum(int(group["pending"]) for group in groups[:1])
+        return held
 
     def names(self, pattern: str) -> list[str]:
         """The keys of this pool that match a pattern, but for the marks that rows leave on a cluster for a while."""

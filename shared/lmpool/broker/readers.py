@@ -50,17 +50,20 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
     Raises:
         ProtocolError: it is no such reply, as when bytes of it were lost on the way.
     """
+    found: dict[bytes, Entries] = {}
     try:
-        streams = reply.items() if isinstance(reply, dict) else reply or ()
-        return {key: [_entry(*entry) for entry in entries if entry[1] is not None] for key, entries in streams}
+        for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
+            found[key] = of_stream = []
+            for entry, fields in entries:
+                # An entry that was deleted while it was pending has no fields.
+                if fields is None:
+                    continue
+                if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
+                    raise TypeError
+                of_stream.append((entry, dict(zip(fields[::2], fields[1::2], strict=True))))
     except (TypeError, ValueError, LookupError) as error:
         raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
-
-
-def _entry(entry: Any, fields: Any) -> tuple[bytes, Fields]:
-    if type(entry) is not bytes or set(map(type, fields)) != _BYTES:
-        raise TypeError
-    return entry, dict(zip(fields[::2], fields[1::2], strict=True))
+    return found
 
 
 async def read_hashes(

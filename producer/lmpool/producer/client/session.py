@@ -389,9 +389,9 @@ class Session:
                         self._on_absence(absence)
                     else:
                         self._liveness.pause()
+                    await self._look_after_homes()
                 if self._requests:
                     await self._recheck()
-                await self._look_after_homes()
                 # What cannot be sent is tried again, and tells itself: the info may be there, and the rows elsewhere.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None

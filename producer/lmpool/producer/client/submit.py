@@ -205,7 +205,12 @@ class Homes:
         Those that continue the same prompt come one after the other, the more the earlier, and all but the first with
         "=". When a worker has too many, they go to another one together, where that prompt is computed once then.
         """
-        found = [self.find(request.prompt) for request in requests] if self._workers else []
+        if not self._workers:
+            return requests, []
+        found = [self.find(request.prompt) for request in requests]
+        if len(found) == 1:
+            home, _ = found[0]
+            return requests, [home] if home else []
         families = Counter(key for home, key in found if home)
         if not families:
             return requests, []

@@ -348,15 +348,12 @@ class Consumer:
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
-    async def steal(self, count: int, step_s: float) -> int:
+    async def steal(self, count: int, step_s: float) -> None:
         """Have jobs of another worker's lane moved to that of this one, which has nothing to do.
 
         Args:
             count: how many at most.
             step_s: how long a step takes here, and so most likely there.
-
-        Returns:
-            how many were moved.
         """
         # Before its first step a worker does not know.
         patience_s = _LEAST_PATIENCE_S if step_s == math.inf else max(_LEAST_PATIENCE_S, _PATIENT_STEPS * step_s)
@@ -364,7 +361,6 @@ class Consumer:
         stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
         self.is_alone = stolen < 0
         self._counters.stolen += max(0, stolen)
-        return max(0, stolen)
 
     async def close_lane(self) -> None:
         """Give what lies in this worker's lane, and was not taken, to others; nothing more is placed there."""

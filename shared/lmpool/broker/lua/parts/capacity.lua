@@ -4,7 +4,8 @@
 
 -- Batches waiting in the streams for each worker: enough to take from until the next batch has ended and more moves up.
 local BATCHES = 3
--- Batches that a worker holds at most: in the lanes what is held counts too, for to ask each would take long.
+-- Lengths of lanes count what is held too: of each worker so many batches of it are taken to be. Its read brings one of its
+-- lane and one of the shared stream. To ask each lane what of it is held would take long.
 local HELD_BATCHES = 2
 -- Jobs in the stream while no worker is known.
 local WITHOUT_WORKERS = 128
@@ -14,16 +15,26 @@ local SOLE_EXTRA = 2000
 local SOLE_MOST_BYTES = 8192
 local SOLE_CLIENT_MS = 3600000
 
--- Whether lanes are in use: one worker alone has no use for one.
-local has_lanes = (tonumber(redis.pcall('HLEN', capacities)) or 0) > 2
+-- How many workers take jobs; the sum stands beside them. Whether lanes are in use: one worker alone has no use for one.
+local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
+local has_lanes = worker_count > 1
 
 -- How many jobs the streams may take beside `shared` in the shared one and `laned` in the lanes (less than 0: they hold too
 -- many), and how many more than these from a client that asks alone.
 local function spare_capacity(shared, laned)
   local batches = tonumber(redis.pcall('HGET', capacities, '')) or 0
-  local spare = (batches > 0 and BATCHES * batches or WITHOUT_WORKERS) - (shared - of_group('pending'))
+  local spare = (batches > 0 and BATCHES * batches or WITHOUT_WORKERS) - (shared - group_at(jobs).pending)
   if laned > 0 or has_lanes then
     spare = spare + HELD_BATCHES * batches - laned
   end
   return spare, batches > 0 and SOLE_EXTRA or 0
+end
+
+-- Nothing is placed in the lane of a worker without capacity.
+local function take_capacity_from(worker)
+  local size = tonumber(redis.pcall('HGET', capacities, worker))
+  if size then
+    redis.call('HDEL', capacities, worker)
+    redis.pcall('HINCRBY', capacities, '', -size)
+  end
 end

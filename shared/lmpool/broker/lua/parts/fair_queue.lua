@@ -24,8 +24,8 @@
 -- include capacity
 -- include moving
 
--- How much one call moves up, and from how many lanes it takes back.
-local MOST_MOVED, MOST_MOVED_BYTES, MOST_LANES = 128, 524288, 8
+-- How much one call moves up.
+local MOST_MOVED, MOST_MOVED_BYTES = 128, 524288
 local PART_MOVED, MOST_AT_ONCE = 32, 500
 -- The value of "sole_client" when nothing is to be taken back.
 local NO_SOLE_CLIENT = ''
@@ -65,17 +65,6 @@ end
 -- What the backlog stores of a job.
 local function to_store(since, lifetime, home, job)
   return since .. ' ' .. lifetime .. ' ' .. home .. ' ' .. job
-end
-
--- The workers with the longest lanes, and nil for the shared stream behind them.
-local function longest_lanes()
-  local longest, workers = redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES), {}
-  for _, worker in ipairs(longest) do
-    if worker ~= '' then
-      workers[#workers + 1] = worker
-    end
-  end
-  return workers
 end
 
 -- Take the last of `excess` jobs of the streams back into the backlog, with the first start times of the client

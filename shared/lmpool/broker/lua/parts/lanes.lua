@@ -4,8 +4,8 @@
 -- before, as the client that asks knows. A lane that would be more than FACTOR times as long as the mean and SLACK more takes
 -- no more for its home's sake; such a prompt, and one without a home, goes to the shortest lane. The check is made for each
 -- prompt: however hot a home is, its worker gets no more. Prompts that continue the same one go elsewhere together, for there
--- it has to be computed once. And while some lane would have less than half of the mean, as that
--- of a worker that has just come, the others give what they would have beyond the mean.
+-- it has to be computed once. And while some lane would have less than half of the mean, as that of a worker that has just
+-- come, the others give what they would have beyond the mean.
 --
 -- One worker alone reads the shared stream, and has no lane; all others read it beside their lanes. Lengths count what waits
 -- in a lane and what is held of it, wherever it is held.
@@ -53,7 +53,7 @@ local function open_lanes(count)
   end
   placing_since = now_ms()
   shortest, length, level, lowest, highest = {}, {}, {}, 0, -1
-  mean = (in_lanes() + count) / (redis.call('HLEN', capacities) - 1)
+  mean = (in_lanes() + count) / worker_count
   longest_allowed = FACTOR * mean + SLACK
   local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MOST_READ) + MORE, 'WITHSCORES')
   for at = 1, #scores, 2 do
@@ -89,7 +89,7 @@ local function level_lanes(homeless)
     lowest = lowest + 1
   end
   -- What has no home goes to the shortest lanes, so they will be as much longer at least.
-  if mean >= SLACK and least and least + homeless / (redis.call('HLEN', capacities) - 1) < UNEVEN * mean then
+  if mean >= SLACK and least and least + homeless / worker_count < UNEVEN * mean then
     longest_allowed = mean
   end
 end

@@ -14,10 +14,6 @@ local function place(waiting, job, lifetime)
   end
 end
 
-local function goes_always()
-  return true
-end
-
 -- What an entry says, and how many bytes its job has.
 local function read_entry(entry, suffix)
   local values = {}
@@ -41,8 +37,7 @@ local function find_to_move(worker, most, is_from_end, judge)
   if worker then
     stream, suffix = lane_of .. worker, ' ' .. worker
   end
-  local given = of_group('last-delivered-id', stream)
-  local first, last = '(' .. (given == 0 and '0-0' or given), '+'
+  local first, last = '(' .. group_at(stream)['last-delivered-id'], '+'
   local taken, seen, goes = {}, 0, true
   most = math.min(most, MOST_MOVED_AT_ONCE)
   while goes ~= nil and seen < most and bytes_left > 0 do
@@ -106,4 +101,14 @@ local function move(from_worker, worker, taken, from, to, step)
   end
   count_added()
   remove_moved(from_worker, taken)
+end
+
+-- Move what a worker that takes nothing more was never given to the shared stream, `most` jobs of it. From the beginning of its
+-- lane: what has waited longest goes first. Returns how many were moved; where there are any, there may be more.
+local function give_up_lane(worker, most)
+  local taken = find_to_move(worker, most, false, function()
+    return true
+  end)
+  move(worker, nil, taken, 1, #taken, 1)
+  return #taken
 end

@@ -25,14 +25,14 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
+local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
-local pending, workers = of_group('pending'), math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
+local pending, workers = group_at(jobs).pending, math.max(1, worker_count)
 local part = math.max(LEAST_PART, math.min(MOST_PART, math.ceil(2 * pending / workers)))
 want = math.min(want, MOST_TAKEN)
 local taken, is_alone = {}, false

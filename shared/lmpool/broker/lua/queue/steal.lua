@@ -12,8 +12,8 @@
 -- include moving
 
 local thief, want, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
--- Of the longest lanes; and how long a worker that holds less than a batch may leave a job in its lane.
-local MOST_LANES, LATE_MS = 8, 100
+-- How long a worker that holds less than a batch may leave a job in its lane.
+local LATE_MS = 100
 
 -- What may be taken of a lane.
 local function take_from(worker)
@@ -22,15 +22,15 @@ local function take_from(worker)
   if type(queued) == 'table' then
     return {}
   end
-  local held, given = of_group('pending', stream), of_group('last-delivered-id', stream)
-  local half = math.ceil((queued - held) / 2)
-  local oldest = half > 0 and redis.pcall('XRANGE', stream, '(' .. (given == 0 and '0-0' or given), '+', 'COUNT', 1)[1]
+  local group = group_at(stream)
+  local half = math.ceil((queued - group.pending) / 2)
+  local oldest = half > 0 and redis.pcall('XRANGE', stream, '(' .. group['last-delivered-id'], '+', 'COUNT', 1)[1]
   if not oldest then
     return {}
   end
   local batch = tonumber(redis.pcall('HGET', capacities, worker)) or 0
   local waited = now_ms() - tonumber(string.match(oldest[1], '^%d+'))
-  if waited < LATE_MS and held < batch then
+  if waited < LATE_MS and group.pending < batch then
     return {}
   end
   -- From the end, up to the first that is at its home.
@@ -46,8 +46,8 @@ end
 if redis.pcall('HEXISTS', capacities, thief) ~= 1 then
   return 0
 end
-for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
-  local taken = worker ~= '' and worker ~= thief and take_from(worker) or {}
+for _, worker in ipairs(longest_lanes()) do
+  local taken = worker ~= thief and take_from(worker) or {}
   if #taken > 0 then
     move(worker, thief, taken, #taken, 1, -1)
     return #taken

@@ -12,7 +12,7 @@
 -- include fair_queue
 
 -- Of the backlog; and the longest that is read for its time.
-local FIRST, MOST_READ, MOST_SURVEYED = 32, 16384, 8
+local FIRST, MOST_READ = 32, 16384
 local dead = KEYS[2]
 local now, age = now_ms(), 0
 local depth = redis.call('XLEN', jobs)
@@ -28,16 +28,16 @@ local function look_at(stream)
 end
 
 look_at(jobs)
-local workers, in_seen = redis.pcall('ZREVRANGE', lanes, 0, MOST_SURVEYED), 0
+local workers, in_seen = longest_lanes(), 0
 for _, worker in ipairs(workers) do
-  local length = worker ~= '' and redis.pcall('XLEN', lane_of .. worker) or 0
+  local length = redis.pcall('XLEN', lane_of .. worker)
   if type(length) == 'number' and length > 0 then
     look_at(lane_of .. worker)
     in_seen = in_seen + length
   end
 end
 -- The sum would do, but where all are seen they are counted.
-depth = depth + (#workers > MOST_SURVEYED and in_lanes() or in_seen)
+depth = depth + (#workers == MOST_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
   -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.

@@ -9,14 +9,5 @@
 
 -- include moving
 
-local worker = ARGV[1]
-local size = tonumber(redis.pcall('HGET', capacities, worker))
-if size then
-  -- Nothing is placed in the lane of a worker without capacity.
-  redis.call('HDEL', capacities, worker)
-  redis.pcall('HINCRBY', capacities, '', -size)
-end
--- From its beginning: what has waited longest goes first.
-local taken = find_to_move(worker, MOST_MOVED_AT_ONCE, false, goes_always)
-move(worker, nil, taken, 1, #taken, 1)
-return #taken > 0 and 1 or 0
+take_capacity_from(ARGV[1])
+return give_up_lane(ARGV[1], MOST_MOVED_AT_ONCE) > 0 and 1 or 0

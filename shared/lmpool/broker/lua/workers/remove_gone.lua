@@ -62,16 +62,9 @@ for i = 5, #ARGV do
   redis.call('PEXPIRE', workers, ARGV[3])
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
-  local size = tonumber(redis.pcall('HGET', capacities, name))
-  if size then
-    redis.call('HDEL', capacities, name)
-    redis.pcall('HINCRBY', capacities, '', -size)
-  end
+  take_capacity_from(name)
   if moved < MOST_MOVED_AT_ONCE then
-    -- From its beginning: what has waited longest goes first.
-    local left = find_to_move(name, MOST_MOVED_AT_ONCE - moved, false, goes_always)
-    move(name, nil, left, 1, #left, 1)
-    moved = moved + #left
+    moved = moved + give_up_lane(name, MOST_MOVED_AT_ONCE - moved)
   end
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
@@ -85,5 +78,5 @@ end
 if ARGV[4] == '1' then
   add_up_lanes()
 end
-has_unknown = has_unknown or of_group('consumers') > redis.call('ZCARD', workers)
+has_unknown = has_unknown or group_at(jobs).consumers > redis.call('ZCARD', workers)
 return {removed, has_unknown and 1 or 0, moved}
