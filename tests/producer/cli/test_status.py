@@ -72,7 +72,8 @@ def on_a_terminal(command: list[str], width: int) -> str:
     """What a command shows on a terminal that is so wide, without colours."""
     controlling, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width)}
+    # Unbuffered, Python drops what a short write to a terminal has left over.
+    settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width), "PYTHONUNBUFFERED": ""}
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **settings}
     )

@@ -14,6 +14,7 @@ from tests.shared.broker.scripts.script_calls import (
     JOBS,
     LIFETIME_MS,
     MODEL,
+    ROWS,
     A,
     B,
     C,
@@ -83,6 +84,17 @@ async def test_the_stream_holds_a_few_batches_and_the_rest_moves_up_in_order(red
     assert await redis.zcard(MODEL.backlog) == 10 - IN_STREAM
     assert await compute_all(redis) == list(range(10))
     assert await nothing_is_left(redis)
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+@pytest.mark.parametrize("check_rows", [False, True])
+async def test_a_lone_job_that_ends_has_the_next_one_move_up(redis: redis_async.Redis, check_rows: bool) -> None:
+    await submit(redis, *range(IN_STREAM + 1))
+    (entry,) = await take(redis, count=1)
+    await redis.set(ROWS + digest(0), b"row")
+    keys = [JOBS, DEAD, waiting(0), *[ROWS + digest(0)] * check_rows]
+    assert await scripts.FINISH(redis, keys, finish_args((entry, b"", False))) == b"1"
+    assert await in_stream(redis) == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("nobody_asks_alone")

@@ -280,6 +280,18 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     await assert_queue_is_empty(redis)
 
 
+async def test_what_is_no_reply_stream_is_passed_over_for_a_lone_job_too(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    (entry,) = await take(redis)
+    foreign = b"elsewhere"
+    await redis.hdel(waiting(1), A)
+    await redis.hset(waiting(1), foreign, b"")
+    await redis.set(ROWS + digest(1), b"row")
+    assert await finish_checked(redis, (entry, 1, b"", False)) == b"0"
+    assert not await redis.exists(foreign, waiting(1))
+    await assert_queue_is_empty(redis)
+
+
 async def test_a_job_that_failed_keeps_its_own_reason(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)

@@ -1,6 +1,6 @@
--- How many jobs the streams of a model's queue may hold, for the scripts that include it. See fair_queue.lua.
+-- How many jobs the streams of a model's queue hold, and may hold, for the scripts that include it. See fair_queue.lua.
 
--- include streams
+-- include names
 
 -- Batches waiting in the streams for each worker: enough to take from until the next batch has ended and more moves up.
 local BATCHES = 3
@@ -19,6 +19,26 @@ local SOLE_CLIENT_MS = 3600000
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local has_lanes = worker_count > 1
 
+-- What a stream tells of its group of workers. Not XPENDING: its summary goes through all consumers.
+local function group_at(stream)
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', stream)) do
+    local figures = {}
+    for at = 1, #group, 2 do
+      figures[group[at]] = group[at + 1]
+    end
+    if figures.name == GROUP then
+      return figures
+    end
+  end
+  return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
+end
+
+-- How many jobs lie in all lanes.
+local function in_lanes()
+  local sum = tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
+  return sum > 0 and sum < 1e9 and sum or 0
+end
+
 -- How many jobs the streams may take beside `shared` in the shared one and `laned` in the lanes (less than 0: they hold too
 -- many), and how many more than these from a client that asks alone.
 local function spare_capacity(shared, laned)
@@ -28,13 +48,4 @@ local function spare_capacity(shared, laned)
     spare = spare + HELD_BATCHES * batches - laned
   end
   return spare, batches > 0 and SOLE_EXTRA or 0
-end
-
--- Nothing is placed in the lane of a worker without capacity.
-local function take_capacity_from(worker)
-  local size = tonumber(redis.pcall('HGET', capacities, worker))
-  if size then
-    redis.call('HDEL', capacities, worker)
-    redis.pcall('HINCRBY', capacities, '', -size)
-  end
 end

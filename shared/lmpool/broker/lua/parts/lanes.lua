@@ -13,6 +13,7 @@
 -- A look costs the same however many workers there are: only so many of the shortest lanes are read as there are prompts.
 
 -- include capacity
+-- include streams
 -- include time
 
 local FACTOR, SLACK, UNEVEN, MOST_READ, MORE, LONGEST = 1.25, 2, 0.5, 1000, 8, 100000

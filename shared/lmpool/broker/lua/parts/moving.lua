@@ -4,8 +4,22 @@
 
 -- How many entries are read at a time, for each may be large; how many of a stream are moved; digits of a time in ms; a digest.
 local PART, MOST_MOVED_AT_ONCE, MOST_DIGITS, DIGEST_BYTES = 4, 128, 15, 16
+-- At how many lanes one call looks.
+local MOST_LANES = 8
 -- How many bytes this call may still move.
 local bytes_left = 524288
+
+-- The workers with the longest lanes, the longest first.
+local function longest_lanes()
+  local workers = {}
+  -- One more: the sum stands among them.
+  for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
+    if worker ~= '' and #workers < MOST_LANES then
+      workers[#workers + 1] = worker
+    end
+  end
+  return workers
+end
 
 -- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
 local function place(waiting, job, lifetime)
@@ -103,9 +117,15 @@ local function move(from_worker, worker, taken, from, to, step)
   remove_moved(from_worker, taken)
 end
 
--- Move what a worker that takes nothing more was never given to the shared stream, `most` jobs of it. From the beginning of its
--- lane: what has waited longest goes first. Returns how many were moved; where there are any, there may be more.
-local function give_up_lane(worker, most)
+-- Have a worker take nothing more: what it was never given goes to the shared stream, `most` jobs of it. From the beginning of
+-- its lane, for what has waited longest goes first. Returns how many were moved; where there are any, there may be more.
+local function retire(worker, most)
+  local size = tonumber(redis.pcall('HGET', capacities, worker))
+  if size then
+    -- Nothing is placed in the lane of a worker without capacity.
+    redis.call('HDEL', capacities, worker)
+    redis.pcall('HINCRBY', capacities, '', -size)
+  end
   local taken = find_to_move(worker, most, false, function()
     return true
   end)

@@ -6,9 +6,6 @@
 
 -- include names
 
--- Of how many lanes one call looks at what lies there.
-local MOST_LANES = 8
-
 -- The stream of an entry, its id there, and the worker of the lane (nil in the shared stream).
 local function locate(entry)
   local id, worker = string.match(entry, '^(%S+) (.*)$')
@@ -16,38 +13,6 @@ local function locate(entry)
     return lane_of .. worker, id, worker
   end
   return jobs, entry, nil
-end
-
--- What a stream tells of its group of workers. Not XPENDING: its summary goes through all consumers.
-local function group_at(stream)
-  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', stream)) do
-    local figures = {}
-    for at = 1, #group, 2 do
-      figures[group[at]] = group[at + 1]
-    end
-    if figures.name == GROUP then
-      return figures
-    end
-  end
-  return {consumers = 0, pending = 0, ['last-delivered-id'] = '0-0'}
-end
-
--- How many jobs lie in all lanes.
-local function in_lanes()
-  local sum = tonumber(redis.pcall('ZSCORE', lanes, '')) or 0
-  return sum > 0 and sum < 1e9 and sum or 0
-end
-
--- The workers with the longest lanes, the longest first: as many as one call looks at.
-local function longest_lanes()
-  local workers = {}
-  -- One more: the sum stands among them.
-  for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MOST_LANES)) do
-    if worker ~= '' and #workers < MOST_LANES then
-      workers[#workers + 1] = worker
-    end
-  end
-  return workers
 end
 
 -- Have a lane that is known count some more jobs, or less than 0.

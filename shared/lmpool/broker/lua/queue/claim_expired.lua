@@ -25,7 +25,7 @@
 local cursor, group, consumer, lease = KEYS[2], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local most, want, idle = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6] == '1'
 local largest, free_bytes = tonumber(ARGV[7]), tonumber(ARGV[8])
-local MOST_SHORT, MOST_TAKEN, FIRST = 64, 128, '-'
+local MOST_SHORT, MOST_TAKEN, MOST_LANES, FIRST = 64, 128, 8, '-'
 -- Twice this worker's share of all that is held, so that all together see everything between two calls of one.
 local LEAST_PART, MOST_PART = 50, 500
 local own = {}

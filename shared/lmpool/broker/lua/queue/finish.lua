@@ -25,10 +25,28 @@
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
 
--- include streams
+-- include names
 
 local HEAD = 8
 
+-- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
+if #ARGV == HEAD + 1 and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD + 1], ' ', 1, true)
+    and redis.call('EXISTS', KEYS[4]) == 1 and redis.call('EXISTS', backlog) == 0 then
+  local waiting, entry = KEYS[3], ARGV[HEAD + 1]
+  local fields = redis.pcall('HRANDFIELD', waiting, 3) or {}
+  local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
+  local sent = reply and string.sub(reply, 1, #replies) == replies and redis.pcall(
+    'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
+  if type(sent) == 'string' then
+    redis.call('PEXPIRE', reply, ARGV[4])
+    redis.call('UNLINK', waiting)
+    redis.pcall('XACK', jobs, ARGV[1], entry)
+    redis.pcall('XDEL', jobs, entry)
+    return '1'
+  end
+end
+
+-- include streams
 -- include notify
 
 local MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 16, 1048576
@@ -41,8 +59,14 @@ local failures = {}
 for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
-local bury
+local bury, is_held
 if next(failures) then
+  -- Whether the caller holds a job.
+  function is_held(entry)
+    local stream, id = locate(entry)
+    return #redis.pcall('XPENDING', stream, group, id, id, 1, ARGV[6]) == 1
+  end
+
   function bury(failure, entry)
     local stream, id = locate(entry)
     local entries = redis.call('XRANGE', stream, id, id)
@@ -62,12 +86,6 @@ if next(failures) then
     end
   end
 end
--- Whether the caller holds a job.
-local function is_held(entry)
-  local stream, id = locate(entry)
-  return #redis.pcall('XPENDING', stream, group, id, id, 1, ARGV[6]) == 1
-end
-
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.
 local are_there = #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count

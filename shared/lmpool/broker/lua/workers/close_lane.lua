@@ -9,5 +9,4 @@
 
 -- include moving
 
-take_capacity_from(ARGV[1])
-return give_up_lane(ARGV[1], MOST_MOVED_AT_ONCE) > 0 and 1 or 0
+return retire(ARGV[1], MOST_MOVED_AT_ONCE) > 0 and 1 or 0

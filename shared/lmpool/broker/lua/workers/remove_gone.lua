@@ -62,10 +62,7 @@ for i = 5, #ARGV do
   redis.call('PEXPIRE', workers, ARGV[3])
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', workers, '-inf', now, 'LIMIT', 0, most)) do
-  take_capacity_from(name)
-  if moved < MOST_MOVED_AT_ONCE then
-    moved = moved + give_up_lane(name, MOST_MOVED_AT_ONCE - moved)
-  end
+  moved = moved + retire(name, MOST_MOVED_AT_ONCE - moved)
   local held = redis.pcall('XPENDING', jobs, group, '-', '+', 1, name)
   if held.err then
     redis.call('ZREM', workers, name)
