@@ -184,7 +184,7 @@ class _Fleet:
         for number in range(400):
             before = await self._spent_us()
             keys = [_MODEL.jobs, _MODEL.reply("c"), _MODEL.waiting + number.to_bytes(16, "big")]
-            await scripts.SUBMIT(self._client, keys, [100_000, 60_000, "", 0, b"x" * 512])
+            await scripts.SUBMIT(self._client, keys, [100_000, 60_000, "", 0, 1, b"x" * 512])
             samples.append(await self._spent_us() - before)
             if number % 50 == 49:
                 await self._client.xtrim(_MODEL.jobs, 1)

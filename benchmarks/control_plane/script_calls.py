@@ -27,15 +27,23 @@ class _Queue:
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
+        # Worker -> its lane.
+        self.lanes: dict[bytes, bytes] = {}
 
     def empty(self, workers: int = 1) -> None:
         self.client.flushall()
+        self.lanes.clear()
         self.client.xgroup_create(_MODEL.jobs, GROUP, id="0", mkstream=True)
         for number in range(workers):
             self.register(f"w{number}", _BATCH)
 
     def register(self, worker: str, batch: int) -> None:
-        keys = [_MODEL.workers, _MODEL.jobs, _MODEL.capacity]
+        self.resize(worker, batch)
+        self.client.xgroup_create(_MODEL.lane(worker), GROUP, id="0", mkstream=True)
+
+    def resize(self, worker: str, batch: int) -> None:
+        lane = self.lanes[worker.encode()] = _MODEL.lane(worker)
+        keys = [_MODEL.workers, _MODEL.jobs, _MODEL.capacity, _MODEL.lanes, lane]
         self.call(scripts.REGISTER, keys, worker, _LEASE_MS, _LONG_MS, GROUP, batch)
 
     def call(self, script: scripts.Script, keys: Sequence[bytes], *args: Any) -> Any:
@@ -57,7 +65,7 @@ class _Queue:
 
     def submit(self, client: str, digests: Sequence[bytes], size: int) -> float:
         keys = [_MODEL.jobs, _MODEL.reply(client), *(_MODEL.waiting + digest for digest in digests)]
-        return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, *[os.urandom(size)] * len(digests))
+        return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, len(digests), *[os.urandom(size)] * len(digests))
 
     def hold(self, count: int) -> list[bytes]:
         """Have a worker hold prompts of 128 tokens; returns their entries."""
@@ -174,7 +182,9 @@ def _finish_many_clients(queue: _Queue) -> list[float]:
 
 
 def _finish_failures(queue: _Queue) -> list[float]:
-    queue.empty(100)
+    queue.empty()
+    # One worker that may hold them all: a failure counts only from who holds the job.
+    queue.resize("w0", scripts.MOST_AT_ONCE)
     digests = _digests(scripts.MOST_AT_ONCE)
     queue.submit("a", digests, 540)
     entries = _take(queue, len(digests))
@@ -194,8 +204,16 @@ def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes]
 
 
 def _take(queue: _Queue, count: int) -> list[bytes]:
-    reply: Any = queue.client.xreadgroup(GROUP, "w0", {_MODEL.jobs: ">"}, count=count)
-    return [entry for entry, _ in reply[0][1]]
+    """Have workers take what is in the shared stream and in their lanes; returns the entries."""
+    entries = _read(queue, b"w0", _MODEL.jobs, count)
+    for worker, lane in queue.lanes.items():
+        entries += [entry + b" " + worker for entry in _read(queue, worker, lane, count)]
+    return entries
+
+
+def _read(queue: _Queue, worker: bytes, stream: bytes, count: int) -> list[bytes]:
+    reply: Any = queue.client.xreadgroup(GROUP, worker, {stream: ">"}, count=count)
+    return [entry for _, entries in reply for entry, _ in entries]
 
 
 def _renew(queue: _Queue) -> list[float]:
@@ -207,7 +225,7 @@ def _renew(queue: _Queue) -> list[float]:
 def _release(queue: _Queue) -> list[float]:
     queue.empty()
     queue.hold(scripts.MOST_AT_ONCE)
-    args = (GROUP, "w0", 3_600_000, scripts.MOST_AT_ONCE, "-", 1, "x" * 100, 3_600_000, 1000)
+    args = (GROUP, "w0", 3_600_000, scripts.MOST_AT_ONCE, "-", 1, "x" * 100, 3_600_000, 1000, "")
     return [queue.ms(scripts.RELEASE, [_MODEL.jobs, _MODEL.reasons], *args) for _ in range(REPEATS)]
 
 
@@ -223,13 +241,13 @@ def _sweep_clients(queue: _Queue) -> list[float]:
     for at in range(0, 200_000, 10_000):
         queue.client.zadd(_MODEL.virtual_time, {_MODEL.reply(f"{i:016x}"): i for i in range(at, at + 10_000)})
     queue.client.zadd(_MODEL.virtual_time, {b"": 10**6})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(REPEATS)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(REPEATS)]
 
 
 def _sweep_workers(queue: _Queue) -> list[float]:
     queue.empty(1000)
     queue.client.zadd(_MODEL.workers, {f"w{number}": 1 for number in range(1000)})
-    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS) for _ in range(4)]
+    return [queue.ms(scripts.REMOVE_GONE, _SWEPT, GROUP, 200, _LONG_MS, 0) for _ in range(4)]
 
 
 def _survey(queue: _Queue) -> list[float]:

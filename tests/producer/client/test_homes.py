@@ -44,8 +44,8 @@ def random_ids(seed: int, count: int) -> list[int]:
 @pytest.mark.parametrize("more", [0, 1, 2, 3, 4])
 def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more: int) -> None:
     homes = homes_of_two()
-    homes.note(prompt(random_ids(1, length)), b"w1")
-    homes.note(prompt(random_ids(2, length)), b"w2")
+    homes.note([prompt(random_ids(1, length))], b"w1")
+    homes.note([prompt(random_ids(2, length))], b"w2")
     for seed, home in ((1, b"w1"), (2, b"w2")):
         assert home_in(homes, prompt([*random_ids(seed, length), *range(more)])) == home
         assert home_in(homes, prompt([*random_ids(seed, length), *range(more)], "poet@1")) == b""
@@ -54,7 +54,7 @@ def test_what_continues_a_prompt_by_a_few_tokens_has_its_home(length: int, more:
 
 def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 60)
-    homes.note(prompt(begun), b"w1")
+    homes.note([prompt(begun)], b"w1")
     assert home_in(homes, prompt([*begun[:50], *range(100)])) == b"w1", "48 tokens are the same"
     assert home_in(homes, prompt([*begun[:47], *range(100)])) == b""
     assert home_in(homes, prompt([*begun[:50], *range(1000)])) == b"", "too far to look"
@@ -62,16 +62,16 @@ def test_what_branches_off_behind_a_boundary_of_a_block_has_its_home() -> None:
 
 def test_the_longest_beginning_counts() -> None:
     homes, begun = homes_of_two(), random_ids(1, 100)
-    homes.note(prompt(begun[:99]), b"new")
-    homes.note(prompt(begun[:97]), b"old")
+    homes.note([prompt(begun[:99])], b"new")
+    homes.note([prompt(begun[:97])], b"old")
     assert home_in(homes, prompt(begun)) == b"new"
     assert home_in(homes, prompt([*begun[:97], 5])) == b"old"
 
 
 def test_who_has_computed_a_prompt_last_is_its_home() -> None:
     homes, begun = homes_of_two(), random_ids(1, 20)
-    homes.note(prompt(begun), b"w1")
-    homes.note(prompt(begun), b"w2")
+    homes.note([prompt(begun)], b"w1")
+    homes.note([prompt(begun)], b"w2")
     assert home_in(homes, prompt([*begun, 1])) == b"w2"
 
 
@@ -79,14 +79,14 @@ def test_prompts_that_share_their_beginning_have_homes_of_their_own() -> None:
     """Not a hash of the beginning: particles would all go to one worker."""
     homes, begun = homes_of_two(), random_ids(1, 64)
     for at in range(8):
-        homes.note(prompt([*begun, at]), b"w%d" % at)
+        homes.note([prompt([*begun, at])], b"w%d" % at)
     assert [home_in(homes, prompt([*begun, at, 1])) for at in range(8)] == [b"w%d" % at for at in range(8)]
 
 
 def test_homes_of_workers_that_have_gone_are_forgotten() -> None:
     homes = homes_of_two()
-    homes.note(prompt([1, 2]), b"w1")
-    homes.note(prompt([3, 4]), b"w2")
+    homes.note([prompt([1, 2])], b"w1")
+    homes.note([prompt([3, 4])], b"w2")
     assert homes.workers == {b"w1", b"w2"}
     homes.forget([b"w1"])
     assert (home_in(homes, prompt([1, 2, 3])), home_in(homes, prompt([3, 4, 5]))) == (b"", b"w2")
@@ -100,8 +100,8 @@ def test_the_oldest_homes_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(submit, "_MOST_HOMES", 10)
     homes = homes_of_two()
     for at in range(100):
-        homes.note(prompt([at]), b"w%d" % at)
-        homes.note(prompt([7]), b"often")
+        homes.note([prompt([at])], b"w%d" % at)
+        homes.note([prompt([7])], b"often")
     known = [at for at in range(100) if home_in(homes, prompt([at, 1]))]
     assert known == [7, *range(91, 100)]
     assert home_in(homes, prompt([7, 1])) == b"often"
@@ -111,27 +111,27 @@ def test_a_prompt_without_tokens_has_the_home_of_its_name() -> None:
     """As jobs for trie workers, which have the name of their vocabulary."""
     homes = homes_of_two()
     named = Prompt(b"a vocabulary's digest", b"", "", b"query")
-    homes.note(named, b"w1")
+    homes.note([named], b"w1")
     assert home_in(homes, Prompt(b"a vocabulary's digest", b"", "", b"another query")) == b"w1"
     assert home_in(homes, Prompt(b"another vocabulary", b"", "", b"query")) == b""
 
 
 def test_one_worker_alone_needs_no_memory() -> None:
     homes = Homes()
-    homes.note(prompt([1]), b"w1")
+    homes.note([prompt([1])], b"w1")
     assert home_in(homes, prompt([1, 2])) == b""
     homes.has_choice = True
-    homes.note(prompt([3]), b"w2")
-    homes.note(prompt([1]), b"w1")
+    homes.note([prompt([3])], b"w2")
+    homes.note([prompt([1])], b"w1")
     assert arranged(homes, [1, 2], [3, 4], [5, 6]) == [([5, 6], b""), ([1, 2], b"w1"), ([3, 4], b"w2")]
     assert homes.arrange([PendingRequest(prompt([5, 6]))])[1] == []
 
 
 def test_prompts_that_continue_the_same_one_stay_together_and_the_largest_families_come_first() -> None:
     homes = homes_of_two()
-    homes.note(prompt([1]), b"w1")
-    homes.note(prompt([2]), b"w1")
-    homes.note(prompt([3]), b"w2")
+    homes.note([prompt([1])], b"w1")
+    homes.note([prompt([2])], b"w1")
+    homes.note([prompt([3])], b"w2")
     asked = [[1, 5], [2, 5], [3, 5], [2, 6], [1, 6], [2, 7]]
     assert arranged(homes, *asked) == [
         ([2, 5], b"w1"), ([2, 6], b"="), ([2, 7], b"="), ([1, 5], b"w1"), ([1, 6], b"="), ([3, 5], b"w2"),

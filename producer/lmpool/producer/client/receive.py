@@ -42,7 +42,7 @@ class Receiver:
         connections: the connections.
         requests: all requests of the session.
         fetch: fetches rows that were announced, or asks for them again.
-        on_computed: told which worker has computed a prompt.
+        on_computed: told which worker has computed prompts.
         on_other_model: called when the model turns out to have changed.
     """
 
@@ -51,7 +51,7 @@ class Receiver:
         connections: Connections,
         requests: PendingRequests,
         fetch: Callable[[Sequence[bytes]], Awaitable[None]],
-        on_computed: Callable[[Prompt, bytes], None],
+        on_computed: Callable[[Sequence[Prompt], bytes], None],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
@@ -139,8 +139,7 @@ class Receiver:
             return
         if fields.get(b"f") == self._connections.model.fingerprint.encode():
             if worker := fields.get(b"w"):
-                for request in requests:
-                    self._on_computed(request.prompt, worker)
+                self._on_computed([request.prompt for request in requests], worker)
             self._announce([request.prompt.digest for request in requests])
         elif requests:
             for request in requests:

@@ -159,11 +159,14 @@ class Homes:
         self.has_choice = False
         self.workers: set[bytes] = set()
 
-    def note(self, prompt: Prompt, worker: bytes) -> None:
-        """Remember that a worker has computed a prompt."""
+    def note(self, prompts: Sequence[Prompt], worker: bytes) -> None:
+        """Remember that a worker has computed prompts."""
         self.workers.add(worker)
-        if not self.has_choice:
-            return
+        if self.has_choice:
+            for prompt in prompts:
+                self._note(prompt, worker)
+
+    def _note(self, prompt: Prompt, worker: bytes) -> None:
         known, ids = self._workers, prompt.ids
         size = len(ids)
         for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:

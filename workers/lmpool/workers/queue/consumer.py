@@ -333,7 +333,8 @@ class Consumer:
             jobs.append(self._read(entry_id, job, fields, is_valid=are_valid))
             if SINCE_FIELD in fields and _milliseconds(since := fields[SINCE_FIELD]) < _EVER_MS:
                 self._counters.queued_ms[entry_id] = since
-            self._counters.homed += fields.get(HOME_FIELD) == self._of_lane[1:]
+            if HOME_FIELD in fields:
+                self._counters.homed += fields[HOME_FIELD] == self._of_lane[1:]
         return jobs
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
