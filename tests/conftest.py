@@ -67,8 +67,11 @@ def _private_runtime_dir() -> Iterator[None]:
     """Nothing that a test starts may meet a server of the person who runs the tests."""
     folder = tempfile.mkdtemp(prefix="lmp")
     os.environ["LMPOOL_RUNTIME_DIR"] = f"{folder}/run"
+    shared = tempfile.mkdtemp(prefix="lmp", dir="/dev/shm")
+    os.environ["LMPOOL_SHM_DIR"] = shared
     yield
     shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(shared, ignore_errors=True)
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def _take(queue: _Queue, count: int) -> list[bytes]:
 
 
 def _read(queue: _Queue, worker: bytes, stream: bytes, count: int) -> list[bytes]:
-    reply: Any = queue.client.xreadgroup(GROUP, worker, {stream: ">"}, count=count)
+    reply: Any = queue.client.xreadgroup(GROUP, worker.decode(), {stream: ">"}, count=count)
     return [entry for _, entries in reply for entry, _ in entries]
 
 

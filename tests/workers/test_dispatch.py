@@ -18,6 +18,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.rows.shared_memory import SegmentWriter
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticSettings
@@ -32,6 +33,7 @@ NO_ADAPTERS = AdapterKeeper(
 )
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
+NO_SEGMENT = SegmentWriter(INFO, "w", 0)
 
 
 class Recorder:
@@ -75,7 +77,7 @@ def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlightJobs]:
     """A dispatcher, and the jobs that it holds."""
     in_flight, ends = InFlightJobs(), cast(Any, recorder)
     queries = QueryAnswerer(cast(Any, None), ends, INFO)
-    return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS), in_flight
+    return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS, NO_SEGMENT), in_flight
 
 
 async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_dropped() -> None:
@@ -272,7 +274,7 @@ async def test_a_prompt_that_is_stale_beside_its_row_ends_with_the_row() -> None
     in_flight.add(InFlightJob(b"1-0", PROMPT, BackendJob(PROMPT, bytes(4))), BackendJob(PROMPT, bytes(4)))
     stale = SimpleNamespace(failure_of=lambda adapter: Failure("AdapterChanged", "it has changed"))
     ends, none = cast(Any, recorder), cast(Any, None)
-    dispatcher = Dispatcher(in_flight, ends, ends, none, none, INFO, cast(Any, stale))
+    dispatcher = Dispatcher(in_flight, ends, ends, none, none, INFO, cast(Any, stale), NO_SEGMENT)
     await dispatcher.publish(Finished([rows(PROMPT)], {}, stale=(PROMPT,)), "w")
     assert recorder.published == [PROMPT]
     assert not in_flight

@@ -28,8 +28,7 @@ from lmpool.protocol.prompt import Prompt, digest_of, list_prompts
 from lmpool.protocol.query import Op, Selection, SentWeights, TrieQuery
 from lmpool.protocol.row import Values
 from lmpool.trie.kernels import Kernels, open_kernels
-from lmpool.trie.trie import Trie
-from lmpool.trie.weights import check_weights
+from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
 _MOST_MISSING = 5

@@ -148,6 +148,19 @@ class RowBlock:
             blocks[0].encoding,
         )
 
+    @classmethod
+    def decoded(cls, digest: bytes, data: NDArray[np.uint8], vocab_size: int) -> RowBlock:
+        """The block of one encoded row (a copy).
+
+        Raises:
+            ProtocolError: the bytes are not a row of that size in this version of rows.
+        """
+        encoding, log_z = _read_header(data.data, vocab_size)
+        if data.size != encoded_size(vocab_size, encoding):
+            raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
+        numbers = data[HEADER_SIZE:].copy().view(encoding.dtype)[None]
+        return cls([digest], numbers, None if encoding is _F32 else np.array([log_z], np.float32), encoding)
+
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))

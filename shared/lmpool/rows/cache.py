@@ -1,7 +1,7 @@
-"""The cache of rows: one small interface, and the Redis strings behind it today.
+"""The cache of rows: one small interface, and the Redis strings behind it.
 
-Neither the producer nor the worker's loop knows that a row is a Redis string; a shared-memory plane for
-clients on the worker's own host can stand behind the same interface.
+A string is a row, or a reference to one that lies in shared memory (`lmpool.rows.shared_memory`). One that cannot be
+read here counts as no row: who asks for it is given the row itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.query import SECRET_SIZE, SentWeights, weights_name
 from lmpool.protocol.row import (
+    HEADER_SIZE,
     Block,
     Encoding,
     Row,
@@ -37,6 +38,7 @@ from lmpool.protocol.row import (
     encoded_size,
 )
 from lmpool.rows.connection import Bulk, RawRowConnection, RowConnection, RowConnections, RowWrite, fresh_bulk
+from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_reference, unpack_reference
 
 Found = Row | CorruptRow | None
 """A row, None when there is none, or why what is there is no row (an error is a value here)."""
@@ -56,6 +58,7 @@ _WEIGHTS_TTL_MS = 120_000
 # Answers to queries live shorter than rows: they are computed again from the row in no time.
 _ANSWER_TTL_MS = 60_000
 _GLOB = re.compile(rb"[\\*?\[\]]")
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ class RowSpace:
         encoding: how rows travel, as far as is known.
         ttl_ms: milliseconds that a row stays.
         reply_timeout_s: seconds after which a server that is silent counts as gone.
+        segments: reads what references stand for.
     """
 
     prefix: bytes
@@ -79,14 +83,16 @@ class RowSpace:
     encoding: Encoding
     ttl_ms: int
     reply_timeout_s: float
+    segments: SegmentReader
 
     @classmethod
-    def of(cls, keys: Keys, info: ModelInfo) -> RowSpace:
+    def of(cls, keys: Keys, info: ModelInfo, segments: SegmentReader) -> RowSpace:
         """The place of the rows of a model.
 
         Args:
             keys: the deployment's key names.
             info: decides the namespace, the size and the lifetime of rows.
+            segments: see the attribute.
         """
         return cls(
             prefix=keys.row(info.fingerprint),
@@ -96,6 +102,7 @@ class RowSpace:
             encoding=info.row_encoding,
             ttl_ms=int(info.row_ttl_s * 1000),
             reply_timeout_s=reply_timeout(info.lease_s),
+            segments=segments,
         )
 
 
@@ -118,7 +125,9 @@ class RowCache(Protocol):
         """Calls scripts on the model's queue; where they can look at rows, behind those that are being stored."""
         ...
 
-    async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
+    async def put(
+        self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None, shared: Shared = NOT_SHARED
+    ) -> dict[bytes, str]:
         """Store a block; the first stored row of a digest stays, except for those in `overwrite`.
 
         Args:
@@ -126,6 +135,7 @@ class RowCache(Protocol):
             overwrite: digests whose rows are replaced.
             then: sends more right behind the rows; what it calls finds the rows, or fails together with them. Where
                 scripts can look at the rows it is called without waiting for them to be stored.
+            shared: which rows of the block lie in shared memory: references to them are stored.
 
         Returns:
             digest -> reason, for the rows that were refused.
@@ -273,12 +283,14 @@ class RedisRows:
         self._spare: list[Bulk] = []
         self._row_size = encoded_size(space.vocab_size, space.encoding)
         self._reader = ChunkReader(server, self._connection)
+        self._segments = space.segments
 
     async def put(
         self,
         block: Block,
         overwrite: Collection[bytes] = (),
         then: Then | None = None,
+        shared: Shared = NOT_SHARED,
         some: Sequence[int] | None = None,
     ) -> dict[bytes, str]:
         """See `RowCache.put`; `some`: the numbers of those rows of the block that are to be stored, None for all.
@@ -287,8 +299,11 @@ class RedisRows:
             ServerError: the server cannot be used; nothing is known of the rows.
         """
         raw = await self._connection.open()
-        writes = _writes(self._prefix, block, overwrite, some)
+        writes = _writes(self._prefix, block, overwrite, some, shared.references)
         ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
+        if shared.replaced and some is None:
+            # What it answers is no matter: a reference that stays is seen to be stale.
+            raw.call([b"UNLINK", *self.keys_of(shared.replaced)])
         stored = raw.set(writes, ttl_ms)
         if then is not None:
             await then(partial(self._connection.call_on, raw), ())
@@ -305,7 +320,7 @@ class RedisRows:
         block = VectorBlock([sent.name for sent in weights], [sent.values for sent in weights])
         writes = [
             write._replace(header=sent.secret + write.header)
-            for sent, write in zip(weights, _writes(self._weights_prefix, block, block.digests, None), strict=True)
+            for sent, write in zip(weights, _writes(self._weights_prefix, block, block.digests), strict=True)
         ]
         stored = raw.set(writes, _WEIGHTS_TTL_MS)
         return self._refused(raw, block.digests, await self._connection.wait_for(raw, stored))
@@ -356,7 +371,24 @@ class RedisRows:
             are_whole = False  # Not even a list of so many values.
         if not are_whole:
             raise self._commands.distrust(replies)
-        return [None if reply is None else reply[:-DIGEST_SIZE] for reply in replies]
+        return [
+            None if reply is None else self._entries_of(digest, reply[:-DIGEST_SIZE], part)
+            for digest, reply, part in zip(digests, replies, ranges, strict=True)
+        ]
+
+    def _entries_of(self, digest: bytes, reply: bytes, ranges: bytes) -> bytes | None:
+        """Some entries of a row as the script gives them, also where it has found a reference."""
+        if not is_reference(reply):
+            return reply
+        reference = unpack_reference(reply)
+        row = None if reference is None else self._segments.read(reference, digest, self._vocab_size)
+        if row is None:
+            return None
+        encoded = RowBlock([digest], row[None], None, Encoding.F32)
+        places = [int(place) for place in ranges.split()]
+        width = places[1] - places[0] + 1
+        chosen = [(place - HEADER_SIZE) // width for place in places[::2]]
+        return encoded.encoded()[0][0] + row[chosen].tobytes()
 
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         """See `RowCache.keys_of`."""
@@ -404,6 +436,8 @@ class RedisRows:
 
     async def _get_chunk(self, digests: Sequence[bytes], deliver: Deliver, lengths: Mapping[bytes, int]) -> int:
         values = await self._reader.read(self.keys_of(digests))
+        if any(map(is_reference, values)):
+            values = await self._follow(digests, values)
         # Decoded when all have come: else the server would have to wait for a free socket buffer with each.
         rows = None if lengths else decode_rows(values, self._vocab_size)
         if rows is None:
@@ -414,8 +448,24 @@ class RedisRows:
             deliver(digests, rows)
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
 
+    async def _follow(self, digests: Sequence[bytes], values: Sequence[object]) -> list[object]:
+        """Values with the rows in place of references to them; those that lead nowhere are removed."""
+        followed, stale = list(values), []
+        for at, value in enumerate(values):
+            if isinstance(value, bytes) and is_reference(value):
+                reference = unpack_reference(value)
+                row = None if reference is None else self._segments.read(reference, digests[at], self._vocab_size)
+                followed[at] = row
+                if row is None and (reference is None or reference.host == self._segments.host):
+                    stale.append(digests[at])
+        if stale:
+            await self.drop(self.keys_of(stale))
+        return followed
+
     def _read(self, digest: bytes, value: object, lengths: Mapping[bytes, int]) -> Found:
         """Read a value of the server as a row, or as an answer."""
+        if isinstance(value, np.ndarray) and value.dtype == np.float32:
+            return value  # From shared memory.
         if isinstance(value, (bytes, np.ndarray)):
             return self._decode(digest, value, lengths.get(digest, self._vocab_size), is_answer=digest in lengths)
         if isinstance(value, ResponseError):
@@ -448,10 +498,23 @@ class RedisRows:
         self._commands.close()
 
 
-def _writes(prefix: bytes, block: Block, overwrite: Collection[bytes], some: Sequence[int] | None) -> list[RowWrite]:
+def _writes(
+    prefix: bytes,
+    block: Block,
+    overwrite: Collection[bytes],
+    some: Sequence[int] | None = None,
+    references: Mapping[bytes, bytes] = NOT_SHARED.references,
+) -> list[RowWrite]:
     digests = block.digests if some is None else [block.digests[index] for index in some]
+    if references and len(references) == len(block.digests):
+        return [RowWrite(prefix + digest, references[digest], _NOTHING, digest in overwrite) for digest in digests]
     pairs = zip(digests, block.encoded(some), strict=True)
-    return [RowWrite(prefix + digest, header, numbers, digest in overwrite) for digest, (header, numbers) in pairs]
+    return [
+        RowWrite(prefix + digest, references[digest], _NOTHING, digest in overwrite)
+        if digest in references
+        else RowWrite(prefix + digest, header, numbers, digest in overwrite)
+        for digest, (header, numbers) in pairs
+    ]
 
 
 class Source(NamedTuple):
@@ -480,11 +543,13 @@ class Sources:
         server: where they are.
         keys: the deployment's key names.
         reply_timeout_s: seconds after which a server that is silent counts as gone.
+        segments: reads what references stand for.
     """
 
-    def __init__(self, server: Server, keys: Keys, reply_timeout_s: float) -> None:
+    def __init__(self, server: Server, keys: Keys, reply_timeout_s: float, segments: SegmentReader) -> None:
         self._server = server
         self._keys = keys
+        self._segments = segments
         self._connections = RowConnections(server, 0, reply_timeout_s)
         self._readers: dict[RowConnection, ChunkReader] = {}
 
@@ -511,7 +576,7 @@ class Sources:
         values = [value for chunk in chunks for value in chunk]
         size = sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
         fetched = [source for _, part in parts for source in part]
-        return {source: _decoded(source, value) for source, value in zip(fetched, values, strict=True)}, size
+        return {source: self._decode(source, value) for source, value in zip(fetched, values, strict=True)}, size
 
     async def _read(self, connection: RowConnection, part: Sequence[Source]) -> Sequence[object]:
         reader = self._readers.get(connection)
@@ -519,6 +584,13 @@ class Sources:
             # A source that this worker may not read must not keep it from those that other jobs name.
             reader = self._readers[connection] = ChunkReader(self._server, connection, (ServerError, ProtocolError))
         return await reader.read([self._key(source) for source in part], [source.most_bytes for source in part])
+
+    def _decode(self, source: Source, value: object) -> Row | LMPoolError:
+        if source.fingerprint and isinstance(value, bytes) and is_reference(value):
+            reference = unpack_reference(value)
+            row = None if reference is None else self._segments.read(reference, source.name, source.length)
+            return _decoded(source, None) if row is None else row
+        return _decoded(source, value)
 
     def _key(self, source: Source) -> bytes:
         return (self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()) + source.name

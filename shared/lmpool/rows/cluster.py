@@ -13,11 +13,12 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Block, Encoding
 from lmpool.rows.cache import Deliver, RedisRows, RowCache, RowSpace, Then
+from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared
 
 
-def rows_on(server: Server, keys: Keys, info: ModelInfo) -> RowCache:
-    """The cache of a model's rows on a server or cluster."""
-    space = RowSpace.of(keys, info)
+def rows_on(server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> RowCache:
+    """The cache of a model's rows on a server or cluster; `segments` reads those that lie in shared memory."""
+    space = RowSpace.of(keys, info, segments)
     return ClusterRows(server, space) if server.is_cluster else RedisRows(server, space)
 
 
@@ -61,10 +62,13 @@ class ClusterRows:
             rows = self._masters[master] = RedisRows(master, self._space)
         return rows
 
-    async def put(self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None) -> dict[bytes, str]:
+    async def put(
+        self, block: Block, overwrite: Collection[bytes] = (), then: Then | None = None, shared: Shared = NOT_SHARED
+    ) -> dict[bytes, str]:
         """See `RowCache.put`."""
         parts = await self._split(self.keys_of(block.digests))
-        refused = _merged(await asyncio.gather(*(rows.put(block, overwrite, some=numbers) for rows, numbers in parts)))
+        stored = [rows.put(block, overwrite, shared=shared, some=numbers) for rows, numbers in parts]
+        refused = _merged(await asyncio.gather(*stored))
         if then is not None:
             await then(self._queue.call, refused)
         return refused

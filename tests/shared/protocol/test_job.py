@@ -21,9 +21,9 @@ readers = pytest.mark.parametrize("read", [unpack_job, unpack_failure])
 
 
 def job(version: object = WIRE_VERSION, ids: object = b"\x01\0\0\0", adapter: object = "", fingerprint: object = "f",
-        overwrite: object = False, query: object = b"") -> bytes:  # fmt: skip
+        overwrite: object = False, query: object = b"", host: object = b"") -> bytes:  # fmt: skip
     """A job as MessagePack, with fields of one's own."""
-    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, query])
+    packed: bytes = msgpack.packb([version, ids, adapter, fingerprint, overwrite, query, host])
     return packed
 
 
@@ -33,9 +33,11 @@ def failure(version: object = WIRE_VERSION, kind: object = "WorkerError", text: 
     return packed
 
 
-@given(st.binary(max_size=64), texts, texts, st.booleans(), st.binary(max_size=64))
-def test_jobs_survive_the_wire(ids: bytes, adapter: str, fingerprint: str, overwrite: bool, query: bytes) -> None:
-    sent = Job(ids, adapter, fingerprint, overwrite, query)
+@given(st.binary(max_size=64), texts, texts, st.booleans(), st.binary(max_size=64), st.binary(max_size=64))
+def test_jobs_survive_the_wire(
+    ids: bytes, adapter: str, fingerprint: str, overwrite: bool, query: bytes, host: bytes
+) -> None:
+    sent = Job(ids, adapter, fingerprint, overwrite, query, host)
     assert unpack_job(sent.pack()) == sent
 
 
@@ -46,11 +48,12 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
-    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9603c40407000000a161a26670c3c40109"
-    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-3:].hex() == "c2c400"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9704c40407000000a161a26670c3c40109c400"
+    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
+    assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
-    assert Failure("E", "no").pack().hex() == "9303a145a26e6f"
+    assert Failure("E", "no").pack().hex() == "9304a145a26e6f"
 
 
 def test_a_long_prompt_travels() -> None:
@@ -68,9 +71,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "version 0": job(version=0),
     "version 1": job(version=1),
     "version 2": job(version=2),
-    "version 4": job(version=4),
-    "version as text": job(version="3"),
-    "version as a float": job(version=3.0),
+    "version 3": job(version=3),
+    "version 5": job(version=5),
+    "version as text": job(version="4"),
+    "version as a float": job(version=4.0),
     "version as a bool": job(version=True),
     "ids as text": job(ids="\x01"),
     "ids as a list": job(ids=[1, 2]),
@@ -84,11 +88,13 @@ WRONG_JOBS: dict[str, bytes] = {
     "overwrite as None": job(overwrite=None),
     "ask as text": job(query="a"),
     "ask as None": job(query=None),
+    "host as text": job(host="here"),
+    "host as None": job(host=None),
     "ids as base64": job(ids="AQAAAA=="),
     "ask as base64": job(query="AQAAAA=="),
-    "a field too few": msgpack.packb([3, b"\x01\0\0\0", "", "f", False]),
-    "two fields too few": msgpack.packb([3, b"\x01\0\0\0", "", "f"]),
-    "a field too many": msgpack.packb([3, b"\x01\0\0\0", "", "f", False, b"", 0]),
+    "a field too few": msgpack.packb([4, b"\x01\0\0\0", "", "f", False, b""]),
+    "two fields too few": msgpack.packb([4, b"\x01\0\0\0", "", "f", False]),
+    "a field too many": msgpack.packb([4, b"\x01\0\0\0", "", "f", False, b"", b"", 0]),
     "a map": msgpack.packb({"ids": b""}),
     "an empty map": msgpack.packb({}),
     "a number": msgpack.packb(1),
@@ -98,7 +104,7 @@ WRONG_JOBS: dict[str, bytes] = {
     "followed by a byte": job() + b"\0",
     "twice": job() * 2,
     "text that is not UTF-8": job(adapter="zz").replace(b"zz", b"\xff\xfe"),
-    "an extension type": msgpack.packb([3, msgpack.ExtType(5, b"abc"), "", "f", False, b""]),
+    "an extension type": msgpack.packb([4, msgpack.ExtType(5, b"abc"), "", "f", False, b"", b""]),
     "an empty extension type": b"\xc7\x00\x05",
     "a timestamp": msgpack.packb([msgpack.Timestamp(1, 2)]),
     "a byte that MessagePack never uses": b"\xc1",
@@ -107,13 +113,13 @@ WRONG_FAILURES: dict[str, bytes] = {
     "empty": b"",
     "version 1": failure(version=1),
     "version 2": failure(version=2),
-    "version as a float": failure(version=3.0),
+    "version as a float": failure(version=4.0),
     "version as a bool": failure(version=True),
     "kind as bytes": failure(kind=b"WorkerError"),
     "text as bytes": failure(text=b"no"),
     "text as None": failure(text=None),
-    "a field too few": msgpack.packb([3, "WorkerError"]),
-    "a field too many": msgpack.packb([3, "WorkerError", "no", "more"]),
+    "a field too few": msgpack.packb([4, "WorkerError"]),
+    "a field too many": msgpack.packb([4, "WorkerError", "no", "more"]),
     "a job": job(),
     "cut": failure()[:-1],
     "followed by a byte": failure() + b"\0",
@@ -134,13 +140,13 @@ def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 3: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 4: run the same on all sides"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 4, and this release of lmpool speaks 3"):
-        unpack_job(job(version=4))
+    with pytest.raises(ProtocolError, match="a job of wire version 5, and this release of lmpool speaks 4"):
+        unpack_job(job(version=5))
 
 
 @readers
@@ -160,7 +166,7 @@ def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.
         except ProtocolError:
             continue
         if isinstance(message, Job):
-            assert [type(field) for field in msgspec.structs.astuple(message)] == [bytes, str, str, bool, bytes]
+            assert [type(field) for field in msgspec.structs.astuple(message)] == [bytes, str, str, bool, bytes, bytes]
         else:
             assert [type(field) for field in msgspec.structs.astuple(message)] == [str, str]
 
@@ -208,7 +214,7 @@ BOMBS: dict[str, bytes] = {
     "a bin that claims four gigabytes": b"\xc6\xff\xff\xff\xff",
     "a string that claims four gigabytes": b"\xdb\xff\xff\xff\xff",
     "lists within lists": b"\x91" * 100_000 + b"\x90",
-    "a list of lists for every field": b"\x96" + (b"\xdd" + (10**5).to_bytes(4, "big") + b"\xa0" * 10**5) * 6,
+    "a list of lists for every field": b"\x97" + (b"\xdd" + (10**5).to_bytes(4, "big") + b"\xa0" * 10**5) * 7,
 }
 
 

@@ -18,6 +18,7 @@ from lmpool.producer import Producer
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import Block, VectorBlock
 from lmpool.rows.cache import RedisRows, Then
+from lmpool.rows.shared_memory import NOT_SHARED, Shared
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
@@ -45,6 +46,7 @@ class Evicting:
         block: Block,
         overwrite: Collection[bytes] = (),
         then: Then | None = None,
+        shared: Shared = NOT_SHARED,
         some: Sequence[int] | None = None,
     ) -> dict[bytes, str]:
         """In place of `RedisRows.put`."""
@@ -59,7 +61,7 @@ class Evicting:
             assert then is not None
             await then(call, refused)
 
-        return await _put(rows, block, overwrite, evict, some)
+        return await _put(rows, block, overwrite, evict, shared, some)
 
 
 _put = RedisRows.put

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights
-from lmpool.trie.weights import check_weights
+from lmpool.trie.trie import check_weights
 
 ONES = np.ones(3, np.float32)
 

@@ -12,6 +12,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock
+from lmpool.rows.shared_memory import SegmentWriter
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
@@ -37,6 +38,7 @@ class Dispatcher:
         queries: answers queries about rows.
         info: what the worker serves.
         adapters: which adapters it has.
+        segment: may have rows that are asked for again.
 
     Attributes:
         failures: jobs that ended without a row or an answer, not counting those that clients send again.
@@ -51,6 +53,7 @@ class Dispatcher:
         queries: QueryAnswerer,
         info: ModelInfo,
         adapters: AdapterKeeper,
+        segment: SegmentWriter,
     ) -> None:
         self._in_flight = in_flight
         self._engine_thread = engine_thread
@@ -59,6 +62,7 @@ class Dispatcher:
         self._queries = queries
         self._is_trie = info.is_trie
         self._adapters = adapters
+        self._segment = segment
         self._to_prepare: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.failures = 0
 
@@ -79,9 +83,22 @@ class Dispatcher:
                 # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
                 self._to_prepare.put_nowait(list(later))
                 fresh = [job for job in fresh if job.digest not in later]
+        known = [block for job in fresh if (block := self._find(job)) is not None]
+        if known:
+            digests = {digest for block in known for digest in block.digests}
+            fresh = [job for job in fresh if job.digest not in digests]
         self._submit(fresh)
         if refused:
             await self._fail(refused)
+        for block in known:
+            await self._publish_rows(block)
+
+    def _find(self, job: BackendJob) -> RowBlock | None:
+        """The row of a prompt that this worker has computed before, if it still has it and nobody finds it damaged."""
+        block = self._segment.find(job.digest)
+        if block is None or job.digest in self._in_flight.damaged:
+            return None
+        return None if any(held.overwrite for held in self._in_flight[job.digest].values()) else block
 
     async def prepare(self, on_change: Callable[[], None]) -> None:
         """Fetch what jobs need before the backend can have them, or answer them without it; never returns.

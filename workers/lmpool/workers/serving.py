@@ -18,6 +18,7 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
+from lmpool.rows.shared_memory import SegmentReader, SegmentWriter
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import EngineThread, Opened
 from lmpool.workers.dispatch import Dispatcher
@@ -61,6 +62,7 @@ class Serving:
         redis: a client for what is rare.
         reader: the connection that jobs are taken from.
         rows: the cache of rows.
+        segment: where rows lie that clients on this host wait for.
         trie_inputs: brings what trie jobs need.
         in_flight: the jobs that the worker holds.
         consumer: takes jobs from the queue.
@@ -75,6 +77,7 @@ class Serving:
     redis: Redis
     reader: CommandConnection
     rows: RowCache
+    segment: SegmentWriter
     trie_inputs: TrieInputs
     in_flight: InFlightJobs
     consumer: Consumer
@@ -85,6 +88,7 @@ class Serving:
 
     async def close(self) -> None:
         """Close all connections."""
+        self.segment.close()
         self.rows.close()
         self.trie_inputs.close()
         self.reader.close()
@@ -132,9 +136,11 @@ async def assemble(
     redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
     reader = CommandConnection(server, model.jobs)
     reader.reply_timeout_s = reply_timeout(info.lease_s)
-    rows = rows_on(server, keys, info)
+    segments = SegmentReader()
+    rows = rows_on(server, keys, info, segments)
+    segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes)
     unwanted = UnwantedJobs(redis, model, counters)
-    publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters)
+    publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
     heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)
     adapters = AdapterKeeper(
         AdapterRegistry(redis, model, info.fingerprint),
@@ -145,7 +151,7 @@ async def assemble(
         on_adapter_change,
         heartbeat.others,
     )
-    trie_inputs = TrieInputs(server, keys, opened.device, settings, counters)
+    trie_inputs = TrieInputs(server, keys, opened.device, settings, segments, counters)
     queries = QueryAnswerer(trie_inputs, publisher, info)
     in_flight = InFlightJobs()
     return Serving(
@@ -154,11 +160,12 @@ async def assemble(
         redis=redis,
         reader=reader,
         rows=rows,
+        segment=segment,
         trie_inputs=trie_inputs,
         in_flight=in_flight,
         consumer=Consumer(redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters),
         publisher=publisher,
-        dispatcher=Dispatcher(in_flight, engine_thread, publisher, trie_inputs, queries, info, adapters),
+        dispatcher=Dispatcher(in_flight, engine_thread, publisher, trie_inputs, queries, info, adapters, segment),
         heartbeat=heartbeat,
         adapters=adapters,
     )

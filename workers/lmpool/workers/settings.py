@@ -33,6 +33,13 @@ class WorkerSettings:
     max_deliveries: int = field(default=3, metadata={"help": "Deliveries after which a job is given up."})
     queue_limit: int = field(default=100_000, metadata={"help": "Prompts that may wait for the model at once."})
     row_ttl_s: float = field(default=3600.0, metadata={"help": "Seconds that a row stays in the cache."})
+    shm_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes of /dev/shm for the rows that clients on this machine read; 0 for none. Default: an eighth "
+            "of what is free, at most 4 GiB."
+        },
+    )
     log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two lines of counters in the log."})
     with_trie: bool = field(
         default=False, metadata={"help": "Answer trie jobs about the model's rows in the step that computes the row."}
@@ -75,6 +82,8 @@ class WorkerSettings:
         check_number("row_ttl_s", self.row_ttl_s, *LIMITS["row_ttl_s"], whole=False)
         check_number("step_timeout_s", self.step_timeout_s, least=0.1, most=10**9, whole=False)
         check_number("max_deliveries", self.max_deliveries, least=1, most=1000)
+        if self.shm_bytes is not None:
+            check_number("shm_bytes", self.shm_bytes, least=0, most=2**50)
         check_number("log_every_s", self.log_every_s, least=0.1, most=10**9, whole=False)
         check_number("trie_mb", self.trie_mb, least=1, most=10**9)
         check_number("trie_values_mb", self.trie_values_mb, least=0, most=10**9)

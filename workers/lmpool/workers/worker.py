@@ -349,6 +349,7 @@ class Worker:
                 *((f"publish-{i}", self._publish_all(serving)) for i in range(_PUBLISHERS)),
                 ("publish-small", self._publish_small(serving)),
                 ("prepare", serving.dispatcher.prepare(self._lifecycle.notify)),
+                ("segment", serving.segment.run()),
                 *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
                 ("heartbeat", every(self._settings.heartbeat_s, partial(self._send_heartbeat, serving))),
                 ("draining", self._show_draining(serving)),

@@ -23,6 +23,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import encoded_size
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
+from lmpool.rows.shared_memory import SegmentReader, is_shared
 
 TROUBLE = (RedisError, OSError, LMPoolError)
 """What any use of the server may raise."""
@@ -65,6 +66,7 @@ class AdoptedModel:
         keys: the model's keys.
         reply: this client's reply stream.
         rows: the cache of the model's rows.
+        host: whose shared memory this client reads; b"" for none.
     """
 
     info: ModelInfo
@@ -72,6 +74,7 @@ class AdoptedModel:
     keys: ModelKeys
     reply: bytes
     rows: RowCache
+    host: bytes = b""
 
 
 class Connections:
@@ -87,11 +90,13 @@ class Connections:
         redis: client for what is off that path.
         closed: whether the session has ended; nothing may be asked any more.
         trouble: why the server cannot be used at present, or None.
+        segments: reads rows in shared memory.
     """
 
     def __init__(self, server: Server, keys: Keys) -> None:
         self._server = server
         self._keys = keys
+        self.segments = SegmentReader()
         self._client_id = secrets.token_hex(8)
         self._adopted: AdoptedModel | None = None
         self.redis = server.client()
@@ -110,12 +115,21 @@ class Connections:
         for connection in (self.reader, self.commands):
             connection.reply_timeout_s = reply_timeout(info.lease_s)
             connection.key = keys.jobs
-        rows = rows_on(self._server, self._keys, info)
-        self._adopted = AdoptedModel(info, info.fingerprint, keys, keys.reply(self._client_id), rows)
+        rows = rows_on(self._server, self._keys, info, self.segments)
+        # With the host, so that scripts see which rows in shared memory are for this client.
+        host = self.segments.host if is_shared(info.vocab_size) else b""
+        reply = keys.reply(f"{self._client_id}{host.decode()}")
+        self._adopted = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
+        self.look_for_segments()
 
     def renew(self, info: ModelInfo) -> None:
         """Take over the info of the same weights: what it promises may have changed."""
         self._adopted = replace(self.model, info=info)
+
+    def look_for_segments(self) -> None:
+        """See which workers of this host have rows of the model in shared memory."""
+        if self.model.host:
+            self.segments.look(self.model.fingerprint)
 
     @property
     def model(self) -> AdoptedModel:
@@ -205,6 +219,7 @@ class Connections:
         """Close all connections."""
         if self._adopted is not None:
             self._adopted.rows.close()
+        self.segments.close()
         self.commands.close()
         self.reader.close()
         await self.redis.aclose()

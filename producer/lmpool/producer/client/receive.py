@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lmpool import errors
@@ -17,9 +17,13 @@ from lmpool.producer.client.requests import PendingRequest, PendingRequests, Sta
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges
+from lmpool.rows.shared_memory import PLACE_SIZE
 
 FoundEntries = Row | CorruptRow | None
 """float32 of shape (k,); None when the row is not in the cache (an error is a value here)."""
+
+ReadHere = Callable[[Sequence[bytes], Callable[[bytes], Row | None]], AsyncIterator[Sequence[bytes]]]
+"""See `CacheClient.read_here`."""
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -42,6 +46,7 @@ class Receiver:
         connections: the connections.
         requests: all requests of the session.
         fetch: fetches rows that were announced, or asks for them again.
+        read_here: gives requests rows from shared memory (`CacheClient.read_here`).
         on_computed: told which worker has computed prompts.
         on_other_model: called when the model turns out to have changed.
     """
@@ -51,12 +56,14 @@ class Receiver:
         connections: Connections,
         requests: PendingRequests,
         fetch: Callable[[Sequence[bytes]], Awaitable[None]],
+        read_here: ReadHere,
         on_computed: Callable[[Sequence[Prompt], bytes], None],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._fetch = fetch
+        self._read_here = read_here
         self._on_computed = on_computed
         self._on_other_model = on_other_model
         self._announced: list[bytes] = []
@@ -85,7 +92,8 @@ class Receiver:
             waits, distrusted = delays(), False
             for entry_id, fields in entries:
                 last = entry_id
-                self._on_message(fields)
+                if digests := self._on_message(fields):
+                    await self._take(digests, fields)
             if len(last) > _LONGEST_ID:
                 last = await self._start_over()
                 self._look_for_all()
@@ -128,7 +136,8 @@ class Receiver:
         if self._announced:
             self._has_announced.set()
 
-    def _on_message(self, fields: dict[bytes, bytes]) -> None:
+    def _on_message(self, fields: dict[bytes, bytes]) -> list[bytes]:
+        """Returns the prompts whose rows are announced."""
         digests = fields.get(b"d", b"")
         failure = fields.get(b"e")
         each = (digests[at : at + DIGEST_SIZE] for at in range(0, len(digests), DIGEST_SIZE))
@@ -136,15 +145,40 @@ class Receiver:
         if failure is not None:
             for request in requests:
                 self._on_failure(request, failure)
-            return
+            return []
         if fields.get(b"f") == self._connections.model.fingerprint.encode():
             if worker := fields.get(b"w"):
                 self._on_computed([request.prompt for request in requests], worker)
-            self._announce([request.prompt.digest for request in requests])
-        elif requests:
+            return [request.prompt.digest for request in requests]
+        if requests:
             for request in requests:
                 request.stage = Stage.UNSENT  # Their jobs are done, for other weights.
             self._on_other_model()
+        return []
+
+    async def _take(self, digests: Sequence[bytes], fields: dict[bytes, bytes]) -> None:
+        """Read the rows that are in shared memory, and have the others fetched.
+
+        Args:
+            digests: of the prompts that are waited for.
+            fields: the message that has announced them.
+        """
+        places, all_digests = fields.get(b"s", b""), fields[b"d"]
+        if len(places) != len(all_digests):
+            self._announce(list(digests))
+            return
+        at = {all_digests[at : at + DIGEST_SIZE]: at for at in range(0, len(all_digests), DIGEST_SIZE)}
+        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
+
+        def read(digest: bytes) -> Row | None:
+            return segments.read_at(places[at[digest] : at[digest] + PLACE_SIZE], digest, vocab_size)
+
+        left = set(digests)
+        # Requests that warm the cache alone end without the row.
+        wanted = [digest for digest in digests if (request := self._requests.get(digest)) and not request.warm]
+        async for found in self._read_here(wanted, read):
+            left.difference_update(found)
+        self._announce([digest for digest in digests if digest in left])
 
     def _on_failure(self, request: PendingRequest, packed: bytes) -> None:
         try:

@@ -118,7 +118,12 @@ class Session:
             waits_when_full=when_full == "wait",
         )
         self._receiver = Receiver(
-            self._connections, self._requests, self._submitter.fetch_announced, self._homes.note, self._follow_model
+            self._connections,
+            self._requests,
+            self._submitter.fetch_announced,
+            self._pool_cache.read_here,
+            self._homes.note,
+            self._follow_model,
         )
         self._is_following = False
         self._next_recheck = 0
@@ -379,6 +384,7 @@ class Session:
         while True:
             await asyncio.sleep(_WATCH_S)
             absence = None
+            self._connections.look_for_segments()
             try:
                 # redis-py's client was opened before the lease was known.
                 async with asyncio.timeout(reply_timeout(self.info.lease_s)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -20,6 +20,7 @@ from lmpool.producer.client.requests import PendingRequest, PendingRequests, Sta
 from lmpool.protocol.job import Job, pack_jobs
 from lmpool.protocol.keys import GROUP
 from lmpool.protocol.prompt import Prompt
+from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
 
 _FEW = 8
@@ -41,6 +42,7 @@ _END_BYTES = 64 * 4
 _FEWER_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
 _SAME = b"="
+_ROWS_AT_ONCE = 8
 
 
 class CacheClient:
@@ -82,6 +84,36 @@ class CacheClient:
 
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
+
+    async def find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
+        """Give the requests the rows that are in shared memory; returns those that had one."""
+        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
+        found: set[PendingRequest] = set()
+        if segments.has_any:
+            wanted = {request.prompt.digest: request for request in requests}
+            async for digests in self.read_here(list(wanted), lambda digest: segments.find(digest, vocab_size)):
+                found.update(map(wanted.__getitem__, digests))
+        return found
+
+    async def read_here(
+        self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
+    ) -> AsyncIterator[Sequence[bytes]]:
+        """Give the requests of some prompts the rows that `read` finds; yields those that were found, a few at a time.
+
+        Whoever waits goes on in between: a row that is used at once is still in the processor's cache, and its memory
+        takes the next one.
+        """
+        for at in range(0, len(digests), _ROWS_AT_ONCE):
+            found = {}
+            for digest in digests[at : at + _ROWS_AT_ONCE]:
+                if self._requests.get(digest) is not None and (row := read(digest)) is not None:
+                    found[digest] = row
+            if found:
+                self._requests.resolve_found(list(found), list(found.values()))
+                yield list(found)
+                del row
+                found.clear()
+                await asyncio.sleep(0)
 
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
         """As `fetch`, for rows that the server says are there: requests that only warm the cache end at once.
@@ -383,6 +415,9 @@ class Submitter:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
+        if sought and (found := await self._cache.find_here(sought)):
+            sought = [request for request in sought if request not in found]
+            requests = [request for request in requests if request not in found]
         try:
             if sought and self._is_worth_a_look(len(sought)):
                 await self._cache.fetch([request.prompt.digest for request in sought])
@@ -482,10 +517,18 @@ class Submitter:
             keys += model.rows.keys_of(request.prompt.digest for request in requests)
         head = (model.info.queue_limit, self._patience_ms(requests), look, int(again), len(requests))
         args: list[bytes | str | int] = [*head]
-        prompts = [(request.prompt, request.damaged) for request in requests]
-        fingerprint = model.fingerprint
+        fingerprint, host = model.fingerprint, model.host
         args += pack_jobs(
-            Job(prompt.ids, prompt.adapter, fingerprint, damaged, prompt.query) for prompt, damaged in prompts
+            Job(
+                request.prompt.ids,
+                request.prompt.adapter,
+                fingerprint,
+                request.damaged,
+                request.prompt.query,
+                # Where its row was not to be read from shared memory it is to come itself.
+                b"" if self._requests.times_lost(request) else host,
+            )
+            for request in requests
         )
         args += homes
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)

@@ -21,8 +21,7 @@ from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.producer.genlm.numbering import number, refuse_duplicates, renumbered, spans_of, spell
 from lmpool.settings import check_choice, shown
 from lmpool.trie.kernels import open_kernels
-from lmpool.trie.trie import Trie
-from lmpool.trie.weights import nan_found
+from lmpool.trie.trie import Trie, nan_found
 
 if TYPE_CHECKING:
     import graphviz

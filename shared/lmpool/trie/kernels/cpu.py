@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from lmpool.protocol.query import Op
 from lmpool.settings import count_threads
 from lmpool.trie.kernels.plan import WIDEST, Compressed, Plan, check_op, check_out, make_plan
-from lmpool.trie.weights import check_layout, nan_found
+from lmpool.trie.trie import check_layout, nan_found
 
 WIDTHS = (1, 4, WIDEST)
 # The sum of 4 million exponentials below this stays finite, and a lone one above stays a normal number.

@@ -27,7 +27,7 @@ from torch import Tensor
 from lmpool.errors import InvalidWeights, SettingsError
 from lmpool.protocol.query import Op
 from lmpool.trie.kernels.plan import Compressed, check_op, check_out, make_plan
-from lmpool.trie.weights import check_layout, check_shape, nan_found
+from lmpool.trie.trie import check_layout, check_shape, nan_found
 
 FUNCTIONS = (
     "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",

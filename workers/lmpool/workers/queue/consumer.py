@@ -70,6 +70,7 @@ class InFlightJob(msgspec.Struct, eq=False, gc=False):
         fields: what else its entry says, of a job that can be served.
         since: monotonic time when the worker took it.
         checked_at: monotonic time of the last check whether a client waits for it; 0 before the first.
+        host: whose shared memory its first client reads (`Job.host`).
     """
 
     entry_id: bytes
@@ -82,6 +83,7 @@ class InFlightJob(msgspec.Struct, eq=False, gc=False):
     fields: Fields = msgspec.field(default_factory=dict)
     since: float = msgspec.field(default_factory=time.monotonic)
     checked_at: float = 0.0
+    host: bytes = b""
 
     def failing(self, failure: Failure) -> InFlightJob:
         """The job, which is now to end with a failure."""
@@ -468,7 +470,9 @@ class Consumer:
             return _dead(entry_id, _UNKNOWN_DIGEST, Failure(type(job).__name__, str(job)))
         prompt = digest_of(job.ids, job.adapter)
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
-            return InFlightJob(entry_id, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields)
+            return InFlightJob(
+                entry_id, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields, host=job.host
+            )
         digest = query_digest(prompt, job.query) if job.query else prompt
         try:
             query = unpack_query(job.query) if job.query else None
@@ -478,7 +482,7 @@ class Consumer:
         if failure is not None:
             return InFlightJob(entry_id, digest, failure=failure)
         backend_job, query = self._backend_job(job, prompt, digest, query)
-        return InFlightJob(entry_id, digest, backend_job, job.overwrite, query, fields=fields)
+        return InFlightJob(entry_id, digest, backend_job, job.overwrite, query, fields=fields, host=job.host)
 
     def _backend_job(
         self, job: Job, prompt: bytes, digest: bytes, query: Query | None

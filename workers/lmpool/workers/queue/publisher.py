@@ -21,6 +21,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.row import Block, RowBlock
 from lmpool.rows.cache import RowCache
+from lmpool.rows.shared_memory import NOT_SHARED, SegmentWriter, Shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queue.consumer import InFlightJob, JobsByDigest, UnwantedJobs
@@ -46,6 +47,7 @@ class Publisher:
         worker_id: the consumer that holds the jobs.
         unwanted: removes what nobody waits for.
         counters: counts what is published.
+        segment: where rows lie that clients on this host wait for.
     """
 
     def __init__(
@@ -57,9 +59,11 @@ class Publisher:
         worker_id: str,
         unwanted: UnwantedJobs,
         counters: Counters,
+        segment: SegmentWriter,
     ) -> None:
         self._server = server
         self._rows = rows
+        self._segment = segment
         self._keys = keys
         self._fingerprint = fingerprint
         self._worker_id = worker_id
@@ -77,10 +81,25 @@ class Publisher:
             overwrite: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
-        if gone := await self._store(block, jobs, overwrite, began):
+        whole = self._to_store_whole(jobs) if isinstance(block, RowBlock) else set()
+        if gone := await self._store(block, jobs, {*overwrite, *whole}, began, whole):
             await self._store_again(block, jobs, overwrite, gone, began)
 
-    async def _store(self, block: Block, jobs: JobsByDigest, overwrite: Collection[bytes], began: float) -> list[bytes]:
+    def _to_store_whole(self, jobs: JobsByDigest) -> set[bytes]:
+        """The prompts that a client waits for who does not read this worker's shared memory."""
+        host = self._segment.host
+        if not host:
+            return set()
+        return {digest for digest, group in jobs.items() if any(job.host != host for job in group.values())}
+
+    async def _store(
+        self,
+        block: Block,
+        jobs: JobsByDigest,
+        overwrite: Collection[bytes],
+        began: float,
+        whole: Collection[bytes] | None = None,
+    ) -> list[bytes]:
         """Store rows and end their jobs; returns the digests of rows that are gone again, whose jobs are left.
 
         Args:
@@ -88,10 +107,20 @@ class Publisher:
             jobs: see `publish`.
             overwrite: see `publish`.
             began: monotonic time when the rows were ready.
+            whole: digests of rows that are not to lie in shared memory; None for all of them.
         """
         ending = [job for digest in block.digests if digest in jobs for job in jobs[digest].values()]
-        refused, left = await self.retry(partial(self._attempt, block, ending, overwrite))
-        self._count(block, ending, left, began)
+        shared = NOT_SHARED
+        if whole is not None and isinstance(block, RowBlock):
+            shared = self._segment.write(block, whole, overwrite)
+        refused, left, elsewhere = await self.retry(partial(self._attempt, block, ending, overwrite, shared))
+        self._count(block, ending, [*left, *elsewhere], began)
+        if elsewhere:
+            # Somebody on another host has joined.
+            digests = list(dict.fromkeys(job.digest for job in elsewhere))
+            part = block.select([block.digests.index(digest) for digest in digests])
+            by_digest = {digest: {job.entry_id: job for job in elsewhere if job.digest == digest} for digest in digests}
+            left += await self._store_left(part, by_digest, began)
         if not (refused or left):
             return []
         if refused:
@@ -148,21 +177,33 @@ class Publisher:
         if ended or not left:
             self._counters.published(outcome, ended, time.monotonic() - began)
 
+    async def _store_left(self, block: Block, jobs: JobsByDigest, began: float) -> list[InFlightJob]:
+        """Store rows themselves where there are references, and end their jobs; returns those that have no row."""
+        gone = await self._store(block, jobs, block.digests, began)
+        return [job for digest in gone for job in jobs[digest].values()]
+
     async def _attempt(
-        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes]
-    ) -> tuple[dict[bytes, str], list[InFlightJob]]:
-        """Store the block and end the jobs; returns the rows that were refused, and the jobs that have no row."""
+        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes], shared: Shared
+    ) -> tuple[dict[bytes, str], list[InFlightJob], list[InFlightJob]]:
+        """Store the block and end the jobs.
+
+        Returns:
+            the rows that were refused, the jobs that have no row, and those that a client on another host waits for.
+        """
         left: list[InFlightJob] = []
+        elsewhere: list[InFlightJob] = []
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
             left.extend(job for job in jobs if job.digest in refused)
             stored = [job for job in jobs if job.digest not in refused] if refused else jobs
-            left.extend(await self._end(stored, call))
+            without_row, without_reader = await self._end(stored, call, shared)
+            left.extend(without_row)
+            elsewhere.extend(without_reader)
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         self._counters.published_bytes += block.nbytes
-        refused = await self._rows.put(block, overwrite, then=end)
-        return refused, left
+        refused = await self._rows.put(block, overwrite, then=end, shared=shared)
+        return refused, left, elsewhere
 
     async def fail(self, jobs: Sequence[InFlightJob]) -> None:
         """End jobs that have failed, each with its `failure`; tries until the server has done it."""
@@ -171,9 +212,18 @@ class Publisher:
             self._counters.queued_ms.pop(job.entry_id, None)
         await self.retry(partial(self._end, jobs, self._rows.queue))
 
-    async def _end(self, jobs: Sequence[InFlightJob], call: scripts.Call) -> list[InFlightJob]:
-        """End jobs; returns those whose rows are not there."""
+    async def _end(
+        self, jobs: Sequence[InFlightJob], call: scripts.Call, shared: Shared = NOT_SHARED
+    ) -> tuple[list[InFlightJob], list[InFlightJob]]:
+        """End jobs; returns those whose rows are not there, and those whose references a client cannot read.
+
+        Args:
+            jobs: which.
+            call: calls scripts.
+            shared: which of their rows lie in shared memory.
+        """
         left: list[InFlightJob] = []
+        elsewhere: list[InFlightJob] = []
         parts = [jobs[at : at + scripts.MOST_AT_ONCE] for at in range(0, len(jobs), scripts.MOST_AT_ONCE)]
         while parts:
             part = parts.pop(0)
@@ -187,16 +237,20 @@ class Publisher:
             for number, job in enumerate(part, 1):
                 if job.failure is not None:
                     args += (number, job.failure.pack(), int(job.is_dead))
+            if references := shared.references:
+                places = b"".join([place_of(references.get(job.digest)) for job in part])
+                args += (0, shared.host, places)
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
             told, *numbers = outcome.split()
-            left += [part[int(number) - 1] for number in numbers if not number.startswith(b"+")]
+            left += [part[int(number) - 1] for number in numbers if number.isdigit()]
+            elsewhere += [part[int(number[1:]) - 1] for number in numbers if number.startswith(b"@")]
             if unfinished := [part[int(number) - 1] for number in numbers if number.startswith(b"+")]:
                 if len(unfinished) == len(part) and told == b"0":
                     raise ProtocolError(f"the server tells none of the clients that wait for {len(part)} jobs")
                 parts.insert(0, unfinished)
-        return left
+        return left, elsewhere
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try until the server answers. Repeating is harmless: the first stored row stays the row."""

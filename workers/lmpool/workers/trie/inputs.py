@@ -20,6 +20,7 @@ from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Row, Values
 from lmpool.rows.cache import Source, Sources
 from lmpool.rows.connection import RowConnections
+from lmpool.rows.shared_memory import SegmentReader
 from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.kernels.plan import most_bytes
 from lmpool.trie.trie import Trie
@@ -140,17 +141,24 @@ class TrieInputs:
         keys: the deployment's key names.
         device: where kernels run.
         settings: say how much memory tries and computed values may take.
+        segments: reads rows in shared memory.
         counters: counts what is fetched.
     """
 
     def __init__(
-        self, server: Server, keys: Keys, device: str, settings: WorkerSettings, counters: Counters | None = None
+        self,
+        server: Server,
+        keys: Keys,
+        device: str,
+        settings: WorkerSettings,
+        segments: SegmentReader,
+        counters: Counters | None = None,
     ) -> None:
         self._keys = keys
         self._device = device
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
         # Apart from the vocabularies: what is stored as a row or as weights may not be as large as these.
-        self._sources = Sources(server, keys, reply_timeout(settings.lease_s))
+        self._sources = Sources(server, keys, reply_timeout(settings.lease_s), segments)
         self._vocabularies = RowConnections(server, MOST_BYTES, reply_timeout(settings.lease_s))
         self._counters = counters or Counters()
         self._values = ValuesCache(settings.trie_values_mb * 2**20)

@@ -6,9 +6,9 @@
 local DIGEST, MOST_CLIENTS = 16, 10000
 -- Clients that one call notifies: beyond it no more prompts are begun.
 local MOST_NOTIFIED = 250
--- Reply key -> digests of one message that it is to get; reply key -> true where a message was added; and how many clients
--- have been gone through.
-local done, notified, seen_clients = {}, {}, 0
+-- Reply key -> digests of one message that it is to get; reply key -> the places of their rows in shared memory, in another
+-- message; reply key -> true where a message was added; and how many clients have been gone through.
+local done, placed, notified, seen_clients = {}, {}, {}, 0
 
 -- Whether something else than a stream is there, or one that has come to its last id.
 local function is_spoilt(outcome)
@@ -27,8 +27,8 @@ local function notify(reply, ...)
 end
 
 -- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`. Returns whether all of them
--- have been gone through.
-local function notify_all(waiting, failure)
+-- have been gone through, and whether there is one on another host than the row's place in shared memory, if it has one.
+local function notify_all(waiting, failure, place, host)
   if seen_clients >= MOST_NOTIFIED then
     return false
   end
@@ -39,17 +39,26 @@ local function notify_all(waiting, failure)
   if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
   end
+  for _, reply in ipairs(place and not failure and clients or {}) do
+    if string.sub(reply, -#host) ~= host and string.sub(reply, 1, #replies) == replies then
+      return false, true
+    end
+  end
+  local gathered = place and placed or done
   -- All but the field of the job.
   seen_clients = seen_clients + #clients - 1
   for _, reply in ipairs(clients) do
-    local digests = done[reply]
+    local digests = gathered[reply]
     if digests and not failure then
       digests[#digests + 1] = digest
+      if place then
+        digests[0] = digests[0] .. place
+      end
     elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
       if failure then
         notify(reply, 'd', digest, 'e', failure)
       else
-        done[reply] = {digest}
+        gathered[reply] = {[0] = place, digest}
       end
     end
     if not is_whole and reply ~= 'job' then
@@ -64,6 +73,9 @@ end
 local function notify_gathered(...)
   for reply, digests in pairs(done) do
     notify(reply, 'd', table.concat(digests), ...)
+  end
+  for reply, digests in pairs(placed) do
+    notify(reply, 'd', table.concat(digests), 's', digests[0], ...)
   end
   local clients = 0
   for reply in pairs(notified) do

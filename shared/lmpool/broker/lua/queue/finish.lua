@@ -5,7 +5,8 @@
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
---       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1)
+--       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1); and, if there are rows in
+--       shared memory: 0, their host, their places (16 bytes for each job, zeros for one that has none)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -19,8 +20,10 @@
 -- One call notifies a bounded number of clients. A job whose clients are not all notified yet stays as it is: the caller calls
 -- again with it.
 --
--- Returns how many clients were notified, then the numbers of the jobs that were left alone, and with a "+" before them of
--- those to call again with, with spaces between.
+-- A row in shared memory is of no use to clients on another host: a job that one of them waits for is left alone too.
+--
+-- Returns how many clients were notified, then the numbers of the jobs that were left alone, with a "@" before them of those
+-- whose rows are in shared memory that a client cannot read, and with a "+" of those to call again with, with spaces between.
 --
 -- What stands in a waiting key may be anything, and so may what is there as a reply stream: it is passed over or
 -- replaced, for an error here would keep all the worker's other jobs from ending.
@@ -30,13 +33,23 @@
 local HEAD = 8
 
 -- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
-if #ARGV == HEAD + 1 and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD + 1], ' ', 1, true)
+local may_be_lone = #ARGV == HEAD + 1 or #ARGV == HEAD + 4 and ARGV[HEAD + 2] == '0'
+if may_be_lone and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD + 1], ' ', 1, true)
     and redis.call('EXISTS', KEYS[4]) == 1 and redis.call('EXISTS', backlog) == 0 then
   local waiting, entry = KEYS[3], ARGV[HEAD + 1]
   local fields = redis.pcall('HRANDFIELD', waiting, 3) or {}
   local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
-  local sent = reply and string.sub(reply, 1, #replies) == replies and redis.pcall(
-    'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
+  local host, place = ARGV[HEAD + 3], ARGV[HEAD + 4]
+  local sent = nil
+  if not reply or string.sub(reply, 1, #replies) ~= replies then
+    sent = nil
+  elseif not place then
+    sent = redis.pcall(
+      'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
+  elseif string.sub(reply, -#host) == host then
+    sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
+      ARGV[6], 's', place)
+  end
   if type(sent) == 'string' then
     redis.call('PEXPIRE', reply, ARGV[4])
     redis.call('UNLINK', waiting)
@@ -54,11 +67,15 @@ local dead = KEYS[2]
 local group, fingerprint, mark_ms = ARGV[1], ARGV[2], ARGV[7]
 local count = tonumber(ARGV[8])
 local entries, ended, stored, left, unfinished = {}, {}, {}, {}, {}
+local NOWHERE = string.rep('\0', 16)
 -- Number of a job -> where its failure is.
 local failures = {}
 for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
+local host = failures[0] and ARGV[failures[0]]
+local places = host and ARGV[failures[0] + 1]
+failures[0] = nil
 local bury, is_held
 if next(failures) then
   -- Whether the caller holds a job.
@@ -99,13 +116,20 @@ for i = 1, count do
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- A client is notified once, however many of the jobs are for the same.
-    if not ended[waiting] and notify_all(waiting, failure) then
+    local place = places and string.sub(places, 16 * i - 15, 16 * i)
+    local is_told, is_elsewhere = ended[waiting], false
+    if not is_told then
+      is_told, is_elsewhere = notify_all(waiting, failure, place ~= NOWHERE and place, host)
+    end
+    if is_told and not ended[waiting] then
       ended[waiting], ended[#ended + 1] = true, waiting
       if not failure then
         stored[#stored + 1] = waiting
       end
     end
-    if ended[waiting] then
+    if is_elsewhere then
+      left[#left + 1] = '@' .. i
+    elseif is_told then
       entries[#entries + 1] = entry
       if failure and ARGV[failures[i] + 1] == '1' then
         bury(failure, entry)

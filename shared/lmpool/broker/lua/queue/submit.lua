@@ -189,7 +189,10 @@ local function hasten(digest)
   end
 end
 
--- Whether the row of a prompt is in the cache, as far as that is to be looked at.
+local MOST_REFERENCE = 292
+
+-- Whether the row of a prompt is in the cache, as far as that is to be looked at. One in shared memory of another host, which
+-- the client's reply key does not name, is not for this client.
 local function is_there(row)
   local size = row_check == 'rows' and redis.pcall('STRLEN', row) or 0
   if type(size) == 'table' then
@@ -197,6 +200,10 @@ local function is_there(row)
     -- it to the worker.
     redis.pcall('UNLINK', row)
     return false
+  end
+  if size > 0 and size <= MOST_REFERENCE then
+    local head = redis.call('GETRANGE', row, 0, 20)
+    return string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16)
   end
   return size > 0
 end

@@ -4,11 +4,12 @@
 -- ARGV  the encoding that is expected, then per row: first and last byte of the number of each entry in a row of that
 --       encoding, all with spaces between
 --
--- Returns per row the header and then the stored numbers of those entries; nil when there is no such row. A row in
+-- Returns per row the header and then the stored numbers of those entries; nil when there is no such row; a reference to a
+-- row in shared memory as it is. A row in
 -- another encoding, or one that is not as long as its header says, has its header alone, for the caller to fetch it as
 -- it is. What is there may be anything: the caller checks the header. The digest of the prompt follows: bytes that are lost
 -- on the way are replaced by those behind them, and so the caller sees it.
-local HEADER, ENCODING, SIZE, DIGEST = 16, 6, 9, 16
+local HEADER, ENCODING, SIZE, DIGEST, MOST_REFERENCE = 16, 6, 9, 16, 291
 local expected = tonumber(ARGV[1])
 local replies = {}
 for i, row in ipairs(KEYS) do
@@ -17,6 +18,8 @@ for i, row in ipairs(KEYS) do
     replies[i] = false
   elseif type(header) == 'table' then
     replies[i] = string.sub(row, -DIGEST)
+  elseif string.sub(header, 1, 4) == 'LMPS' then
+    replies[i] = redis.call('GETRANGE', row, 0, MOST_REFERENCE) .. string.sub(row, -DIGEST)
   elseif string.byte(header, ENCODING) ~= expected then
     replies[i] = header .. string.sub(row, -DIGEST)
   else

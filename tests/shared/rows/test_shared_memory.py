@@ -1,0 +1,279 @@
+"""A segment of rows in shared memory: what is read is what was written, or nothing; nothing is left of dead workers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
+from lmpool.rows.shared_memory import (
+    Reference,
+    Segment,
+    SegmentReader,
+    default_size,
+    host_token,
+    is_reference,
+    make_segment,
+    place_of,
+    remove_abandoned,
+    unpack_reference,
+)
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import DEADLINE_S
+
+V = 1500
+SLOT = 8192
+"""Bytes of a slot for rows of V, in whole pages."""
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of segments, in memory."""
+    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
+        monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
+        yield Path(folder)
+
+
+def made(slots: int = 64) -> Segment:
+    segment = make_segment("fp", V, slots * SLOT, lambda: True)
+    assert segment is not None
+    assert segment.slots == slots
+    return segment
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    """A segment with 64 slots."""
+    segment = made()
+    yield segment
+    segment.close()
+
+
+@pytest.fixture
+def reader(segment: Segment) -> Iterator[SegmentReader]:
+    """Reads that segment."""
+    reader = SegmentReader()
+    reader.look("fp")
+    yield reader
+    reader.close()
+
+
+def prompt(number: int) -> bytes:
+    return digest_of(number.to_bytes(4, "little"))
+
+
+def row_of(number: int) -> Row:
+    return synthetic_row([number], vocab_size=V)
+
+
+def put(segment: Segment, number: int) -> Reference:
+    block = RowBlock([prompt(number)], row_of(number)[None], None, Encoding.F32)
+    header, numbers = block.encoded()[0]
+    written, _ = segment.write(prompt(number), header, numbers)
+    return Reference(host_token(), segment.nonce, written)
+
+
+def test_a_row_is_read_by_its_reference_by_its_place_and_by_its_digest(segment: Segment, reader: SegmentReader) -> None:
+    reference = put(segment, 7)
+    for row in (
+        reader.read(reference, prompt(7), V),
+        reader.read_at(place_of(reference.pack()), prompt(7), V),
+        reader.find(prompt(7), V),
+    ):
+        assert row is not None
+        assert row.tobytes() == row_of(7).tobytes()
+        assert not row.flags.writeable
+    assert (reader.rows, reader.lost) == (3, 0)
+
+
+def test_rows_of_16_bits_are_read_too(segment: Segment, reader: SegmentReader) -> None:
+    bits = (np.arange(V, dtype=np.uint32) % 7 << 7).astype(np.uint16)
+    logits = (bits.astype(np.uint32) << 16).view(np.float32)
+    log_z = np.float32(np.log(np.exp(logits.astype(np.float64)).sum()))
+    block = RowBlock([prompt(1)], bits[None], np.array([log_z]), Encoding.BF16)
+    header, numbers = block.encoded()[0]
+    segment.write(prompt(1), header, numbers)
+    put(segment, 2)
+    for _ in range(2):  # One is longer than the other.
+        row, other = reader.find(prompt(1), V), reader.find(prompt(2), V)
+        assert row is not None
+        assert other is not None
+        np.testing.assert_array_equal(row, logits - log_z)
+        assert other.tobytes() == row_of(2).tobytes()
+
+
+def test_a_row_that_was_replaced_is_none(segment: Segment, reader: SegmentReader) -> None:
+    references = [put(segment, number) for number in range(100)]
+    for number, reference in enumerate(references):
+        row, found = reader.read(reference, prompt(number), V), reader.find(prompt(number), V)
+        if number < 100 - 64:
+            assert row is None
+            assert found is None
+            assert segment.find(prompt(number)) is None
+        else:
+            assert row is not None
+            assert row.tobytes() == row_of(number).tobytes()
+            assert found is not None
+
+
+def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
+    block = RowBlock([prompt(1)], row_of(1)[None], None, Encoding.F32)
+    header, numbers = block.encoded()[0]
+    replaced = [segment.write(prompt(number % 70), header, numbers)[1] for number in range(140)]
+    assert replaced == [b""] * 64 + [prompt((number - 64) % 70) for number in range(64, 140)]
+    # Written again before its slot was used again: it is still there.
+    again = made()
+    try:
+        for number in [*range(63), 0]:
+            again.write(prompt(number), header, numbers)
+        assert again.write(prompt(99), header, numbers)[1] == b""
+        assert again.find(prompt(0)) == 64
+    finally:
+        again.close()
+
+
+def test_another_prompt_another_number_and_another_model_find_nothing(segment: Segment, reader: SegmentReader) -> None:
+    reference = put(segment, 3)
+    assert reader.read(reference, prompt(4), V) is None
+    assert reader.read(reference._replace(number=reference.number + 64), prompt(3), V) is None
+    assert reader.read(reference._replace(nonce=bytes(8)), prompt(3), V) is None
+    assert reader.read(reference, prompt(3), V - 1) is None
+    reader.look("another")
+    assert reader.find(prompt(3), V) is None
+    assert not reader.has_any
+
+
+@pytest.mark.parametrize("at", [*range(0, 72, 5), 80, 100, 3000, 6079])
+def test_junk_anywhere_in_a_slot_makes_its_row_none(
+    segment: Segment, reader: SegmentReader, place: Path, at: int
+) -> None:
+    reference, other = put(segment, 5), put(segment, 6)
+    (path,) = place.iterdir()
+    first = path.stat().st_size - 64 * SLOT
+    begin = first + SLOT * reference.number + at
+    with path.open("r+b") as file:
+        file.seek(begin)
+        byte = file.read(1)[0]
+        file.seek(begin)
+        file.write(bytes([byte ^ 0x10]))
+    is_padding = 40 <= at < 64
+    assert (reader.read(reference, prompt(5), V) is None) is not is_padding
+    assert (segment.find(prompt(5)) is None) is not is_padding
+    row = reader.read(other, prompt(6), V)
+    assert row is not None
+    assert row.tobytes() == row_of(6).tobytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 4096, 10_000, 20_000])
+def test_a_file_that_is_cut_ends_nobody(segment: Segment, reader: SegmentReader, place: Path, size: int) -> None:
+    reference = put(segment, 63)
+    assert segment.is_whole()
+    (path,) = place.iterdir()
+    os.truncate(path, size)
+    assert not segment.is_whole()
+    assert reader.read(reference, prompt(63), V) is None
+    assert reader.find(prompt(63), V) is None
+    late = SegmentReader()
+    late.look("fp")
+    assert late.find(prompt(63), V) is None
+    assert late.read(reference, prompt(63), V) is None
+    late.close()
+
+
+def test_a_removed_file_is_seen_by_its_worker_and_readers_let_it_go(
+    segment: Segment, reader: SegmentReader, place: Path
+) -> None:
+    put(segment, 1)
+    (path,) = place.iterdir()
+    path.unlink()
+    assert not segment.is_whole()
+    assert reader.find(prompt(1), V) is not None  # It is open.
+    reader.look("fp")
+    assert reader.find(prompt(1), V) is None
+
+
+def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
+    (place / "lmpool-nothex").write_bytes(b"x")
+    (place / f"lmpool-{'00' * 8}").write_bytes(b"LMPSHM" + bytes(5000))
+    (place / f"lmpool-{'11' * 8}").symlink_to("/etc/passwd")
+    (place / "somebody").write_bytes(b"x")
+    reader = SegmentReader()
+    reader.look("fp")
+    assert not reader.has_any
+    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
+
+
+def test_a_segment_has_room_or_is_none(place: Path) -> None:
+    assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
+    assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
+    assert list(place.iterdir()) == []
+    with pytest.raises(OSError, match="bytes are wanted, and") as raised:
+        make_segment("fp", 2**28, 2**45, lambda: True)
+    assert raised.value.errno == errno.ENOSPC
+    assert list(place.iterdir()) == []
+    assert 0 < default_size() <= 4 * 2**30
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError):  # noqa: PT011
+        make_segment("fp", V, 64 * SLOT, lambda: True)
+    assert host_token() == b""
+    assert default_size() == 0
+    reader = SegmentReader()
+    reader.look("fp")
+    assert not reader.has_any
+
+
+def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
+    (path,) = place.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.name == f"lmpool-{segment.nonce.hex()}"
+
+
+def test_the_file_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
+    code = (
+        "import time\nfrom lmpool.rows.shared_memory import make_segment\n"
+        f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (path,) = place.iterdir()
+        remove_abandoned(place)
+        assert path.exists()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
+    while path.exists() and time.monotonic() < deadline:
+        made().close()
+    assert not path.exists()
+    assert list(place.iterdir()) == []
+
+
+def test_references_are_told_from_rows() -> None:
+    reference = Reference(host_token(), b"12345678", 2**40, b"worker-1")
+    assert unpack_reference(reference.pack()) == reference
+    assert is_reference(reference.pack())
+    assert len(reference.pack()) < 50
+    assert not is_reference(RowBlock([bytes(16)], row_of(1)[None], None, Encoding.F32).encode(0))
+    assert not is_reference(None)
+    assert not is_reference(np.zeros(encoded_size(V, Encoding.F32), np.uint8))
+    packed = reference.pack()
+    assert unpack_reference(packed[:20]) is None
+    assert unpack_reference(packed + bytes(300)) is None
+    assert unpack_reference(packed[:4] + b"\x02" + packed[5:]) is None
+    assert place_of(None) == bytes(16)
