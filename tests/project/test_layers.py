@@ -254,7 +254,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client"},
-        "workers/lmpool/workers/metrics/http.py": {"prometheus_client"},
+        "workers/lmpool/workers/metrics/prometheus.py": {"prometheus_client"},
         "workers/lmpool/workers/cli/serve.py": {"pythonjsonlogger", "uvloop"},
         "testing/lmpool/pytest_plugin.py": {"pytest"},
         "testing/lmpool/testing/front.py": {"fakeredis"},

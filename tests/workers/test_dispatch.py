@@ -18,7 +18,6 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
-from lmpool.rows.shared_memory import SegmentWriter
 from lmpool.workers import dispatch as dispatch_module
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticSettings
@@ -26,6 +25,7 @@ from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
+from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.worker import FetchLoop, Lifecycle, Worker
 
 NO_ADAPTERS = AdapterKeeper(

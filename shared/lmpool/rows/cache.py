@@ -37,7 +37,18 @@ from lmpool.protocol.row import (
     decode_rows,
     encoded_size,
 )
-from lmpool.rows.connection import Bulk, RawRowConnection, RowConnection, RowConnections, RowWrite, fresh_bulk
+from lmpool.rows.connection import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    Bulk,
+    ChunkReader,
+    RawRowConnection,
+    RowConnection,
+    RowConnections,
+    RowWrite,
+    cut_chunks,
+    fresh_bulk,
+)
 from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_reference, unpack_reference
 
 Found = Row | CorruptRow | None
@@ -49,10 +60,6 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Called with what calls scripts on the model's queue, and with the digests whose rows are known to be refused."""
 
-# A chunk costs its client some 90 µs, whatever is in it; what is under way takes memory of the server.
-_CHUNK_BYTES = 4 * 1024 * 1024
-_CHUNK_ROWS = 512
-_CHUNKS_UNDER_WAY = 2
 _MOST_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
 # Answers to queries live shorter than rows: they are computed again from the row in no time.
@@ -193,66 +200,6 @@ class RowCache(Protocol):
     def close(self) -> None:
         """Close all connections."""
         ...
-
-
-class ChunkReader:
-    """Reads values in chunks, of which two are under way at a time, over one connection.
-
-    Args:
-        server: what explains errors.
-        connection: where to; values that are larger than it accepts are cut.
-        apart: what refuses a whole chunk for the sake of one value: each is then asked for by itself.
-    """
-
-    def __init__(
-        self,
-        server: Server,
-        connection: RowConnection,
-        apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError,
-    ) -> None:
-        self._server = server
-        self._connection = connection
-        self._apart = apart
-        self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
-
-    async def read(self, keys: Sequence[bytes], most: Sequence[int] | None = None) -> Sequence[object]:
-        """One chunk: bytes or an array for each key, None where there is nothing, or what the server says of it.
-
-        Args:
-            keys: whose values.
-            most: bytes that each may have, and one more; a longer value may be cut to that. None for the connection's
-                limit.
-
-        Raises:
-            ServerError: the server cannot be used.
-        """
-        async with self._window:
-            raw = await self._connection.open()
-            try:
-                values: Sequence[object] = await self._connection.wait_for(raw, raw.mget(keys))
-            except self._apart:
-                # A value over the limit ends the connection with a ProtocolError, for the others too.
-                bounded = await self._connection.get_ranges(keys, most or [self._connection.max_bulk] * len(keys))
-                # An empty string is what GETRANGE finds where there is nothing.
-                values = [
-                    bytes(value) or None if isinstance(value, (bytes, np.ndarray)) else value for value in bounded
-                ]
-        for value in values:
-            if isinstance(value, ResponseError) and self._connection.check(raw, value):
-                raise self._server.explain(value)
-        return values
-
-
-def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
-    """Parts of values of these sizes, each as large as one chunk may be."""
-    begin = size = 0
-    for at, value_size in enumerate(sizes):
-        if at > begin and (size + value_size > _CHUNK_BYTES or at - begin == _CHUNK_ROWS):
-            yield slice(begin, at)
-            begin, size = at, 0
-        size += value_size
-    if begin < len(sizes):
-        yield slice(begin, len(sizes))
 
 
 class RedisRows:
@@ -426,7 +373,7 @@ class RedisRows:
 
     def _chunks(self, digests: Sequence[bytes], lengths: Mapping[bytes, int]) -> Iterator[Sequence[bytes]]:
         if not lengths:
-            count = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // self._row_size))
+            count = max(1, min(CHUNK_ROWS, CHUNK_BYTES // self._row_size))
             yield from (digests[at : at + count] for at in range(0, len(digests), count))
             return
         sizes = [

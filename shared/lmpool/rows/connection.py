@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,12 +22,16 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from lmpool.broker.connection import CRLF, Argument, Connection, RawConnection, pack_command
 from lmpool.broker.server import REPLY_TIMEOUT_S, Server
-from lmpool.errors import ProtocolError
+from lmpool.errors import LMPoolError, ProtocolError
+
+CHUNK_BYTES, CHUNK_ROWS = 4 * 1024 * 1024, 512
+"""Most of a chunk: it costs its client some 90 µs, whatever is in it; what is under way takes memory of the server."""
 
 Bulk = NDArray[np.uint8]
 Reply = Bulk | bytes | int | ResponseError | None
 """What comes of one command; a value is `bytes` where it is small, else a uint8 array."""
 
+_CHUNKS_UNDER_WAY = 2
 _WINDOW = 64 * 1024
 _NARROW_WINDOW = 1024
 _LARGE_BULK = 32 * 1024
@@ -504,3 +508,63 @@ class RowConnections:
         """Close all connections."""
         for connection in self._connections.values():
             connection.close()
+
+
+class ChunkReader:
+    """Reads values in chunks, of which two are under way at a time, over one connection.
+
+    Args:
+        server: what explains errors.
+        connection: where to; values that are larger than it accepts are cut.
+        apart: what refuses a whole chunk for the sake of one value: each is then asked for by itself.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        connection: RowConnection,
+        apart: type[LMPoolError] | tuple[type[LMPoolError], ...] = ProtocolError,
+    ) -> None:
+        self._server = server
+        self._connection = connection
+        self._apart = apart
+        self._window = asyncio.Semaphore(_CHUNKS_UNDER_WAY)
+
+    async def read(self, keys: Sequence[bytes], most: Sequence[int] | None = None) -> Sequence[object]:
+        """One chunk: bytes or an array for each key, None where there is nothing, or what the server says of it.
+
+        Args:
+            keys: whose values.
+            most: bytes that each may have, and one more; a longer value may be cut to that. None for the connection's
+                limit.
+
+        Raises:
+            ServerError: the server cannot be used.
+        """
+        async with self._window:
+            raw = await self._connection.open()
+            try:
+                values: Sequence[object] = await self._connection.wait_for(raw, raw.mget(keys))
+            except self._apart:
+                # A value over the limit ends the connection with a ProtocolError, for the others too.
+                bounded = await self._connection.get_ranges(keys, most or [self._connection.max_bulk] * len(keys))
+                # An empty string is what GETRANGE finds where there is nothing.
+                values = [
+                    bytes(value) or None if isinstance(value, (bytes, np.ndarray)) else value for value in bounded
+                ]
+        for value in values:
+            if isinstance(value, ResponseError) and self._connection.check(raw, value):
+                raise self._server.explain(value)
+        return values
+
+
+def cut_chunks(sizes: Sequence[int]) -> Iterator[slice]:
+    """Parts of values of these sizes, each as large as one chunk may be."""
+    begin = size = 0
+    for at, value_size in enumerate(sizes):
+        if at > begin and (size + value_size > CHUNK_BYTES or at - begin == CHUNK_ROWS):
+            yield slice(begin, at)
+            begin, size = at, 0
+        size += value_size
+    if begin < len(sizes):
+        yield slice(begin, len(sizes))

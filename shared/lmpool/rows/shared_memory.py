@@ -12,21 +12,16 @@ A file has a name only while its worker holds the lock on it: it is made without
 file removes it. It is named by a random nonce, which stands in it too: who can read the nonce that a reference names is
 on the same host as far as this matters.
 
-Layout: a page of `_HEADER`, an index (buckets of 8 numbers: 16 bits of the digest, 48 of the row's number), then the
-slots, each a `_SLOT` and an encoded row, in whole pages.
+Layout: a page of `HEADER`, an index (buckets of 8 numbers: 16 bits of the digest, 48 of the row's number), then the
+slots, each a `SLOT` and an encoded row, in whole pages.
 """
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import fcntl
-import logging
 import mmap
 import os
-import secrets
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -37,42 +32,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, RowBlock, decode_row, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size
 
 FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
 """Environment variable that names another folder than /dev/shm; it must be in memory."""
 
-
 PLACE_SIZE = 16
 """Bytes that say where a row is, once its host is known: the segment's nonce and the row's number."""
 
-_log = logging.getLogger("lmpool")
+PAGE, WORD = 4096, 8
+"""Slots are whole pages, checksums the sums of words."""
+
+NAME = "lmpool-"
+"""What the names of segments begin with."""
+
+HEADER = struct.Struct("<6sH8s16sIQQQ")
+"""How a segment begins: see `Layout`."""
+
+SLOT = struct.Struct("<Q16sQQ24x")
+"""How a slot begins: the row's number, its digest, the length of the encoded row and its checksum."""
+
+BUCKET = struct.Struct("<8Q")
+"""A part of the index: 16 bits of a digest and the row's number each, or 0."""
+
+NUMBER_MASK = (1 << 48) - 1
+"""The bits of an index entry that are the row's number."""
 
 # A reference and a slot would cost as much as a smaller row.
 _LEAST_ROW = 4096
-_PAGE = 4096
-_NAME = "lmpool-"
 _MAGIC, _LAYOUT = b"LMPSHM", 1
-_HEADER = struct.Struct("<6sH8s16sIQQQ")
-_SLOT = struct.Struct("<Q16sQQ24x")
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
 _MOST_NAME = 255
 _PLACE = struct.Struct("<8sQ")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
-_NONCE_SIZE = 8
-_BUCKET = struct.Struct("<8Q")
 _TAG = struct.Struct("<H")
 _NUMBER_BITS = 48
-_NUMBER_MASK = (1 << _NUMBER_BITS) - 1
-_WORD = 8
-# What is allocated and touched at a time, between looks whether that is still wanted.
-_STEP = 64 * 2**20
-_LEAST_SLOTS, _MOST_SLOTS = 64, 16_384
-# Of what is free: other workers come, and others use the folder and the memory too.
-_SHARE, _MOST_DEFAULT = 8, 4 * 2**30
-_LOOK_S = 1.0
 _MOST_SPARE = 64
 
 
@@ -135,7 +130,7 @@ def host_token() -> bytes:
     return blake2b(f"{boot} {place.st_dev} {place.st_ino} {os.geteuid()}".encode(), digest_size=8).hexdigest().encode()
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How a segment is divided.
 
     Attributes:
@@ -157,7 +152,7 @@ class _Layout(NamedTuple):
     @property
     def first(self) -> int:
         """Where the first slot begins."""
-        return _PAGE + _whole_pages(self.buckets * _BUCKET.size)
+        return PAGE + whole_pages(self.buckets * BUCKET.size)
 
     @property
     def size(self) -> int:
@@ -165,18 +160,19 @@ class _Layout(NamedTuple):
         return self.first + self.stride * self.slots
 
     def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, _LAYOUT, *self)
+        """The first bytes of a segment."""
+        return HEADER.pack(_MAGIC, _LAYOUT, *self)
 
     @classmethod
-    def read(cls, fd: int) -> _Layout | None:
+    def read(cls, fd: int) -> Layout | None:
         """That of a file; None for one that is no segment of this release."""
-        data = os.pread(fd, _HEADER.size, 0)
-        if len(data) < _HEADER.size:
+        data = os.pread(fd, HEADER.size, 0)
+        if len(data) < HEADER.size:
             return None
-        magic, version, *rest = _HEADER.unpack(data)
+        magic, version, *rest = HEADER.unpack(data)
         layout = cls(*rest)
         is_sound = magic == _MAGIC and version == _LAYOUT and layout.buckets > 0 and layout.slots > 0
-        return layout if is_sound and layout.stride >= _SLOT.size else None
+        return layout if is_sound and layout.stride >= SLOT.size else None
 
     def slot_of(self, number: int) -> int:
         """Where row `number` lies."""
@@ -184,7 +180,7 @@ class _Layout(NamedTuple):
 
     def bucket_of(self, digest: bytes) -> int:
         """Where the index may know a digest."""
-        return _PAGE + int.from_bytes(digest[:_WORD], "little") % self.buckets * _BUCKET.size
+        return PAGE + int.from_bytes(digest[:WORD], "little") % self.buckets * BUCKET.size
 
 
 def is_shared(vocab_size: int) -> bool:
@@ -197,221 +193,46 @@ def fingerprint_bytes(fingerprint: str) -> bytes:
     return blake2b(fingerprint.encode(), digest_size=16).digest()
 
 
-def default_size() -> int:
-    """Bytes that a segment has of what is free; 0 where there is no folder."""
-    try:
-        return min(_free_bytes() // _SHARE, _MOST_DEFAULT)
-    except OSError:
-        return 0
+def whole_pages(size: int) -> int:
+    """A size, rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
-def _free_bytes() -> int:
-    """Bytes that are free in the folder and in memory."""
-    place = os.statvfs(folder())
-    free = place.f_bavail * place.f_frsize
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = min(free, int(line.split()[1]) * 1024)
-    return free
+def whole_words(size: int) -> int:
+    """A size, rounded up to whole words."""
+    return -(-size // WORD) * WORD
 
 
-def _whole_pages(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
-
-
-def _whole_words(size: int) -> int:
-    return -(-size // _WORD) * _WORD
-
-
-class Segment:
-    """The rows that one worker has written last. Used by one thread at a time.
-
-    Args:
-        fd: the file, locked, of this layout, allocated; owned from now on.
-        path: its name.
-        memory: the file, mapped.
-        layout: how it is divided.
-
-    Attributes:
-        nonce: names it.
-        size: bytes.
-        slots: how many rows it holds.
-        written: how many rows have been written.
-    """
-
-    def __init__(self, fd: int, path: Path, memory: mmap.mmap, layout: _Layout) -> None:
-        self._fd = fd
-        self._path = path
-        self._memory = memory
-        self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self._layout = layout
-        # Which row is in which slot, and where: what others may have written into the file decides nothing here.
-        self._digests: list[bytes] = [b""] * layout.slots
-        self._numbers: dict[bytes, int] = {}
-        self.nonce = layout.nonce
-        self.size, self.slots = layout.size, layout.slots
-        self.written = 0
-
-    def is_whole(self) -> bool:
-        """Whether the file is as long as it was, and has its name; a write beyond its end would end the process."""
-        status = os.fstat(self._fd)
-        return status.st_size == self.size and status.st_nlink > 0
-
-    def write(self, digest: bytes, header: bytes, numbers: memoryview) -> tuple[int, bytes]:
-        """Write one encoded row; returns its number, and the digest of the row that was there before, or b"".
-
-        Only while the segment `is_whole`.
-        """
-        layout = self._layout
-        self.written = number = self.written + 1
-        at, slot = layout.slot_of(number), number % layout.slots
-        replaced, self._digests[slot] = self._digests[slot], digest
-        # It may have been written again since.
-        if replaced and (replaced == digest or self._numbers.get(replaced) != number - layout.slots):
-            replaced = b""
-        elif replaced:
-            del self._numbers[replaced]
-        self._numbers[digest] = number
-        begin = at + _SLOT.size
-        length = len(header) + numbers.nbytes
-        row = self._bytes[begin : begin + _whole_words(length)]
-        row[len(header) : length] = np.frombuffer(numbers, np.uint8)
-        row[: len(header)] = np.frombuffer(header, np.uint8)
-        row[length:] = 0
-        _SLOT.pack_into(self._memory, at, number, digest, length, _checksum(row))
-        self._index(digest, number)
-        return number, replaced
-
-    def _index(self, digest: bytes, number: int) -> None:
-        """Note in the file where a row is: in place of what is known of the same digest, or of the oldest row."""
-        place = self._layout.bucket_of(digest)
-        entries = _BUCKET.unpack_from(self._memory, place)
-        tag = _tag(digest)
-        oldest = min(entries, key=lambda entry: -1 if entry & ~_NUMBER_MASK == tag and entry else entry & _NUMBER_MASK)
-        struct.pack_into("<Q", self._memory, place + _WORD * entries.index(oldest), tag | number)
-
-    def find(self, digest: bytes) -> int | None:
-        """The number of a prompt's row, if it is still there."""
-        number = self._numbers.get(digest)
-        if number is None:
-            return None
-        data = self._bytes[(at := self._layout.slot_of(number)) : at + self._layout.stride]
-        return number if isinstance(_row_in(data, number, digest), np.ndarray) else None
-
-    def row(self, number: int) -> NDArray[np.uint8]:
-        """The encoded row that `find` has found, uint8 of shape (size,), in place."""
-        at = self._layout.slot_of(number)
-        _, _, length, _ = _SLOT.unpack_from(self._memory, at)
-        return self._bytes[at + _SLOT.size : at + _SLOT.size + length]
-
-    def close(self) -> None:
-        """Remove the file; who has it open reads it to the end."""
-        with suppress(OSError):
-            self._path.unlink()
-        os.close(self._fd)
-
-
-def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
-    """Make a segment for a model's rows; takes about a second for each 3 GiB.
-
-    Args:
-        fingerprint: that of the rows.
-        vocab_size: V.
-        size: bytes that it may have.
-        is_wanted: asked from time to time; when it says no, there is none.
-
-    Raises:
-        OSError: the folder cannot be used, or has no room for it.
-    """
-    row = encoded_size(vocab_size, Encoding.F32)
-    stride = _whole_pages(_SLOT.size + _whole_words(row))
-    slots = min(_MOST_SLOTS, size // stride)
-    if slots < _LEAST_SLOTS:
-        return None
-    # On average two entries of eight are taken.
-    layout = _Layout(
-        secrets.token_bytes(_NONCE_SIZE), fingerprint_bytes(fingerprint), vocab_size, -(-slots // 2), stride, slots
-    )
-    place = folder()
-    remove_abandoned(place)
-    # Filling it would take from others what they have counted on.
-    if layout.size > (free := _free_bytes()):
-        raise OSError(errno.ENOSPC, f"{layout.size} bytes are wanted, and {free} are free")
-    # Without a name: nobody finds it before it is ready, and nothing is left of it if this process ends before that.
-    fd = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for at in range(0, layout.size, _STEP):
-            if not is_wanted():
-                os.close(fd)
-                return None
-            os.posix_fallocate(fd, at, min(_STEP, layout.size - at))
-        memory = mmap.mmap(fd, layout.size)
-        pages = np.frombuffer(memory, np.uint8)[::_PAGE]
-        # Mapping a page at its first write takes ten times as long as the write.
-        for at in range(0, len(pages), _STEP // _PAGE):
-            pages[at : at + _STEP // _PAGE] = 0
-        memory[: _HEADER.size] = layout.pack()
-        path = place / f"{_NAME}{layout.nonce.hex()}"
-        _name(fd, path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return Segment(fd, path, memory, layout)
-
-
-def _name(fd: int, path: Path) -> None:
-    """Give a name to a file that has none."""
-    parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    try:
-        # With a folder: only then Python has the system follow the link.
-        os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=True)
-    finally:
-        os.close(parent)
-
-
-def remove_abandoned(place: Path) -> None:
-    """Remove the segments of workers that have ended without doing so."""
-    for path in _segments_in(place):
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                _log.info("removed %s, which a worker has left that ended", path)
-            finally:
-                os.close(fd)
-
-
-def _segments_in(place: Path) -> Iterator[Path]:
+def segments_in(place: Path) -> Iterator[Path]:
+    """The files in a folder that may be segments."""
     with suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
-            if entry.name.startswith(_NAME) and entry.is_file(follow_symlinks=False):
+            if entry.name.startswith(NAME) and entry.is_file(follow_symlinks=False):
                 yield Path(entry.path)
 
 
-def _checksum(row: NDArray[np.uint8]) -> int:
+def checksum_of(row: NDArray[np.uint8]) -> int:
     """The sum of the words of a row, which is as long as some words, modulo 2^64."""
     return int(np.add.reduce(row.view(np.uint64)))
 
 
-def _row_in(data: NDArray[np.uint8], number: int, digest: bytes) -> NDArray[np.uint8] | int | None:
+def row_in(data: NDArray[np.uint8], number: int, digest: bytes) -> NDArray[np.uint8] | int | None:
     """The encoded row in what was read of a slot; its length if that is more; None when it is not that row."""
-    if len(data) < _SLOT.size:
+    if len(data) < SLOT.size:
         return None
-    seen, whose, length, checksum = _SLOT.unpack_from(data.data)
+    seen, whose, length, expected = SLOT.unpack_from(data.data)
     if seen != number or whose != digest or length < HEADER_SIZE:
         return None
-    end = _SLOT.size + _whole_words(length)
+    end = SLOT.size + whole_words(length)
     if end > len(data):
         return int(length)
-    row = data[_SLOT.size : end]
-    return row[:length] if _checksum(row) == checksum else None
+    row = data[SLOT.size : end]
+    return row[:length] if checksum_of(row) == expected else None
 
 
-def _tag(digest: bytes) -> int:
+def tag_of(digest: bytes) -> int:
     """What an index entry knows of a digest, where it stands in the entry."""
-    (tag,) = _TAG.unpack_from(digest, _WORD)
+    (tag,) = _TAG.unpack_from(digest, WORD)
     return int(tag) << _NUMBER_BITS
 
 
@@ -450,7 +271,7 @@ class _OpenSegment(NamedTuple):
     """A segment that is open for reading."""
 
     fd: int
-    layout: _Layout
+    layout: Layout
 
 
 class SegmentReader:
@@ -480,7 +301,7 @@ class SegmentReader:
 
     def look(self, fingerprint: str) -> None:
         """Have `find` search the segments with a model's rows that are there now; close those that are gone."""
-        present = {path.name.removeprefix(_NAME) for path in _segments_in(self._folder)}
+        present = {path.name.removeprefix(NAME) for path in segments_in(self._folder)}
         for nonce in [nonce for nonce in self._segments if nonce.hex() not in present]:
             os.close(self._segments.pop(nonce).fd)
         self._unreadable.clear()
@@ -495,8 +316,8 @@ class SegmentReader:
         if found is not None or nonce in self._unreadable:
             return found
         with suppress(OSError):
-            fd = os.open(self._folder / f"{_NAME}{nonce.hex()}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            layout = _Layout.read(fd)
+            fd = os.open(self._folder / f"{NAME}{nonce.hex()}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            layout = Layout.read(fd)
             if layout is not None and layout.nonce == nonce:
                 found = self._segments[nonce] = _OpenSegment(fd, layout)
                 return found
@@ -528,25 +349,25 @@ class SegmentReader:
     def find(self, digest: bytes, vocab_size: int) -> Row | None:
         """As `read`, for a row that may be in any of the segments that the last `look` has seen."""
         for fd, layout in self._searched:
-            entries = os.pread(fd, _BUCKET.size, layout.bucket_of(digest))
-            if len(entries) < _BUCKET.size:
+            entries = os.pread(fd, BUCKET.size, layout.bucket_of(digest))
+            if len(entries) < BUCKET.size:
                 continue
-            tag = _tag(digest)
-            for entry in _BUCKET.unpack(entries):
-                if entry and entry & ~_NUMBER_MASK == tag:
-                    row = self._read(_OpenSegment(fd, layout), entry & _NUMBER_MASK, digest, vocab_size)
+            tag = tag_of(digest)
+            for entry in BUCKET.unpack(entries):
+                if entry and entry & ~NUMBER_MASK == tag:
+                    row = self._read(_OpenSegment(fd, layout), entry & NUMBER_MASK, digest, vocab_size)
                     if row is not None:
                         return row
         return None
 
     def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
         fd, layout = segment
-        most = layout.stride - _SLOT.size
+        most = layout.stride - SLOT.size
         size, at = min(self._usual_size or most, most), layout.slot_of(number)
         # Once more when it is longer than most.
         for _ in range(2):
-            data = self._memory.take(_SLOT.size + _whole_words(size))
-            row = _row_in(data[: os.preadv(fd, [data.data], at)], number, digest)
+            data = self._memory.take(SLOT.size + whole_words(size))
+            row = row_in(data[: os.preadv(fd, [data.data], at)], number, digest)
             if row is None or isinstance(row, np.ndarray):
                 break
             if (size := row) > most:
@@ -584,102 +405,3 @@ class Shared(NamedTuple):
 
 
 NOT_SHARED = Shared()
-
-
-class SegmentWriter:
-    """Writes one worker's rows to a segment, as long as it has one: without one they go through Redis.
-
-    Args:
-        info: what the worker serves.
-        worker: its name.
-        size: bytes that the segment may take; None for a part of what is free, 0 for no segment.
-
-    Attributes:
-        segment: None as long as it is being made, and where there is none.
-    """
-
-    def __init__(self, info: ModelInfo, worker: str, size: int | None) -> None:
-        self._info = info
-        self._worker = worker.encode()
-        self._is_wanted = size != 0 and is_shared(info.vocab_size)
-        self._size = default_size() if size is None else size
-        self._host = host_token()
-        self.segment: Segment | None = None
-
-    @property
-    def host(self) -> bytes:
-        """What clients say that can read the segment; b"" without one."""
-        return self._host if self.segment is not None else b""
-
-    async def run(self) -> None:
-        """Make the segment, and another one when something has happened to it."""
-        while self._is_wanted:
-            if self.segment is None:
-                self.segment = await asyncio.to_thread(self._make)
-            await asyncio.sleep(_LOOK_S)
-
-    def _make(self) -> Segment | None:
-        info = self._info
-        try:
-            segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
-        except OSError as error:
-            self._give_up(f"{folder()}: {error.strerror or error}")
-            return None
-        if segment is None and self._is_wanted:
-            row = encoded_size(info.vocab_size, Encoding.F32)
-            self._give_up(f"{self._size} bytes hold fewer than {_LEAST_SLOTS} rows of {row} bytes")
-        return segment
-
-    def _give_up(self, why: str) -> None:
-        self._is_wanted = False
-        _log.warning(
-            "rows go through Redis, not through shared memory: %s. Give %s more room (for Docker --shm-size, for a "
-            "pod an emptyDir of medium Memory), or choose --shm-bytes; 0 turns this message off",
-            why,
-            folder(),
-        )
-
-    def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
-        """Write the rows of a block.
-
-        Args:
-            block: the rows.
-            leave_out: digests of those that go through Redis.
-            overwrite: digests of those that are written even if the segment has a row of theirs.
-        """
-        segment = self.segment
-        if segment is None:
-            return NOT_SHARED
-        if not segment.is_whole():
-            _log.warning("somebody has cut or removed the shared memory of this worker: it makes another one")
-            self.segment = None
-            segment.close()
-            return NOT_SHARED
-        references, replaced = {}, []
-        for digest, (header, numbers) in zip(block.digests, block.encoded(), strict=True):
-            if digest in leave_out:
-                continue
-            number = None if digest in overwrite else segment.find(digest)
-            if number is None:
-                number, before = segment.write(digest, header, numbers)
-                if before:
-                    replaced.append(before)
-            references[digest] = Reference(self._host, segment.nonce, number, self._worker).pack()
-        return Shared(references, replaced, self._host)
-
-    def find(self, digest: bytes) -> RowBlock | None:
-        """The row of a prompt, if the segment has it (a copy)."""
-        number = None if self.segment is None else self.segment.find(digest)
-        if self.segment is None or number is None:
-            return None
-        try:
-            return RowBlock.decoded(digest, self.segment.row(number), self._info.vocab_size)
-        except ProtocolError:
-            return None
-
-    def close(self) -> None:
-        """Remove the segment."""
-        self._is_wanted = False
-        if self.segment is not None:
-            self.segment.close()
-            self.segment = None

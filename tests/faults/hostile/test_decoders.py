@@ -37,7 +37,7 @@ def test_what_is_read_as_a_job_is_a_job(data: bytes) -> None:
     except ProtocolError:
         return
     assert unpack_job(job.pack()) == job
-    assert list(map(type, msgspec.structs.astuple(job))) == [bytes, str, str, bool, bytes]
+    assert list(map(type, msgspec.structs.astuple(job))) == [bytes, str, str, bool, bytes, bytes]
 
 
 @cases(250)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -427,10 +427,6 @@ class Interrupted:
             raise ServerUnreachable("gone")
         await asyncio.Event().wait()
 
-    async def read_here(self, *_: Any) -> AsyncIterator[Sequence[bytes]]:
-        raise AssertionError("no row is in shared memory")
-        yield []
-
     async def fetch(self, digests: Sequence[bytes]) -> None:
         for digest in digests:
             self._requests.resolve_found([digest], [row()])
@@ -446,9 +442,7 @@ async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(t
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(
-        connections, table.requests, connections.fetch, connections.read_here, Homes().note, lambda: None
-    )
+    receiver = Receiver(connections, table.requests, connections.fetch, Homes().note, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]

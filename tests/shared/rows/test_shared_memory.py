@@ -17,19 +17,9 @@ import pytest
 
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
-from lmpool.rows.shared_memory import (
-    Reference,
-    Segment,
-    SegmentReader,
-    default_size,
-    host_token,
-    is_reference,
-    make_segment,
-    place_of,
-    remove_abandoned,
-    unpack_reference,
-)
+from lmpool.rows.shared_memory import Reference, SegmentReader, host_token, is_reference, place_of, unpack_reference
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue.segment import Segment, default_size, make_segment, remove_abandoned
 from tests.support.pool import DEADLINE_S
 
 V = 1500
@@ -244,7 +234,7 @@ def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
 
 def test_the_file_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
     code = (
-        "import time\nfrom lmpool.rows.shared_memory import make_segment\n"
+        "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
         f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -24,8 +24,7 @@ from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.backend.contract import BackendStats
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.metrics.http import Health
-from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
+from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, until, until_async

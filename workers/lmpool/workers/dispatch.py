@@ -12,7 +12,6 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock
-from lmpool.rows.shared_memory import SegmentWriter
 from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.membership.adapters import AdapterKeeper
@@ -20,6 +19,7 @@ from lmpool.workers.metrics.counters import SENT_AGAIN
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob, InFlightJobs
 from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.trie.inputs import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")

@@ -18,7 +18,7 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.cluster import rows_on
-from lmpool.rows.shared_memory import SegmentReader, SegmentWriter
+from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import EngineThread, Opened
 from lmpool.workers.dispatch import Dispatcher
@@ -28,6 +28,7 @@ from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.queue.segment import SegmentWriter
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie.backend import warm_up
 from lmpool.workers.trie.inputs import TrieInputs

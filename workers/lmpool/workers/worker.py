@@ -19,8 +19,7 @@ from lmpool.workers.backend.contract import BackendSettings, BackendStats, Finis
 from lmpool.workers.backend.engine_thread import EngineThread, Opened, Watchdog
 from lmpool.workers.membership.heartbeat import Loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, Counters
-from lmpool.workers.metrics.http import Health
-from lmpool.workers.metrics.prometheus import Snapshot
+from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.queue.consumer import STALE_S, InFlightJob
 from lmpool.workers.serving import Serving, WorkerContext, assemble, check_before_loading
 from lmpool.workers.settings import WorkerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lmpool import errors
@@ -21,9 +21,6 @@ from lmpool.rows.shared_memory import PLACE_SIZE
 
 FoundEntries = Row | CorruptRow | None
 """float32 of shape (k,); None when the row is not in the cache (an error is a value here)."""
-
-ReadHere = Callable[[Sequence[bytes], Callable[[bytes], Row | None]], AsyncIterator[Sequence[bytes]]]
-"""See `CacheClient.read_here`."""
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -46,7 +43,6 @@ class Receiver:
         connections: the connections.
         requests: all requests of the session.
         fetch: fetches rows that were announced, or asks for them again.
-        read_here: gives requests rows from shared memory (`CacheClient.read_here`).
         on_computed: told which worker has computed prompts.
         on_other_model: called when the model turns out to have changed.
     """
@@ -56,14 +52,12 @@ class Receiver:
         connections: Connections,
         requests: PendingRequests,
         fetch: Callable[[Sequence[bytes]], Awaitable[None]],
-        read_here: ReadHere,
         on_computed: Callable[[Sequence[Prompt], bytes], None],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._fetch = fetch
-        self._read_here = read_here
         self._on_computed = on_computed
         self._on_other_model = on_other_model
         self._announced: list[bytes] = []
@@ -176,7 +170,7 @@ class Receiver:
         left = set(digests)
         # Requests that warm the cache alone end without the row.
         wanted = [digest for digest in digests if (request := self._requests.get(digest)) and not request.warm]
-        async for found in self._read_here(wanted, read):
+        async for found in self._requests.resolve_by(wanted, read):
             left.difference_update(found)
         self._announce([digest for digest in digests if digest in left])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from time import monotonic
@@ -36,6 +36,7 @@ _MOST_OVERWRITES = 2
 _MOST_IN_FLIGHT = 8192
 _MOST_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 _BUCKETS_PER_S = 100
+_ROWS_AT_ONCE = 8
 
 
 class RowLRU:
@@ -369,6 +370,26 @@ class PendingRequests:
             ended += 1
         if ended and self.on_end is not None:
             self.on_end()
+
+    async def resolve_by(
+        self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
+    ) -> AsyncIterator[Sequence[bytes]]:
+        """End the requests whose rows `read` finds; yields their digests, a few at a time.
+
+        Whoever waits goes on in between: a row that is used at once is still in the processor's cache, and its memory
+        takes the next one.
+        """
+        for at in range(0, len(digests), _ROWS_AT_ONCE):
+            found: dict[bytes, Row] = {}
+            for digest in digests[at : at + _ROWS_AT_ONCE]:
+                if digest in self._requests and (row := read(digest)) is not None:
+                    found[digest] = row
+            if found:
+                self.resolve_found(list(found), list(found.values()))
+                yield list(found)
+                del row
+                found.clear()
+                await asyncio.sleep(0)
 
     def resolve(self, request: PendingRequest, answer: Answer) -> None:
         """End a request and tell its waiters; a newer request of the same prompt goes on."""

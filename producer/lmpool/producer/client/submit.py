@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -20,7 +20,6 @@ from lmpool.producer.client.requests import PendingRequest, PendingRequests, Sta
 from lmpool.protocol.job import Job, pack_jobs
 from lmpool.protocol.keys import GROUP
 from lmpool.protocol.prompt import Prompt
-from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
 
 _FEW = 8
@@ -42,7 +41,6 @@ _END_BYTES = 64 * 4
 _FEWER_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
 _SAME = b"="
-_ROWS_AT_ONCE = 8
 
 
 class CacheClient:
@@ -91,29 +89,11 @@ class CacheClient:
         found: set[PendingRequest] = set()
         if segments.has_any:
             wanted = {request.prompt.digest: request for request in requests}
-            async for digests in self.read_here(list(wanted), lambda digest: segments.find(digest, vocab_size)):
+            async for digests in self._requests.resolve_by(
+                list(wanted), lambda digest: segments.find(digest, vocab_size)
+            ):
                 found.update(map(wanted.__getitem__, digests))
         return found
-
-    async def read_here(
-        self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]
-    ) -> AsyncIterator[Sequence[bytes]]:
-        """Give the requests of some prompts the rows that `read` finds; yields those that were found, a few at a time.
-
-        Whoever waits goes on in between: a row that is used at once is still in the processor's cache, and its memory
-        takes the next one.
-        """
-        for at in range(0, len(digests), _ROWS_AT_ONCE):
-            found = {}
-            for digest in digests[at : at + _ROWS_AT_ONCE]:
-                if self._requests.get(digest) is not None and (row := read(digest)) is not None:
-                    found[digest] = row
-            if found:
-                self._requests.resolve_found(list(found), list(found.values()))
-                yield list(found)
-                del row
-                found.clear()
-                await asyncio.sleep(0)
 
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
         """As `fetch`, for rows that the server says are there: requests that only warm the cache end at once.

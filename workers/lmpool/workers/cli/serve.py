@@ -20,7 +20,7 @@ from lmpool.errors import AuthenticationFailed, LMPoolError, LogFormatter, Serve
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backend.contract import BackendSettings
 from lmpool.workers.backend.engine_thread import ProcessWatchdog
-from lmpool.workers.metrics.http import monitoring
+from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
