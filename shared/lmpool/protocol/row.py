@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -198,12 +198,17 @@ Block = RowBlock | VectorBlock
 """What a backend has computed: rows, or answers to queries."""
 
 
-def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
+Allocate = Callable[[int], NDArray[np.uint8]]
+"""Gives memory for so many bytes."""
+
+
+def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
     """Read one encoded row.
 
     Args:
         data: the encoded row, uint8 of shape (size,). An F32 row is used in place, not copied.
         vocab_size: the V that the model info promises.
+        allocate: gives the memory of a row that has to be decoded; None for new memory.
 
     Returns:
         read-only float32 log-probabilities of shape (V,).
@@ -217,7 +222,8 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int) -> NDArray[np.float32]:
         raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
     row = numbers = data[HEADER_SIZE:].view(dtype)
     if encoding is not _F32:
-        row = _widened(numbers, encoding, log_z).view()
+        out = None if allocate is None else allocate(4 * vocab_size).view(np.float32)
+        row = _widened(numbers, encoding, log_z, out).view()
     # numpy lets owners be made writeable again, and views of writeable ones. What was received into is one of its own.
     owner = row.base
     while isinstance(owner, np.ndarray):
@@ -344,6 +350,11 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
     return row
 
 
+def is_header(data: memoryview, vocab_size: int) -> bool:
+    """Whether these 16 bytes are the header of an F32 row of V."""
+    return bytes(data[:_LOG_Z_AT]) == _HEADER.pack(MAGIC, ROW_VERSION, _F32, 0, vocab_size, 0.0)[:_LOG_Z_AT]
+
+
 def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     """The encoding and logZ of a row.
 
@@ -365,20 +376,31 @@ def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     return encoding, log_z
 
 
-def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32]) -> NDArray[np.float32]:
-    """The log-probabilities of numbers in 16 bits; new memory."""
-    row = widen_bf16(numbers) if encoding is _BF16 else numbers.astype(np.float32)
+def _widened(
+    numbers: NDArray[Any],
+    encoding: Encoding,
+    log_z: float | NDArray[np.float32],
+    out: NDArray[np.float32] | None = None,
+) -> NDArray[np.float32]:
+    """The log-probabilities of numbers in 16 bits; in new memory, or in `out`."""
+    row = np.empty(numbers.shape, np.float32) if out is None else out
+    if encoding is _BF16:
+        widen_bf16(numbers, row)
+    else:
+        row[...] = numbers
     with np.errstate(invalid="ignore"):  # What is no row may hold NaN of any kind; it is refused later.
         np.subtract(row, np.asarray(log_z, np.float32), out=row)
     return row
 
 
-def widen_bf16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The float32 values of bfloat16 bits, exactly; same shape, new memory."""
-    wide = bits.astype(np.uint32)
+def widen_bf16(bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """The float32 values of bfloat16 bits, exactly; same shape, in new memory or in `out`."""
+    row = np.empty(bits.shape, np.float32) if out is None else out
+    wide = row.view(np.uint32)
+    wide[...] = bits
     # Multiplying is what numpy does faster than shifting.
     np.multiply(wide, np.uint32(1 << 16), out=wide)
-    return wide.view(np.float32)
+    return row
 
 
 def narrow_to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, is_header
 
 FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
 """Environment variable that names another folder than /dev/shm; it must be in memory."""
@@ -66,7 +66,6 @@ _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
 _MOST_NAME = 255
 _PLACE = struct.Struct("<8sQ")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
-_TAG = struct.Struct("<H")
 _NUMBER_BITS = 48
 _MOST_SPARE = 64
 
@@ -179,8 +178,8 @@ class Layout(NamedTuple):
         return self.first + number % self.slots * self.stride
 
     def bucket_of(self, digest: bytes) -> int:
-        """Where the index may know a digest."""
-        return PAGE + int.from_bytes(digest[:WORD], "little") % self.buckets * BUCKET.size
+        """The number of the bucket that may know a digest."""
+        return int.from_bytes(digest[:WORD], "little") % self.buckets
 
 
 def is_shared(vocab_size: int) -> bool:
@@ -232,8 +231,7 @@ def row_in(data: NDArray[np.uint8], number: int, digest: bytes) -> NDArray[np.ui
 
 def tag_of(digest: bytes) -> int:
     """What an index entry knows of a digest, where it stands in the entry."""
-    (tag,) = _TAG.unpack_from(digest, WORD)
-    return int(tag) << _NUMBER_BITS
+    return int.from_bytes(digest[WORD : WORD + 2], "little") << _NUMBER_BITS
 
 
 class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -290,7 +288,8 @@ class SegmentReader:
         self._searched: list[_OpenSegment] = []
         self._unreadable: set[bytes] = set()
         self._usual_size = 0
-        self._memory = RowMemory()
+        self._head = np.empty(SLOT.size + HEADER_SIZE, np.uint8)
+        self._memory, self._decoded = RowMemory(), RowMemory()
         self.host = host_token()
         self.rows = self.bytes_read = self.lost = 0
 
@@ -348,17 +347,43 @@ class SegmentReader:
 
     def find(self, digest: bytes, vocab_size: int) -> Row | None:
         """As `read`, for a row that may be in any of the segments that the last `look` has seen."""
-        for fd, layout in self._searched:
-            entries = os.pread(fd, BUCKET.size, layout.bucket_of(digest))
-            if len(entries) < BUCKET.size:
-                continue
-            tag = tag_of(digest)
-            for entry in BUCKET.unpack(entries):
-                if entry and entry & ~NUMBER_MASK == tag:
-                    row = self._read(_OpenSegment(fd, layout), entry & NUMBER_MASK, digest, vocab_size)
-                    if row is not None:
-                        return row
+        for segment, number in self._candidates(digest):
+            row = self._read(segment, number, digest, vocab_size)
+            if row is not None:
+                return row
         return None
+
+    def find_into(self, digest: bytes, out: Row) -> bool:
+        """As `find`, into an array of the caller's, float32 (V,), which holds anything when the row is not there."""
+        places = self._candidates(digest)
+        return any(self._read_into(segment, number, digest, out) for segment, number in places)
+
+    def _candidates(self, digest: bytes) -> Iterator[tuple[_OpenSegment, int]]:
+        """Where a row may be, by the indexes of the segments: the segment, and its number there."""
+        tag = tag_of(digest)
+        for segment in self._searched:
+            entries = os.pread(segment.fd, BUCKET.size, PAGE + segment.layout.bucket_of(digest) * BUCKET.size)
+            if len(entries) == BUCKET.size:
+                for entry in BUCKET.unpack(entries):
+                    if entry and entry & ~NUMBER_MASK == tag:
+                        yield segment, entry & NUMBER_MASK
+
+    def _read_into(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
+        """Read an F32 row to where it is wanted; others are decoded and copied there."""
+        os.preadv(segment.fd, [self._head.data, out.data], segment.layout.slot_of(number))
+        seen, whose, length, expected = SLOT.unpack_from(self._head.data)
+        header, numbers = self._head[SLOT.size :], out.view(np.uint8)
+        if (seen, whose, length) == (number, digest, HEADER_SIZE + numbers.size) and is_header(header.data, out.size):
+            whole = numbers.size // WORD * WORD
+            # The words of the row: its header, and its numbers, the last of which may be half a word.
+            total = checksum_of(header) + checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
+            if total % 2**64 == expected:
+                self._count(length)
+                return True
+        row = self._read(segment, number, digest, out.size)
+        if row is not None:
+            out[:] = row
+        return row is not None
 
     def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
         fd, layout = segment
@@ -375,12 +400,15 @@ class SegmentReader:
         if not isinstance(row, np.ndarray):
             return None
         self._usual_size = row.size
-        self.rows += 1
-        self.bytes_read += row.size
+        self._count(row.size)
         try:
-            return decode_row(row, vocab_size)
+            return decode_row(row, vocab_size, self._decoded.take)
         except ProtocolError:
             return None  # Of another model, or of another version of rows.
+
+    def _count(self, size: int) -> None:
+        self.rows += 1
+        self.bytes_read += size
 
     def close(self) -> None:
         """Close all files."""

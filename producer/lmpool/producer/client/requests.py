@@ -552,8 +552,12 @@ class BatchWaiter:
                 self.future.set_exception(ModelMismatch(text))
                 return
             self.rows[index] = answer
-            self.left -= 1
-            if self.left == 0:
-                self.future.set_result(None)
+            self.count()
 
         return put
+
+    def count(self) -> None:
+        """Count a row that is in its place."""
+        self.left -= 1
+        if self.left == 0:
+            self.future.set_result(None)

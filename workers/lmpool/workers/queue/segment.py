@@ -25,14 +25,12 @@ from lmpool.rows.shared_memory import (
     HEADER,
     NAME,
     NOT_SHARED,
-    NUMBER_MASK,
     PAGE,
     SLOT,
     WORD,
     Layout,
     Reference,
     Shared,
-    checksum_of,
     fingerprint_bytes,
     folder,
     host_token,
@@ -53,6 +51,8 @@ _LEAST_SLOTS, _MOST_SLOTS = 64, 16_384
 # Of what is free: other workers come, and others use the folder and the memory too.
 _SHARE, _MOST_DEFAULT = 8, 4 * 2**30
 _LOOK_S = 1.0
+_ENTRY = struct.Struct("<Q")
+_ENTRIES = BUCKET.size // _ENTRY.size
 
 
 class Segment:
@@ -76,6 +76,10 @@ class Segment:
         self._path = path
         self._memory = memory
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self._words: NDArray[np.uint64] = np.frombuffer(memory, np.uint64)
+        self._view = memoryview(memory)
+        # By bucket of the index: which entry is the next to be replaced.
+        self._fill = bytearray(layout.buckets)
         self._layout = layout
         # Which row is in which slot, and where: what others may have written into the file decides nothing here.
         self._digests: list[bytes] = [b""] * layout.slots
@@ -94,33 +98,34 @@ class Segment:
 
         Only while the segment `is_whole`.
         """
-        layout = self._layout
+        layout, view = self._layout, self._view
         self.written = number = self.written + 1
-        at, slot = layout.slot_of(number), number % layout.slots
-        replaced, self._digests[slot] = self._digests[slot], digest
-        # It may have been written again since.
-        if replaced and (replaced == digest or self._numbers.get(replaced) != number - layout.slots):
-            replaced = b""
-        elif replaced:
+        slot = number % layout.slots
+        replaced = self._digests[slot]
+        self._digests[slot] = digest
+        # It may have been written again since, into another slot.
+        if replaced and self._numbers.get(replaced) == number - layout.slots:
             del self._numbers[replaced]
+        else:
+            replaced = b""
         self._numbers[digest] = number
-        begin = at + SLOT.size
-        length = len(header) + numbers.nbytes
-        row = self._bytes[begin : begin + whole_words(length)]
-        row[len(header) : length] = np.frombuffer(numbers, np.uint8)
-        row[: len(header)] = np.frombuffer(header, np.uint8)
-        row[length:] = 0
-        SLOT.pack_into(self._memory, at, number, digest, length, checksum_of(row))
+        at = layout.first + slot * layout.stride
+        begin, length = at + SLOT.size, len(header) + numbers.nbytes
+        end, stop = begin + length, begin + whole_words(length)
+        view[begin : begin + len(header)] = header
+        view[begin + len(header) : end] = numbers
+        view[end:stop] = bytes(stop - end)
+        total = int(np.add.reduce(self._words[begin // WORD : stop // WORD]))
+        SLOT.pack_into(self._memory, at, number, digest, length, total)
         self._index(digest, number)
-        return number, replaced
+        return number, b"" if replaced == digest else replaced
 
     def _index(self, digest: bytes, number: int) -> None:
-        """Note in the file where a row is: in place of what is known of the same digest, or of the oldest row."""
-        place = self._layout.bucket_of(digest)
-        entries = BUCKET.unpack_from(self._memory, place)
-        tag = tag_of(digest)
-        oldest = min(entries, key=lambda entry: -1 if entry & ~NUMBER_MASK == tag and entry else entry & NUMBER_MASK)
-        struct.pack_into("<Q", self._memory, place + WORD * entries.index(oldest), tag | number)
+        """Note in the file where a row is, in place of the oldest that its bucket knows."""
+        bucket = self._layout.bucket_of(digest)
+        entry = self._fill[bucket]
+        self._fill[bucket] = (entry + 1) % _ENTRIES
+        _ENTRY.pack_into(self._memory, PAGE + bucket * BUCKET.size + entry * _ENTRY.size, tag_of(digest) | number)
 
     def find(self, digest: bytes) -> int | None:
         """The number of a prompt's row, if it is still there."""
