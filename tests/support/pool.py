@@ -205,11 +205,15 @@ class Pool:
         return self._launch([*command(), *arguments], environment, wait=wait, installed=installed)
 
     def start_trie_worker(
-        self, *options: str | int | float, wait: bool = True, installed: bool = False
+        self,
+        *options: str | int | float,
+        wait: bool = True,
+        environment: Mapping[str, str] | None = None,
+        installed: bool = False,
     ) -> WorkerProcess:
         """Start a trie worker process."""
         arguments = ["trie-worker", "--redis", self.url, "--prefix", self.prefix, *map(str, options)]
-        return self._launch([*lmpool_command(), *arguments], None, wait=wait, installed=installed)
+        return self._launch([*lmpool_command(), *arguments], environment, wait=wait, installed=installed)
 
     def _launch(
         self, command: list[str], environment: Mapping[str, str] | None, *, wait: bool, installed: bool = False

@@ -23,6 +23,7 @@ from lmpool.workers.backend.contract import BackendJob, Finished
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper
+from lmpool.workers.metrics.counters import Counters
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.segment import SegmentWriter
@@ -33,7 +34,7 @@ NO_ADAPTERS = AdapterKeeper(
 )
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
-NO_SEGMENT = SegmentWriter(INFO, "w", 0)
+NO_SEGMENT = SegmentWriter(INFO, "w", 0, Counters())
 
 
 class Recorder:

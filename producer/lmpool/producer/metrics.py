@@ -46,6 +46,8 @@ class ProducerCollector:
         fetched = counter(
             "lmpool_producer_fetched_bytes_total", "Bytes of rows and answers fetched from the server.", labels=each
         )
+        shared = counter("lmpool_producer_shared_rows_total", "Rows read from shared memory.", labels=each)
+        lost = counter("lmpool_producer_lost_rows_total", "Rows gone from shared memory when wanted.", labels=each)
         cache_bytes = gauge("lmpool_producer_cache_bytes", "Bytes of rows in the producer's own memory.", labels=each)
         cache_rows = gauge("lmpool_producer_cache_rows", "Rows in the producer's own memory.", labels=each)
         seconds = self._library.HistogramMetricFamily(
@@ -62,9 +64,11 @@ class ProducerCollector:
                 failures.add_metric((model, kind), count)
             under_way.add_metric((model,), counters.under_way)
             fetched.add_metric((model,), counters.fetched_bytes)
+            shared.add_metric((model,), counters.shared.rows)
+            lost.add_metric((model,), counters.shared.lost)
             cache_bytes.add_metric((model,), counters.cache.size)
             cache_rows.add_metric((model,), len(counters.cache))
-        yield from (requests, failures, under_way, fetched, cache_bytes, cache_rows, seconds)
+        yield from (requests, failures, under_way, fetched, shared, lost, cache_bytes, cache_rows, seconds)
 
 
 def counters_of(producer: Producer | SyncProducer) -> Counters:

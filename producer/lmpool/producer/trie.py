@@ -210,7 +210,8 @@ class TrieQueries:
 
         async def compute(error: RequestFailed) -> None:
             # Fetching a damaged row has it computed anew.
-            await session.answer(prompt, deadline, warm=isinstance(error, SourceMissing))
+            is_missing = isinstance(error, SourceMissing)
+            await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
 
         return await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
 

@@ -23,6 +23,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
@@ -272,14 +273,25 @@ class _OpenSegment(NamedTuple):
     layout: Layout
 
 
+@dataclass(slots=True)
+class ReadCounts:
+    """What has become of reads.
+
+    Attributes:
+        rows: how many rows have been read.
+        lost: how many that were to be there had been replaced, or could not be read here.
+    """
+
+    rows: int = 0
+    lost: int = 0
+
+
 class SegmentReader:
     """Reads rows from all segments of this host that this process may read.
 
     Attributes:
         host: what references to them say (`host_token`); b"" where there can be none.
-        rows: how many rows have been read.
-        bytes_read: bytes of these.
-        lost: how many had been replaced, or could not be read here.
+        counts: count the reads.
     """
 
     def __init__(self) -> None:
@@ -291,7 +303,7 @@ class SegmentReader:
         self._head = np.empty(SLOT.size + HEADER_SIZE, np.uint8)
         self._memory, self._decoded = RowMemory(), RowMemory()
         self.host = host_token()
-        self.rows = self.bytes_read = self.lost = 0
+        self.counts = ReadCounts()
 
     @property
     def has_any(self) -> bool:
@@ -337,7 +349,7 @@ class SegmentReader:
         """
         segment = self._open(reference.nonce)
         row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
-        self.lost += row is None
+        self.counts.lost += row is None
         return row
 
     def read_at(self, place: bytes, digest: bytes, vocab_size: int) -> Row | None:
@@ -378,7 +390,7 @@ class SegmentReader:
             # The words of the row: its header, and its numbers, the last of which may be half a word.
             total = checksum_of(header) + checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
             if total % 2**64 == expected:
-                self._count(length)
+                self.counts.rows += 1
                 return True
         row = self._read(segment, number, digest, out.size)
         if row is not None:
@@ -400,15 +412,11 @@ class SegmentReader:
         if not isinstance(row, np.ndarray):
             return None
         self._usual_size = row.size
-        self._count(row.size)
+        self.counts.rows += 1
         try:
             return decode_row(row, vocab_size, self._decoded.take)
         except ProtocolError:
             return None  # Of another model, or of another version of rows.
-
-    def _count(self, size: int) -> None:
-        self.rows += 1
-        self.bytes_read += size
 
     def close(self) -> None:
         """Close all files."""

@@ -84,7 +84,7 @@ def test_a_row_is_read_by_its_reference_by_its_place_and_by_its_digest(segment: 
         assert row is not None
         assert row.tobytes() == row_of(7).tobytes()
         assert not row.flags.writeable
-    assert (reader.rows, reader.lost) == (3, 0)
+    assert (reader.counts.rows, reader.counts.lost) == (3, 0)
 
 
 def test_rows_of_16_bits_are_read_too(segment: Segment, reader: SegmentReader) -> None:

@@ -139,7 +139,7 @@ async def assemble(
     reader.reply_timeout_s = reply_timeout(info.lease_s)
     segments = SegmentReader()
     rows = rows_on(server, keys, info, segments)
-    segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes)
+    segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes, counters)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
     heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)

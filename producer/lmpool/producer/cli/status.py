@@ -306,6 +306,7 @@ def _workers(models: Survey) -> list[Column]:
         Column("reuse", [_reuse(worker) for worker in workers], 8),
         Column("homed", [_text(worker.get("homed")) for worker in workers], 12),
         Column("stolen", [_text(worker.get("stolen")) for worker in workers], 13),
+        Column("shared", [_text(worker.get("shared")) for worker in workers], 14),
     ]
 
 

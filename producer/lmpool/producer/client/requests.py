@@ -24,6 +24,7 @@ from lmpool.protocol.prompt import Prompt
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
+from lmpool.rows.shared_memory import ReadCounts
 
 OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """How a request ends that the producer's own memory does not answer: see `ProducerStats`."""
@@ -140,6 +141,7 @@ class Counters:
         seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
         failures: name of the exception, or "cancelled" -> requests.
         fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's info names.
+        shared: reads of rows in shared memory.
     """
 
     def __init__(self, stats: ProducerStats, cache: RowLRU) -> None:
@@ -149,6 +151,7 @@ class Counters:
         self.seconds = {outcome: Histogram() for outcome in OUTCOMES}
         self.failures: Counter[str] = Counter()
         self.fetched_bytes = 0
+        self.shared = ReadCounts()
 
     @property
     def under_way(self) -> int:
@@ -206,6 +209,7 @@ class PendingRequest:
         origin: counter of `ProducerStats` that the first waiter's request adds to; None until something has answered.
         warm: no waiter wants the row itself, only that it be in the pool's cache.
         is_private: nobody else can ask for this, so nobody needs the answer once it has been read.
+        whole: the row itself is to be in the cache, not a reference to where it lies in shared memory.
         weights: what a trie job works on, until it has been sent.
         weights_name: where they are stored, or b"".
     """
@@ -226,12 +230,14 @@ class PendingRequest:
         "warm",
         "weights",
         "weights_name",
+        "whole",
     )
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.warm = False
         self.is_private = False
+        self.whole = False
         self.weights: SentWeights | None = None
         self.weights_name = b""
         self.waiters: list[Waiter] = []

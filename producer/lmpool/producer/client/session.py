@@ -104,6 +104,7 @@ class Session:
         self._requests = PendingRequests(cache, stats, counters)
         self._deadlines = DeadlineTimers(self.loop, self._on_deadline)
         self._connections = Connections(server, keys)
+        self._connections.segments.counts = self._requests.counters.shared
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)
         self._entries = EntryReader(self._connections, self._tasks)
@@ -210,6 +211,7 @@ class Session:
         warm: bool = False,
         private: bool = False,
         damaged: bool = False,
+        whole: bool = False,
         weights: SentWeights | None = None,
     ) -> Row:
         """Ask for a row, or for what a query wants of it, and wait for the answer.
@@ -220,6 +222,7 @@ class Session:
             warm: the row itself is not wanted, only that it be in the pool's cache; the answer is empty.
             private: nobody else can ask for this: the answer is removed from the cache when it has been read.
             damaged: what the cache holds as the answer is damaged: have it replaced.
+            whole: whoever needs the row does not read the shared memory that it may lie in.
             weights: what a trie job works on, which must not change meanwhile. Such an answer is private too.
         """
         self.check_open()
@@ -229,6 +232,7 @@ class Session:
             request.weights_name, request.weights = weights.name, weights
         request.is_private = private or weights is not None
         request.damaged = request.damaged or damaged
+        request.whole = request.whole or whole
         try:
             return await waiter.future
         finally:

@@ -337,6 +337,9 @@ class Submitter:
         if not connections.model.rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await cache.fetch_stored(await connections.model.rows.there(warmed))
+        if whole := [request.prompt.digest for request in requests if request.whole and not again]:
+            # Nobody needs what is there: a reference, most likely.
+            await connections.model.rows.drop(connections.model.rows.keys_of(whole))
         stored = await self._submit_portions(requests, again)
         connections.trouble = None
         if stored:
@@ -506,7 +509,7 @@ class Submitter:
                 request.damaged,
                 request.prompt.query,
                 # Where its row was not to be read from shared memory it is to come itself.
-                b"" if self._requests.times_lost(request) else host,
+                b"" if request.whole or self._requests.times_lost(request) else host,
             )
             for request in requests
         )

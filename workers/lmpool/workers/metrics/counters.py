@@ -33,6 +33,9 @@ class Counters:
         lane: jobs in the worker's own lane, waiting and held, as of the last heartbeat; 0 before the first.
         refused: rows that the server refused.
         evicted: rows that were gone as soon as they were stored.
+        shared: rows written to shared memory.
+        shared_bytes: size of the segment that they are written to; 0 without one.
+        exported: rows stored themselves, for clients that do not read this worker's shared memory.
         published_bytes: bytes of rows and answers sent to the server.
         fetched_bytes: bytes of rows and weights fetched to answer queries.
         server_errors: attempts to use the server that failed.
@@ -53,6 +56,9 @@ class Counters:
         self.lane = 0
         self.refused = 0
         self.evicted = 0
+        self.shared = 0
+        self.shared_bytes = 0
+        self.exported = 0
         self.published_bytes = 0
         self.fetched_bytes = 0
         self.server_errors = 0

@@ -105,6 +105,11 @@ def _of_the_model(snapshot: Snapshot, core: ModuleType) -> Iterator[Any]:
     yield counter("lmpool_worker_tokens_total", "Tokens of the prompts that were computed.", stats.tokens)
     yield counter("lmpool_worker_reused_tokens_total", "Tokens among them that a prefix cache already held.",
                   stats.reused)
+    yield counter("lmpool_worker_shared_rows_total", "Rows written to shared memory.", counters.shared)
+    yield counter("lmpool_worker_exported_rows_total", "Rows stored whole for clients on other hosts.",
+                  counters.exported)
+    yield gauge("lmpool_worker_shared_memory_bytes", "Size of the worker's segment of shared memory.",
+                counters.shared_bytes)
     yield counter("lmpool_worker_published_bytes_total", "Bytes of rows and answers sent to the server.",
                   counters.published_bytes)
     yield counter("lmpool_worker_fetched_bytes_total", "Bytes of rows and weights fetched to answer queries.",

@@ -114,6 +114,8 @@ class Publisher:
         shared = NOT_SHARED
         if whole is not None and isinstance(block, RowBlock):
             shared = self._segment.write(block, whole, overwrite)
+            self._counters.shared += len(shared.references)
+            self._counters.exported += len(whole)
         refused, left, elsewhere = await self.retry(partial(self._attempt, block, ending, overwrite, shared))
         self._count(block, ending, [*left, *elsewhere], began)
         if elsewhere:
@@ -180,6 +182,7 @@ class Publisher:
 
     async def _store_left(self, block: Block, jobs: JobsByDigest, began: float) -> list[InFlightJob]:
         """Store rows themselves where there are references, and end their jobs; returns those that have no row."""
+        self._counters.exported += len(jobs)
         gone = await self._store(block, jobs, block.digests, began)
         return [job for digest in gone for job in jobs[digest].values()]
 
@@ -202,7 +205,8 @@ class Publisher:
             elsewhere.extend(without_reader)
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
-        self._counters.published_bytes += block.nbytes
+        sent = len(block.digests) - len(shared.references)
+        self._counters.published_bytes += block.nbytes * sent // max(1, len(block.digests))
         refused = await self._rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
 

@@ -41,6 +41,7 @@ from lmpool.rows.shared_memory import (
     whole_pages,
     whole_words,
 )
+from lmpool.workers.metrics.counters import Counters
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -130,7 +131,7 @@ class Segment:
     def find(self, digest: bytes) -> int | None:
         """The number of a prompt's row, if it is still there."""
         number = self._numbers.get(digest)
-        if number is None:
+        if number is None or not self.is_whole():
             return None
         data = self._bytes[(at := self._layout.slot_of(number)) : at + self._layout.stride]
         return number if isinstance(row_in(data, number, digest), np.ndarray) else None
@@ -245,14 +246,16 @@ class SegmentWriter:
         info: what the worker serves.
         worker: its name.
         size: bytes that the segment may take; None for a part of what is free, 0 for no segment.
+        counters: are told how large it is.
 
     Attributes:
         segment: None as long as it is being made, and where there is none.
     """
 
-    def __init__(self, info: ModelInfo, worker: str, size: int | None) -> None:
+    def __init__(self, info: ModelInfo, worker: str, size: int | None, counters: Counters) -> None:
         self._info = info
         self._worker = worker.encode()
+        self._counters = counters
         self._is_wanted = size != 0 and is_shared(info.vocab_size)
         self._size = default_size() if size is None else size
         self._host = host_token()
@@ -268,6 +271,9 @@ class SegmentWriter:
         while self._is_wanted:
             if self.segment is None:
                 self.segment = await asyncio.to_thread(self._make)
+                if self.segment is not None:
+                    self._counters.shared_bytes = self.segment.size
+                    _log.info("rows for this machine: %d of them in shared memory", self.segment.slots)
             await asyncio.sleep(_LOOK_S)
 
     def _make(self) -> Segment | None:
@@ -304,8 +310,7 @@ class SegmentWriter:
             return NOT_SHARED
         if not segment.is_whole():
             _log.warning("somebody has cut or removed the shared memory of this worker: it makes another one")
-            self.segment = None
-            segment.close()
+            self._drop()
             return NOT_SHARED
         references, replaced = {}, []
         for digest, (header, numbers) in zip(block.digests, block.encoded(), strict=True):
@@ -332,6 +337,9 @@ class SegmentWriter:
     def close(self) -> None:
         """Remove the segment."""
         self._is_wanted = False
+        self._drop()
+
+    def _drop(self) -> None:
         if self.segment is not None:
             self.segment.close()
-            self.segment = None
+            self.segment, self._counters.shared_bytes = None, 0

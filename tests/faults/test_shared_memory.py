@@ -1,0 +1,290 @@
+"""Rows in shared memory: exact for whoever reads them and wherever, and nothing is lost with a worker or its file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.producer import Producer
+from lmpool.rows.shared_memory import is_reference
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, until, until_async
+
+V = 2048
+SLOT = 12_288
+"""Bytes of a slot for rows of V, in whole pages."""
+ARGUMENTS = ("--vocab-size", V, "--lease-s", 2)
+PROMPTS = [[i, i + 1, 7] for i in range(60)]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of segments, of this test alone."""
+    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
+        monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
+        yield Path(folder)
+
+
+def segments(place: Path) -> list[Path]:
+    return sorted(place.glob("lmpool-*"))
+
+
+def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLOT, **settings: Any) -> WorkerProcess:
+    """A worker that has its segment."""
+    before = set(segments(place))
+    environment = {"LMPOOL_SHM_DIR": str(place)}
+    worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
+    until(lambda: set(segments(place)) - before, "the worker has a segment")
+    return worker
+
+
+def row_of(prompt: list[int]) -> np.ndarray[Any, Any]:
+    return synthetic_row(prompt, vocab_size=V)
+
+
+async def ask(producer: Producer, prompts: list[list[int]] = PROMPTS) -> None:
+    """Ask for rows and compare every value."""
+    for prompt, row in zip(prompts, await asyncio.gather(*map(producer.logprobs, prompts)), strict=True):
+        assert row.tobytes() == row_of(prompt).tobytes()
+
+
+def stored(pool: Pool) -> list[bytes]:
+    """What Redis has in place of rows."""
+    keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*", count=1000))
+    values = [pool.redis.get(key) for key in keys]
+    return [value for value in values if isinstance(value, bytes)]
+
+
+def reads(producer: Producer) -> tuple[int, int]:
+    """Rows that a producer has read from shared memory, and those that were not there any more."""
+    counts = producer._counters.shared
+    return counts.rows, counts.lost
+
+
+def remote(pool: Pool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Producer:
+    """A producer on what is another host as far as shared memory goes."""
+    monkeypatch.setenv("LMPOOL_SHM_DIR", tempfile.mkdtemp(dir=os.environ["LMPOOL_SHM_DIR"]))
+    return pool.producer(**settings)
+
+
+async def counted(pool: Pool, field: str, expected: int) -> None:
+    """Wait until a heartbeat of the workers together says so."""
+
+    async def is_said() -> bool:
+        values = [pool.redis.hget(key, field) for key in pool.redis.scan_iter(match=f"{pool.prefix}:worker:*")]
+        return sum(int(value or 0) for value in values) == expected
+
+    await until_async(is_said, f"{field} is {expected}")
+
+
+async def test_rows_come_through_shared_memory_and_redis_has_references_that_expire(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
+        await ask(first)
+        assert reads(first) == (len(PROMPTS), 0)
+        values = stored(pool)
+        assert len(values) == len(PROMPTS)
+        assert all(is_reference(value) and len(value) < 100 for value in values)
+        for key in pool.redis.scan_iter(match=f"{pool.prefix}:row:*"):
+            assert 0 < pool.redis.pttl(key) <= 3_600_000
+        await ask(second)
+        await ask(second)
+        assert reads(second) == (2 * len(PROMPTS), 0)
+        batch = await second.batch_logprobs(PROMPTS)
+        assert batch.tobytes() == np.stack([row_of(prompt) for prompt in PROMPTS]).tobytes()
+        assert second.stats().cache_hits == 3 * len(PROMPTS)
+    await counted(pool, "shared", len(PROMPTS))
+    await counted(pool, "rows", len(PROMPTS))
+
+
+async def test_a_cached_row_is_read_without_the_server(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
+        await ask(first)
+        await ask(second)
+        for key in list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*")):
+            pool.redis.unlink(key)
+        await ask(second)
+        assert second.stats().computed == 0
+
+
+async def test_rows_of_16_bits_come_too(pool: Pool, place: Path) -> None:
+    start(pool, place, "--encoding", "bf16")
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        await ask(producer)
+        batch = await producer.batch_logprobs(PROMPTS)
+        assert batch.tobytes() == np.stack([row_of(prompt) for prompt in PROMPTS]).tobytes()
+        assert reads(producer) == (3 * len(PROMPTS), 0)
+
+
+async def test_a_client_on_another_host_gets_the_row_itself_without_another_forward(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(pool, place)
+    async with pool.producer(cache_bytes=0) as here:
+        await ask(here)
+        async with remote(pool, monkeypatch, cache_bytes=0) as elsewhere:
+            await ask(elsewhere)
+            assert reads(elsewhere)[0] == 0
+            await ask(elsewhere, [[9, 9]])
+            await ask(here, [[9, 9]])
+    await counted(pool, "rows", len(PROMPTS) + 1)
+    assert not any(map(is_reference, stored(pool)))
+
+
+async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    start(pool, place, command=gate.command)
+    async with pool.producer() as here, remote(pool, monkeypatch) as elsewhere:
+        for first, second in ((here, elsewhere), (elsewhere, here)):
+            gate.shut()
+            prompt = [5, int(first is here)]
+            asked = asyncio.ensure_future(first.logprobs(prompt))
+            await until_async(lambda: is_held(pool), "the worker holds it")
+            joined = asyncio.ensure_future(second.logprobs(prompt))
+            waiting = f"{pool.prefix}:{{syn}}:waiting:*"
+
+            async def are_two(pattern: str = waiting) -> bool:
+                return any(pool.redis.hlen(key) == 3 for key in pool.redis.scan_iter(match=pattern))
+
+            await until_async(are_two, "both wait")
+            gate.open()
+            for row in await asyncio.wait_for(asyncio.gather(asked, joined), DEADLINE_S):
+                assert row.tobytes() == row_of(prompt).tobytes()
+    await counted(pool, "rows", 2)
+
+
+async def test_a_killed_worker_costs_time_only_and_its_file_goes_with_the_next_one(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
+        await ask(producer)
+        (left,) = segments(place)
+        worker.signal(signal.SIGKILL)
+        await asyncio.to_thread(worker.wait)
+        await asyncio.to_thread(start, pool, place)
+        until(lambda: not left.exists(), "the file of the dead worker is gone")
+        await ask(producer)
+        await ask(producer)
+    assert len(segments(place)) == 1
+
+
+async def test_a_worker_that_stops_leaves_no_file(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    worker.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait) == 0
+    assert list(place.iterdir()) == []
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 5000)
+
+
+def overwrite(path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.write(os.urandom(size))
+
+
+def overwrite_rows(path: Path) -> None:
+    """Junk from the middle of the first slot on, for a while: the beginnings of some slots stay."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 1000 * SLOT + SLOT + 3000)
+        file.write(os.urandom(20 * SLOT))
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("spoil", [cut, overwrite, overwrite_rows, remove])
+async def test_whatever_somebody_does_to_the_file_rows_stay_right(
+    pool: Pool, place: Path, spoil: Callable[[Path], None]
+) -> None:
+    worker = start(pool, place)
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        (path,) = segments(place)
+        spoil(path)
+        await ask(producer)
+        await ask(producer, [[1, 2, 3, i] for i in range(100)])
+        await ask(producer)
+        if spoil in (cut, remove):
+            await asyncio.to_thread(worker.until_says, "somebody has cut or removed the shared memory")
+            await asyncio.to_thread(until, lambda: segments(place) not in ([], [path]), "there is another segment")
+            await ask(producer, [[3, 2, 1, i] for i in range(100)])
+    assert worker.process.poll() is None
+
+
+async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path) -> None:
+    start(pool, place, size=65 * SLOT)
+    async with pool.producer(cache_bytes=0) as producer:
+        prompts = [[i, 3] for i in range(300)]
+        for _ in range(2):
+            await ask(producer, prompts)
+        values = stored(pool)
+        assert sum(map(is_reference, values)) <= 2 * 65, "what was replaced is not in Redis either"
+
+
+@pytest.mark.parametrize(("size", "folder"), [(0, "."), (63 * SLOT, "."), (1000 * SLOT, "nowhere")])
+async def test_without_room_for_a_segment_rows_go_through_redis(
+    pool: Pool, place: Path, size: int, folder: str
+) -> None:
+    environment = {"LMPOOL_SHM_DIR": str(place / folder)}
+    worker = pool.start(*ARGUMENTS, "--shm-bytes", size, environment=environment)
+    if size:
+        await asyncio.to_thread(worker.until_says, "rows go through Redis, not through shared memory")
+        assert "--shm-bytes" in worker.text
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        await ask(producer)
+        assert reads(producer)[0] == 0
+    assert worker.text.count("through Redis") == bool(size)
+    assert not any(map(is_reference, stored(pool)))
+    assert segments(place) == []
+
+
+async def test_less_than_a_row_and_tries_are_answered_from_shared_memory_too(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(pool, place)
+    await asyncio.to_thread(pool.start_trie_worker, "--lease-s", 2)
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        trie = await producer.trie()
+        for prompt in PROMPTS[:5]:
+            row = row_of(prompt)
+            targets = await producer.logprobs(prompt, targets=[0, 5, V - 1])
+            assert targets.tobytes() == row[[0, 5, V - 1]].tobytes()
+            top = await producer.topk(prompt, 3)
+            assert np.array_equal(top.values, np.sort(row)[::-1][:3])
+            assert 0 <= await producer.sample(prompt, seed=1) < V
+            values = await trie.weight_sum(prompt=prompt)
+            np.testing.assert_allclose(values[0], 1, rtol=1e-4)
+    await counted(pool, "rows", len(PROMPTS))
+
+
+async def test_a_trie_worker_on_another_host_gets_rows_itself(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(pool, place)
+    elsewhere = tempfile.mkdtemp(dir=place)
+    await asyncio.to_thread(pool.start_trie_worker, "--lease-s", 2, environment={"LMPOOL_SHM_DIR": elsewhere})
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        trie = await producer.trie()
+        for prompt in PROMPTS[:5]:
+            values = await trie.weight_sum(prompt=prompt)
+            np.testing.assert_allclose(values[0], 1, rtol=1e-4)
+    assert sum(not is_reference(value) for value in stored(pool)) >= 5
