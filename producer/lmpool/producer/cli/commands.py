@@ -146,7 +146,10 @@ async def _memory(server: Server) -> ServerMemory | None:
 
 
 def flush(model: FlushedModel = None, redis: RedisUrl = None, prefix: Prefix = "lmpool") -> None:
-    """Drop the cached rows of one model, or of all of them. They are computed anew when asked for."""
+    """Drop the cached rows of one model, or of all of them, from Redis. They are computed anew when asked for.
+
+    Those in a worker's shared memory stay until they are replaced or it ends.
+    """
     say(f"dropped {run(_flush(Server(redis), key_names(prefix), model))} rows")
 
 
