@@ -61,6 +61,20 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         raise interrupted
 
 
+async def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Await something to its end, also when this is cancelled meanwhile, however often: what closes must close."""
+    task = asyncio.ensure_future(work)
+    interrupted: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            interrupted = error
+    task.result()
+    if interrupted is not None:
+        raise interrupted
+
+
 async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all; the first failure ends the others and is raised."""
     requests = list(work)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lmpool import aio
-from lmpool.aio import end_tasks
+from lmpool.aio import end_tasks, finish
 
 
 class Deaf:
@@ -94,3 +94,30 @@ async def test_what_a_task_raises_at_its_end_is_dropped() -> None:
     await end_tasks([task])
     await end_tasks([])
     assert task.done()
+
+
+async def test_what_closes_is_finished_although_its_caller_is_cancelled_again_and_again() -> None:
+    may_end, ends = asyncio.Event(), []
+
+    async def close() -> None:
+        await may_end.wait()
+        ends.append("closed")
+
+    closing = asyncio.create_task(finish(close()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        closing.cancel()
+    await asyncio.sleep(0)
+    assert not closing.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert ends == ["closed"]
+
+
+async def test_what_fails_to_close_says_so() -> None:
+    async def close() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        await finish(close())

@@ -11,7 +11,7 @@ from functools import partial
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.aio import delays, end_tasks
+from lmpool.aio import delays, end_tasks, finish
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
@@ -309,7 +309,7 @@ class Worker:
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         finally:
-            await serving.close()
+            await finish(serving.close())
 
     async def _join(self, serving: Serving) -> None:
         await serving.consumer.ensure_group()

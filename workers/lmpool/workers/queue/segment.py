@@ -10,6 +10,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -260,6 +261,7 @@ class SegmentWriter:
         self._size = default_size() if size is None else size
         self._host = host_token()
         self.segment: Segment | None = None
+        self._lock = threading.Lock()
 
     @property
     def host(self) -> bytes:
@@ -270,23 +272,26 @@ class SegmentWriter:
         """Make the segment, and another one when something has happened to it."""
         while self._is_wanted:
             if self.segment is None:
-                self.segment = await asyncio.to_thread(self._make)
-                if self.segment is not None:
-                    self._counters.shared_bytes = self.segment.size
-                    _log.info("rows for this machine: %d of them in shared memory", self.segment.slots)
+                await asyncio.to_thread(self._make)
             await asyncio.sleep(_LOOK_S)
 
-    def _make(self) -> Segment | None:
+    def _make(self) -> None:
         info = self._info
         try:
             segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
         except OSError as error:
             self._give_up(f"{folder()}: {error.strerror or error}")
-            return None
-        if segment is None and self._is_wanted:
-            row = encoded_size(info.vocab_size, Encoding.F32)
-            self._give_up(f"{self._size} bytes hold fewer than {_LEAST_SLOTS} rows of {row} bytes")
-        return segment
+            return
+        with self._lock:
+            # The worker may have ended meanwhile, and waits for no thread.
+            if segment is not None and not self._is_wanted:
+                segment.close()
+            elif segment is not None:
+                self.segment, self._counters.shared_bytes = segment, segment.size
+                _log.info("rows for this machine: %d of them in shared memory", segment.slots)
+            elif self._is_wanted:
+                row = encoded_size(info.vocab_size, Encoding.F32)
+                self._give_up(f"{self._size} bytes hold fewer than {_LEAST_SLOTS} rows of {row} bytes")
 
     def _give_up(self, why: str) -> None:
         self._is_wanted = False
@@ -336,8 +341,9 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Remove the segment."""
-        self._is_wanted = False
-        self._drop()
+        with self._lock:
+            self._is_wanted = False
+            self._drop()
 
     def _drop(self) -> None:
         if self.segment is not None:
