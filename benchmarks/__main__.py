@@ -21,6 +21,7 @@ from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "new-f32": transport.new_f32,
+    "new-f32-large": transport.new_f32_large,
     "new-bf16": transport.new_bf16,
     "cached": transport.cached,
     "tiny": transport.tiny,

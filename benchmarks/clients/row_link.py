@@ -19,6 +19,8 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import RedisRows, RowSpace
 from lmpool.rows.shared_memory import SegmentReader
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.segment import SegmentWriter
 
 _BLOCK = 32
 _KEYS = 256
@@ -35,6 +37,7 @@ class RowLinkUser:
     def __init__(self, url: str, vocab_size: int) -> None:
         info = ModelInfo("row-link", "none", vocab_size, 1, "row-link", "float32", row_ttl_s=600)
         self._rows = RedisRows(Server(url), RowSpace.of(Keys(), info, SegmentReader()))
+        self._segment = SegmentWriter(info, "row-link", None, Counters())
         logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
         # Log-probabilities, for others are refused when they are fetched.
         self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -42,9 +45,12 @@ class RowLinkUser:
 
     async def put(self, rows: int) -> None:
         """Store rows, over and over under the same keys, in blocks."""
+        if self._segment.segment is None:
+            await self._segment.make()
         for start in range(0, rows, _BLOCK):
             block = RowBlock(_digests(start), self._numbers, None, Encoding.F32)
-            if refused := await self._rows.put(block, overwrite=block.digests):
+            shared = self._segment.write(block, (), block.digests)
+            if refused := await self._rows.put(block, overwrite=block.digests, shared=shared):
                 raise RuntimeError(f"the server refused rows: {refused}")
 
     async def get(self, rows: int) -> None:

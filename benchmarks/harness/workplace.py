@@ -73,6 +73,19 @@ class Workplace:
         """Start a process with a producer for a model that is served."""
         return self.child("clients.producer", "--redis", self.url, "--model", model, *options)
 
+    def wait_for_shared_memory(self, name: str) -> None:
+        """Wait until the workers that serve `name` have shared memory: it is made while they serve already.
+
+        Raises:
+            BenchmarkError: they have none within a minute.
+        """
+
+        def have_some() -> bool:
+            return all("shared" in fields for fields, _ in _heartbeats(server, name).values())
+
+        with redis.Redis.from_url(self.url, decode_responses=True) as server:
+            wait_until(have_some, _HEARTBEATS_S, f"shared memory of the workers that serve {name!r}")
+
     def refill(self) -> None:
         """Empty the server, then store rows that nobody asks for until it drops some: all measures begin alike.
 

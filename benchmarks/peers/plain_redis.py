@@ -41,6 +41,12 @@ class PlainRedis:
                 pipe.set(key, row.tobytes(), ex=_TTL_S)
             await pipe.execute()
 
+    async def fill(self, keys: list[str], row_bytes: int) -> None:
+        """SET values of that size under these keys (hexadecimal)."""
+        row = np.random.default_rng(0).integers(0, 256, row_bytes, np.uint8).tobytes()
+        for key in keys:
+            await self._redis.set(bytes.fromhex(key), row, ex=_TTL_S)
+
     async def get(self, rows: int, row_bytes: int) -> None:
         """MGET values that `put` stores, as many at a time, each read as an array."""
         missing = 0
@@ -84,7 +90,8 @@ async def main() -> None:
     async with Redis.from_url(sys.argv[1]) as redis:
         await redis.ping()
         plain = PlainRedis(redis)
-        await serve({handler.__name__: handler for handler in (plain.put, plain.get, plain.get_keys, plain.round_trip)})
+        handlers = (plain.put, plain.fill, plain.get, plain.get_keys, plain.round_trip)
+        await serve({handler.__name__: handler for handler in handlers})
 
 
 if __name__ == "__main__":

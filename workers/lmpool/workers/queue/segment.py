@@ -272,8 +272,12 @@ class SegmentWriter:
         """Make the segment, and another one when something has happened to it."""
         while self._is_wanted:
             if self.segment is None:
-                await asyncio.to_thread(self._make)
+                await self.make()
             await asyncio.sleep(_LOOK_S)
+
+    async def make(self) -> None:
+        """Make a segment, if there is room for one."""
+        await asyncio.to_thread(self._make)
 
     def _make(self) -> None:
         info = self._info
