@@ -405,8 +405,8 @@ class RedisRows:
                 followed[at] = row
                 if row is None and (reference is None or reference.host == self._segments.host):
                     stale.append(digests[at])
-        if stale:
-            await self.drop(self.keys_of(stale))
+        # One by one: on a master of a cluster they lie in several slots.
+        await asyncio.gather(*(self.drop([key]) for key in self.keys_of(stale)))
         return followed
 
     def _read(self, digest: bytes, value: object, lengths: Mapping[bytes, int]) -> Found:

@@ -68,6 +68,8 @@ class ClusterRows:
         """See `RowCache.put`."""
         parts = await self._split(self.keys_of(block.digests))
         stored = [rows.put(block, overwrite, shared=shared, some=numbers) for rows, numbers in parts]
+        if shared.replaced:
+            await self.drop(self.keys_of(shared.replaced))
         refused = _merged(await asyncio.gather(*stored))
         if then is not None:
             await then(self._queue.call, refused)

@@ -333,13 +333,13 @@ class Submitter:
             ServerError or an error of redis-py: the server cannot be used.
         """
         connections, cache = self._connections, self._cache
+        if whole := [request.prompt.digest for request in requests if request.whole and not again]:
+            # Nobody needs what is there: a reference, most likely.
+            await connections.model.rows.drop(connections.model.rows.keys_of(whole))
         # Whether a row is there that need not be sent the script can tell, if it sees rows.
         if not connections.model.rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await cache.fetch_stored(await connections.model.rows.there(warmed))
-        if whole := [request.prompt.digest for request in requests if request.whole and not again]:
-            # Nobody needs what is there: a reference, most likely.
-            await connections.model.rows.drop(connections.model.rows.keys_of(whole))
         stored = await self._submit_portions(requests, again)
         connections.trouble = None
         if stored:
@@ -493,7 +493,8 @@ class Submitter:
     ) -> bytes:
         """Returns a letter for each request, and `_IN_THE_WAY` when jobs of another client are before these."""
         connections, model = self._connections, self._connections.model
-        look = "" if is_damaged else "rows" if model.rows.is_seen else "marks"
+        is_unfit = is_damaged or any(request.whole for request in requests)
+        look = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
         keys, prefix = [model.keys.jobs, model.reply], model.keys.waiting
         keys += [prefix + request.prompt.digest for request in requests]
         if look == "rows":
