@@ -77,11 +77,12 @@ def remote(pool: Pool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Prod
 
 
 async def counted(pool: Pool, field: str, expected: int) -> None:
-    """Wait until a heartbeat of the workers together says so."""
+    """Wait until the heartbeats of the model's workers together say so."""
 
     async def is_said() -> bool:
-        values = [pool.redis.hget(key, field) for key in pool.redis.scan_iter(match=f"{pool.prefix}:worker:*")]
-        return sum(int(value or 0) for value in values) == expected
+        keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:worker:*"))
+        values = [pool.redis.hmget(key, "model", field) for key in keys]
+        return sum(int(value or 0) for model, value in values if model == b"syn") == expected
 
     await until_async(is_said, f"{field} is {expected}")
 
