@@ -198,8 +198,8 @@ Block = RowBlock | VectorBlock
 """What a backend has computed: rows, or answers to queries."""
 
 
-Allocate = Callable[[int], NDArray[np.uint8]]
-"""Gives memory for so many bytes."""
+Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
+"""Gives memory for so many bytes: to read it by, and to write it by."""
 
 
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
@@ -222,8 +222,12 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
         raise ProtocolError(f"a row of V = {vocab_size} in encoding {encoding} cannot have {data.size} bytes")
     row = numbers = data[HEADER_SIZE:].view(dtype)
     if encoding is not _F32:
-        out = None if allocate is None else allocate(4 * vocab_size).view(np.float32)
-        row = _widened(numbers, encoding, log_z, out).view()
+        if allocate is None:
+            row = _widened(numbers, encoding, log_z).view()
+        else:
+            memory, writeable = allocate(4 * vocab_size)
+            _widened(numbers, encoding, log_z, np.frombuffer(writeable, np.float32))
+            row = memory.view(np.float32)
     # numpy lets owners be made writeable again, and views of writeable ones. What was received into is one of its own.
     owner = row.base
     while isinstance(owner, np.ndarray):

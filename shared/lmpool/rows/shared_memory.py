@@ -21,13 +21,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -235,35 +237,36 @@ def tag_of(digest: bytes) -> int:
     return int.from_bytes(digest[WORD : WORD + 2], "little") << _NUMBER_BITS
 
 
-class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory that goes back where it came from when nothing looks at it any more.
-
-    It is made right on the memory: where that were an array, numpy would let views of this one be views of that.
-    """
-
-    memory: mmap.mmap
-    free: list[mmap.mmap]
-
-    def __del__(self) -> None:
-        if len(self.free) < _MOST_SPARE:
-            self.free.append(self.memory)
-
-
 class RowMemory:
     """Memory for rows, used again: the system gives out new pages far more slowly than rows are copied."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._numbers = count()
         self._size = 0
 
-    def take(self, size: int) -> NDArray[np.uint8]:
-        """Memory of that size, uint8, that is used again once nobody has a view of it."""
+    def take(self, size: int) -> tuple[NDArray[np.uint8], memoryview]:
+        """Memory of that size that is used again once nobody has a view of the array.
+
+        Returns:
+            a uint8 array of shape (size,) that nobody can make writeable, and what to write to it by.
+        """
         if size != self._size:
             self._free, self._size = [], size
-        memory = self._free.pop() if self._free else mmap.mmap(-1, size)
-        lent = _Lent(size, np.uint8, memory)
-        lent.memory, lent.free = memory, self._free
-        return lent.view(np.ndarray)
+        free, lent, number = self._free, self._lent, next(self._numbers)
+        memory = free.pop() if free else mmap.mmap(-1, size)
+        writeable = memoryview(memory)
+        # All views of it have it as their base, so it ends with the last of them.
+        array = np.frombuffer(writeable.toreadonly(), np.uint8)
+
+        def give_back(_: object) -> None:
+            del lent[number]
+            if len(free) < _MOST_SPARE:
+                free.append(memory)
+
+        lent[number] = weakref.ref(array, give_back)
+        return array, writeable
 
 
 class _OpenSegment(NamedTuple):
@@ -403,8 +406,8 @@ class SegmentReader:
         size, at = min(self._usual_size or most, most), layout.slot_of(number)
         # Once more when it is longer than most.
         for _ in range(2):
-            data = self._memory.take(SLOT.size + whole_words(size))
-            row = row_in(data[: os.preadv(fd, [data.data], at)], number, digest)
+            data, writeable = self._memory.take(SLOT.size + whole_words(size))
+            row = row_in(data[: os.preadv(fd, [writeable], at)], number, digest)
             if row is None or isinstance(row, np.ndarray):
                 break
             if (size := row) > most:

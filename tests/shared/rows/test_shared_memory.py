@@ -267,3 +267,40 @@ def test_references_are_told_from_rows() -> None:
     assert unpack_reference(packed + bytes(300)) is None
     assert unpack_reference(packed[:4] + b"\x02" + packed[5:]) is None
     assert place_of(None) == bytes(16)
+
+
+def test_the_rows_of_many_workers_are_found() -> None:
+    several = [made() for _ in range(32)]
+    reader = SegmentReader()
+    try:
+        for number, segment in enumerate(several):
+            put(segment, number)
+        reader.look("fp")
+        for number in range(32):
+            row = reader.find(prompt(number), V)
+            assert row is not None
+            assert row.tobytes() == row_of(number).tobytes()
+        for segment in several[:16]:
+            segment.close()
+        reader.look("fp")
+        assert [reader.find(prompt(number), V) is None for number in range(32)] == [True] * 16 + [False] * 16
+    finally:
+        reader.close()
+        for segment in several[16:]:
+            segment.close()
+
+
+def test_rows_that_are_dropped_lend_their_memory_to_the_next_and_others_keep_theirs(
+    segment: Segment, reader: SegmentReader
+) -> None:
+    for number in range(8):
+        put(segment, number)
+    kept = reader.find(prompt(0), V)
+    assert kept is not None
+    part = kept[10:20]
+    del kept
+    for number in range(1, 8):
+        assert reader.find(prompt(number), V) is not None
+    assert part.tobytes() == row_of(0)[10:20].tobytes()
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        part.setflags(write=True)
