@@ -379,9 +379,11 @@ class SegmentReader:
         for segment in self._searched:
             entries = os.pread(segment.fd, BUCKET.size, PAGE + segment.layout.bucket_of(digest) * BUCKET.size)
             if len(entries) == BUCKET.size:
-                for entry in BUCKET.unpack(entries):
-                    if entry and entry & ~NUMBER_MASK == tag:
-                        yield segment, entry & NUMBER_MASK
+                alike = [entry & NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~NUMBER_MASK == tag]
+                # What was written last first: the others may have been replaced, and so may this one.
+                for number in sorted(alike, reverse=True):
+                    if number:
+                        yield segment, number
 
     def _read_into(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
         """Read an F32 row to where it is wanted; others are decoded and copied there."""
