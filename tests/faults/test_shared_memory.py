@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
@@ -289,3 +290,30 @@ async def test_a_trie_worker_on_another_host_gets_rows_itself(
             values = await trie.weight_sum(prompt=prompt)
             np.testing.assert_allclose(values[0], 1, rtol=1e-4)
     assert sum(not is_reference(value) for value in stored(pool)) >= 5
+
+
+async def test_the_memory_of_a_worker_that_has_gone_is_held_by_nobody_who_has_read_it(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    environment = {"LMPOOL_SHM_DIR": str(place)}
+    trie_worker = await asyncio.to_thread(pool.start_trie_worker, "--lease-s", 2, environment=environment)
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        trie = await producer.trie()
+        await trie.weight_sum(prompt=PROMPTS[0])
+
+        def held() -> list[int]:
+            return [pid for pid in (os.getpid(), trie_worker.process.pid) if has_open(pid, place)]
+
+        assert held() == [os.getpid(), trie_worker.process.pid]
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.wait)
+        await asyncio.to_thread(until, lambda: not held(), "its segment is closed")
+
+
+def has_open(pid: int, place: Path) -> bool:
+    """Whether a process has a file of that folder open, removed or not."""
+    found = False
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # Closed by now.
+            found = found or str(link.readlink()).startswith(f"{place}/lmpool-")
+    return found

@@ -249,8 +249,9 @@ class RedisRows:
         writes = _writes(self._prefix, block, overwrite, some, shared.references)
         ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
         if shared.replaced and some is None:
-            # What it answers is no matter: a reference that stays is seen to be stale.
-            raw.call([b"UNLINK", *self.keys_of(shared.replaced)])
+            # What it answers is no matter, nor whether it does: a reference that stays is seen to be stale.
+            dropped = raw.call([b"UNLINK", *self.keys_of(shared.replaced)])
+            dropped.add_done_callback(lambda done: done.cancelled() or done.exception())
         stored = raw.set(writes, ttl_ms)
         if then is not None:
             await then(partial(self._connection.call_on, raw), ())

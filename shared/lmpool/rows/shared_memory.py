@@ -315,15 +315,23 @@ class SegmentReader:
 
     def look(self, fingerprint: str) -> None:
         """Have `find` search the segments with a model's rows that are there now; close those that are gone."""
-        present = {path.name.removeprefix(NAME) for path in segments_in(self._folder)}
-        for nonce in [nonce for nonce in self._segments if nonce.hex() not in present]:
-            os.close(self._segments.pop(nonce).fd)
-        self._unreadable.clear()
-        for name in present:
+        for name in self.let_go():
             with suppress(ValueError):
                 self._open(bytes.fromhex(name))
         wanted = fingerprint_bytes(fingerprint)
         self._searched = [found for found in self._segments.values() if found.layout.fingerprint == wanted]
+
+    def let_go(self) -> set[str]:
+        """Close the segments that are gone, whose memory is free only then; returns the names of those that are there.
+
+        To be called from time to time by whoever reads.
+        """
+        present = {path.name.removeprefix(NAME) for path in segments_in(self._folder)}
+        for nonce in [nonce for nonce in self._segments if nonce.hex() not in present]:
+            os.close(self._segments.pop(nonce).fd)
+        self._searched = [found for found in self._searched if found.layout.nonce in self._segments]
+        self._unreadable.clear()
+        return present
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
         found = self._segments.get(nonce)

@@ -83,7 +83,9 @@ class Dispatcher:
                 # Not here: what they need may have to be fetched, and the next jobs are not to wait for that.
                 self._to_prepare.put_nowait(list(later))
                 fresh = [job for job in fresh if job.digest not in later]
-        known = [block for job in fresh if (block := self._find(job)) is not None]
+        known = []
+        if self._segment.segment is not None:
+            known = [block for job in fresh if (block := self._find(job)) is not None]
         if known:
             digests = {digest for block in known for digest in block.digests}
             fresh = [job for job in fresh if job.digest not in digests]

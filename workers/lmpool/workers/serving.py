@@ -64,6 +64,7 @@ class Serving:
         reader: the connection that jobs are taken from.
         rows: the cache of rows.
         segment: where rows lie that clients on this host wait for.
+        segments: reads the rows in shared memory that queries and trie jobs are about.
         trie_inputs: brings what trie jobs need.
         in_flight: the jobs that the worker holds.
         consumer: takes jobs from the queue.
@@ -79,6 +80,7 @@ class Serving:
     reader: CommandConnection
     rows: RowCache
     segment: SegmentWriter
+    segments: SegmentReader
     trie_inputs: TrieInputs
     in_flight: InFlightJobs
     consumer: Consumer
@@ -90,6 +92,7 @@ class Serving:
     async def close(self) -> None:
         """Close all connections."""
         self.segment.close()
+        self.segments.close()
         self.rows.close()
         self.trie_inputs.close()
         self.reader.close()
@@ -162,6 +165,7 @@ async def assemble(
         reader=reader,
         rows=rows,
         segment=segment,
+        segments=segments,
         trie_inputs=trie_inputs,
         in_flight=in_flight,
         consumer=Consumer(redis, reader, model, info, worker.worker_id, settings.max_deliveries, unwanted, counters),

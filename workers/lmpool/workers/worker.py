@@ -432,6 +432,7 @@ class Worker:
             self._lifecycle.notify()
 
     async def _send_heartbeat(self, serving: Serving) -> None:
+        serving.segments.let_go()
         try:
             async with self._beating:
                 await self._write_heartbeat(serving)

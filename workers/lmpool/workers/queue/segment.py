@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.embedded import physical_memory
 from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, encoded_size
@@ -231,9 +232,9 @@ def default_size() -> int:
 
 
 def _free_bytes() -> int:
-    """Bytes that are free in the folder and in memory."""
+    """Bytes that are free in the folder and in memory; no more than the container may have."""
     place = os.statvfs(folder())
-    free = place.f_bavail * place.f_frsize
+    free = min(place.f_bavail * place.f_frsize, physical_memory())
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             free = min(free, int(line.split()[1]) * 1024)
