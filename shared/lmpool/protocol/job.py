@@ -56,14 +56,16 @@ class Job(Message, frozen=True, tag=WIRE_VERSION):
     host: bytes = b""
 
 
+_ENCODER = msgspec.msgpack.Encoder()
+_JOB_DECODER = msgspec.msgpack.Decoder(Job)
+# How an array of so many fields begins, the wire version before them.
+_JOB_HEAD = bytes([0x90 + 1 + len(Job.__struct_fields__), WIRE_VERSION])
+
+
 def pack_jobs(jobs: Iterable[Job]) -> list[bytes]:
-    """Jobs as MessagePack, faster than one by one: each packer has a large buffer."""
-    packer = msgpack.Packer()
-    # Field by field it takes half the time of `Message.pack`.
-    return [
-        packer.pack((WIRE_VERSION, job.ids, job.adapter, job.fingerprint, job.overwrite, job.query, job.host))
-        for job in jobs
-    ]
+    """Jobs as MessagePack."""
+    encode = _ENCODER.encode
+    return [encode(job) for job in jobs]
 
 
 def unpack_job(data: bytes) -> Job:
@@ -72,6 +74,12 @@ def unpack_job(data: bytes) -> Job:
     Raises:
         ProtocolError: too large, not MessagePack, or not a job of this wire version.
     """
+    if len(data) <= MAX_JOB_BYTES and data.startswith(_JOB_HEAD):
+        try:
+            # With types and the number of fields given there is no tree to be read: a fifth of the time of the rest.
+            return _JOB_DECODER.decode(data)
+        except (ValueError, RecursionError):
+            pass  # What is wrong with it is said below.
     values = unpack_flat(data, MAX_JOB_BYTES, "job")
     _check_version(values, "a job of")
     return checked(Job, values, "a job")

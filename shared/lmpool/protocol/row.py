@@ -41,6 +41,8 @@ HEADER_SIZE = 16
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12
 _LEAST_BATCH = 4
+# Of an encoded row or answer that goes along with the notification: fetching it would cost more than carrying it.
+_MOST_SMALL = 2048
 # How far above 0 rounding may take a log-probability: logZ is a float32, and so is what it is subtracted from.
 _MOST_LOGPROB = 1.0
 
@@ -161,6 +163,12 @@ class RowBlock:
         numbers = data[HEADER_SIZE:].copy().view(encoding.dtype)[None]
         return cls([digest], numbers, None if encoding is _F32 else np.array([log_z], np.float32), encoding)
 
+    def small_values(self) -> list[bytes] | None:
+        """All rows as bytes, where they are so small that notifications carry them; else None."""
+        if encoded_size(self.numbers.shape[1], self.encoding) > _MOST_SMALL:
+            return None
+        return [header + bytes(numbers) for header, numbers in self.encoded()]
+
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))
@@ -182,6 +190,13 @@ class VectorBlock:
     def nbytes(self) -> int:
         """Bytes of all vectors, encoded."""
         return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
+
+    def small_values(self) -> list[bytes] | None:
+        """As `RowBlock.small_values`; with zeros behind those that are shorter than others."""
+        size = encoded_size(max(map(len, self.vectors), default=0), Encoding.F32)
+        if size > _MOST_SMALL:
+            return None
+        return [(header + bytes(numbers)).ljust(size, b"\0") for header, numbers in self.encoded()]
 
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """Some of the vectors."""

@@ -423,12 +423,9 @@ class RedisRows:
     def _decode(self, digest: bytes, value: bytes | Bulk, length: int, *, is_answer: bool) -> Row | CorruptRow:
         if isinstance(value, bytes):
             value = np.frombuffer(value, np.uint8)
-        try:
-            row = decode_row(value, length)
-            if not is_answer:
-                check_row(row)
-        except ProtocolError as error:
-            return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
+        row = _read_row(digest, value, length, is_answer=is_answer)
+        if isinstance(row, CorruptRow):
+            return row
         received = value.base  # No array for a value that had come whole: its memory is of another size.
         if isinstance(received, np.ndarray) and received.flags.writeable and len(self._spare) < _MOST_SPARE:
             # The row does not live in it. Memory that the processor has in its cache is worth keeping.
@@ -444,6 +441,35 @@ class RedisRows:
         """Close the connections; what is under way fails."""
         self._connection.close()
         self._commands.close()
+
+
+def read_carried(
+    digests: Sequence[bytes], values: Sequence[bytes], lengths: Mapping[bytes, int], vocab_size: int
+) -> Sequence[Found]:
+    """Read rows and answers that a notification has carried.
+
+    Args:
+        digests: whose they are.
+        values: as they are stored; zeros may follow an answer.
+        lengths: see `RowCache.get_many`.
+        vocab_size: V.
+    """
+    if not lengths and (rows := decode_rows(values, vocab_size)) is not None:
+        return rows
+    found: list[Found] = []
+    for digest, value in zip(digests, values, strict=True):
+        length, is_answer = lengths.get(digest, vocab_size), digest in lengths
+        whole = value[: encoded_size(length, Encoding.F32)] if is_answer else value
+        found.append(_read_row(digest, np.frombuffer(whole, np.uint8), length, is_answer=is_answer))
+    return found
+
+
+def _read_row(digest: bytes, value: Bulk, length: int, *, is_answer: bool) -> Row | CorruptRow:
+    try:
+        row = decode_row(value, length)
+        return row if is_answer else check_row(row)
+    except ProtocolError as error:
+        return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
 
 
 def _writes(

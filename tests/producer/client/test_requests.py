@@ -442,7 +442,7 @@ async def test_after_a_lost_connection_no_request_that_warms_is_taken_for_done(t
     assert table.requests.admit(deque([sent])) == [sent]
     waits_here, _ = table.requests.add(prompt(3), Listener())
     connections: Any = Interrupted(table.requests)
-    receiver = Receiver(connections, table.requests, connections.fetch, Homes().note, lambda: None)
+    receiver = Receiver(connections, table.requests, Tasks(), connections.fetch, Homes().note, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
         assert await asyncio.wait_for(connections.looked_for, DEADLINE_S) == [prompt(2).digest]

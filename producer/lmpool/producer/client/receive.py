@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from lmpool import errors
@@ -17,6 +18,7 @@ from lmpool.producer.client.requests import PendingRequest, PendingRequests, Sta
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges
+from lmpool.rows.cache import read_carried
 from lmpool.rows.shared_memory import PLACE_SIZE
 
 FoundEntries = Row | CorruptRow | None
@@ -28,6 +30,9 @@ _LONGEST_ID = len("9999999999999-18446744073709551615")
 """Of an id with a time before the year 2286."""
 
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
+
+_TRIM_AFTER = 16
+"""Messages after which those that have been read are removed."""
 
 _MOST_ROWS_AT_ONCE = 32
 """Rows whose entries are read together: while the server looks at some, others are answered here."""
@@ -42,6 +47,7 @@ class Receiver:
     Args:
         connections: the connections.
         requests: all requests of the session.
+        tasks: where background work runs.
         fetch: fetches rows that were announced, or asks for them again.
         on_computed: told which worker has computed prompts.
         on_other_model: called when the model turns out to have changed.
@@ -51,12 +57,14 @@ class Receiver:
         self,
         connections: Connections,
         requests: PendingRequests,
+        tasks: Tasks,
         fetch: Callable[[Sequence[bytes]], Awaitable[None]],
         on_computed: Callable[[Sequence[Prompt], bytes], None],
         on_other_model: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
+        self._tasks = tasks
         self._fetch = fetch
         self._on_computed = on_computed
         self._on_other_model = on_other_model
@@ -66,7 +74,7 @@ class Receiver:
     async def read(self) -> None:
         """The one reader of this client's reply stream; never returns."""
         connections = self._connections
-        last, distrusted = b"0-0", False
+        last, distrusted, seen = b"0-0", False, 0
         waits = delays()
         while True:
             try:
@@ -88,11 +96,21 @@ class Receiver:
                 last = entry_id
                 if digests := self._on_message(fields):
                     await self._take(digests, fields)
+            seen += len(entries)
+            if seen >= _TRIM_AFTER:
+                self._tasks.spawn(self._trim(last))
+                seen = 0
             if len(last) > _LONGEST_ID:
                 last = await self._start_over()
                 self._look_for_all()
             # The collectors go first: rows are waited for, the next notification is not.
             await asyncio.sleep(0)
+
+    async def _trim(self, last: bytes) -> None:
+        """Remove messages that have been read: they take memory, and `finish.lua` has none carry rows where many are."""
+        connections = self._connections
+        with suppress(*TROUBLE):
+            await connections.commands.call(b"XTRIM", connections.model.reply, b"MINID", last)
 
     def _look_for_all(self) -> None:
         """What was announced meanwhile may be lost with the connection: look for every row.
@@ -151,13 +169,16 @@ class Receiver:
         return []
 
     async def _take(self, digests: Sequence[bytes], fields: dict[bytes, bytes]) -> None:
-        """Read the rows that are in shared memory, and have the others fetched.
+        """Read the rows that have come along or are in shared memory, and have the others fetched.
 
         Args:
             digests: of the prompts that are waited for.
             fields: the message that has announced them.
         """
         places, all_digests = fields.get(b"s", b""), fields[b"d"]
+        if carried := fields.get(b"v"):
+            self._announce(self._read_carried(digests, all_digests, carried))
+            return
         if len(places) != len(all_digests):
             self._announce(list(digests))
             return
@@ -173,6 +194,22 @@ class Receiver:
         async for found in self._requests.resolve_by(wanted, read):
             left.difference_update(found)
         self._announce([digest for digest in digests if digest in left])
+
+    def _read_carried(self, digests: Sequence[bytes], all_digests: bytes, carried: bytes) -> list[bytes]:
+        """Read rows and answers that a message has carried; returns the digests of those that must be fetched."""
+        count = len(all_digests) // DIGEST_SIZE
+        size = len(carried) // count
+        values = {
+            all_digests[DIGEST_SIZE * at : DIGEST_SIZE * (at + 1)]: carried[size * at : size * (at + 1)]
+            for at in range(count)
+        }
+        requests = [request for digest in digests if (request := self._requests.get(digest)) and not request.warm]
+        wanted = [request.prompt.digest for request in requests]
+        lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
+        rows = read_carried(wanted, [values[digest] for digest in wanted], lengths, self._connections.model.info.vocab_size)
+        self._requests.resolve_found(wanted, rows)
+        self._requests.counters.fetched_bytes += len(carried)
+        return [digest for digest in digests if self._requests.get(digest) is not None]
 
     def _on_failure(self, request: PendingRequest, packed: bytes) -> None:
         try:

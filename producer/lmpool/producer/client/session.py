@@ -120,7 +120,12 @@ class Session:
             waits_when_full=when_full == "wait",
         )
         self._receiver = Receiver(
-            self._connections, self._requests, self._submitter.fetch_announced, self._homes.note, self._follow_model
+            self._connections,
+            self._requests,
+            self._tasks,
+            self._submitter.fetch_announced,
+            self._homes.note,
+            self._follow_model,
         )
         self._is_following = False
         self._next_recheck = 0

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from redis.exceptions import RedisError, ResponseError
 
@@ -35,6 +35,18 @@ _DEAD_CAP = 10_000
 _MARK_MS = 10_000
 _FRUITLESS_TRIES = 6
 _FEWER = 4
+
+
+class Carried(NamedTuple):
+    """What notifications carry of rows, beside their digests.
+
+    Attributes:
+        host: of whose shared memory it is the places; b"" where it is the rows themselves, or the answers.
+        parts: digest -> what is carried, of one size.
+    """
+
+    host: bytes
+    parts: Mapping[bytes, bytes]
 
 
 class Publisher:
@@ -196,11 +208,12 @@ class Publisher:
         """
         left: list[InFlightJob] = []
         elsewhere: list[InFlightJob] = []
+        carried = _carried(block, shared)
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
             left.extend(job for job in jobs if job.digest in refused)
             stored = [job for job in jobs if job.digest not in refused] if refused else jobs
-            without_row, without_reader = await self._end(stored, call, shared)
+            without_row, without_reader = await self._end(stored, call, carried)
             left.extend(without_row)
             elsewhere.extend(without_reader)
 
@@ -218,14 +231,14 @@ class Publisher:
         await self.retry(partial(self._end, jobs, self._rows.queue))
 
     async def _end(
-        self, jobs: Sequence[InFlightJob], call: scripts.Call, shared: Shared = NOT_SHARED
+        self, jobs: Sequence[InFlightJob], call: scripts.Call, carried: Carried | None = None
     ) -> tuple[list[InFlightJob], list[InFlightJob]]:
         """End jobs; returns those whose rows are not there, and those whose references a client cannot read.
 
         Args:
             jobs: which.
             call: calls scripts.
-            shared: which of their rows lie in shared memory.
+            carried: what notifications carry of their rows.
         """
         left: list[InFlightJob] = []
         elsewhere: list[InFlightJob] = []
@@ -242,9 +255,8 @@ class Publisher:
             for number, job in enumerate(part, 1):
                 if job.failure is not None:
                     args += (number, job.failure.pack(), int(job.is_dead))
-            if references := shared.references:
-                places = b"".join([place_of(references.get(job.digest)) for job in part])
-                args += (0, shared.host, places)
+            if carried is not None:
+                args += (0, carried.host, b"".join([carried.parts[job.digest] for job in part]))
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
@@ -267,6 +279,14 @@ class Publisher:
                 self._counters.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
+
+
+def _carried(block: Block, shared: Shared) -> Carried | None:
+    """What notifications are to carry of a block; None for nothing, where clients have to fetch the rows."""
+    if shared.references:
+        return Carried(shared.host, {digest: place_of(shared.references.get(digest)) for digest in block.digests})
+    values = block.small_values()
+    return None if values is None else Carried(b"", dict(zip(block.digests, values, strict=True)))
 
 
 def _evicted_text(block: Block) -> str:

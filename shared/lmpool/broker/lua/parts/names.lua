@@ -9,3 +9,6 @@ local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_clie
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
 -- What waiting keys and reply keys begin with.
 local waiting_for, replies = base .. ':waiting:', base .. ':reply'
+-- Messages in a reply stream beyond which further ones carry no rows: their client does not read, or may not remove what it has
+-- read.
+local MOST_WITH_ROWS = 64

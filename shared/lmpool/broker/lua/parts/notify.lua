@@ -6,9 +6,9 @@
 local DIGEST, MOST_CLIENTS = 16, 10000
 -- Clients that one call notifies: beyond it no more prompts are begun.
 local MOST_NOTIFIED = 250
--- Reply key -> digests of one message that it is to get; reply key -> the places of their rows in shared memory, in another
--- message; reply key -> true where a message was added; and how many clients have been gone through.
-local done, placed, notified, seen_clients = {}, {}, {}, 0
+-- Reply key -> digests of one message that it is to get; reply key -> those of another message, which carries something of each
+-- of their rows, and that; reply key -> true where a message was added; and how many clients have been gone through.
+local done, carrying, carried, notified, seen_clients = {}, {}, {}, {}, 0
 
 -- Whether something else than a stream is there, or one that has come to its last id.
 local function is_spoilt(outcome)
@@ -26,9 +26,10 @@ local function notify(reply, ...)
   notified[reply] = true
 end
 
--- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`. Returns whether all of them
--- have been gone through, and whether there is one on another host than the row's place in shared memory, if it has one.
-local function notify_all(waiting, failure, place, host)
+-- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`, which gives them a part of its row,
+-- if there is one: its place in shared memory of a host, or where that is "" all of the row. Returns whether all of them have been
+-- gone through, and whether there is one on another host.
+local function notify_all(waiting, failure, part, host)
   if seen_clients >= MOST_NOTIFIED then
     return false
   end
@@ -39,26 +40,29 @@ local function notify_all(waiting, failure, place, host)
   if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
   end
-  for _, reply in ipairs(place and not failure and clients or {}) do
+  for _, reply in ipairs(part and host ~= '' and not failure and clients or {}) do
     if string.sub(reply, -#host) ~= host and string.sub(reply, 1, #replies) == replies then
       return false, true
     end
   end
-  local gathered = place and placed or done
+  local gathered = part and carrying or done
   -- All but the field of the job.
   seen_clients = seen_clients + #clients - 1
   for _, reply in ipairs(clients) do
     local digests = gathered[reply]
     if digests and not failure then
       digests[#digests + 1] = digest
-      if place then
-        digests[0] = digests[0] .. place
+      if part then
+        carried[reply][#digests] = part
       end
     elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
       if failure then
         notify(reply, 'd', digest, 'e', failure)
       else
-        gathered[reply] = {[0] = place, digest}
+        gathered[reply] = {digest}
+        if part then
+          carried[reply] = {part}
+        end
       end
     end
     if not is_whole and reply ~= 'job' then
@@ -68,14 +72,19 @@ local function notify_all(waiting, failure, place, host)
   return is_whole
 end
 
--- Send what `notify_all` has gathered: fields and their values beside the digests. Returns how many clients have been notified
--- by this call.
-local function notify_gathered(...)
+-- Send what `notify_all` has gathered: parts of rows under a name of their own, and fields and their values beside the digests.
+-- Returns how many clients have been notified by this call.
+local function notify_gathered(name, ...)
   for reply, digests in pairs(done) do
     notify(reply, 'd', table.concat(digests), ...)
   end
-  for reply, digests in pairs(placed) do
-    notify(reply, 'd', table.concat(digests), 's', digests[0], ...)
+  for reply, digests in pairs(carrying) do
+    local unread = name == 'v' and redis.pcall('XLEN', reply) or 0
+    if type(unread) == 'number' and unread < MOST_WITH_ROWS then
+      notify(reply, 'd', table.concat(digests), name, table.concat(carried[reply]), ...)
+    else
+      notify(reply, 'd', table.concat(digests), ...)
+    end
   end
   local clients = 0
   for reply in pairs(notified) do

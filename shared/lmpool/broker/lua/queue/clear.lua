@@ -86,7 +86,7 @@ for i = 1, #KEYS - 2 do
     unfinished[#unfinished + 1] = i
   end
 end
-notify_gathered('e', failure)
+notify_gathered('', 'e', failure)
 if had_backlog and redis.call('EXISTS', backlog) == 0 then
   -- Nobody has anything in the backlog: the virtual time begins anew.
   redis.call('UNLINK', virtual_time, backlog_jobs)

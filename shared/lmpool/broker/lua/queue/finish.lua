@@ -5,8 +5,9 @@
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
---       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1); and, if there are rows in
---       shared memory: 0, their host, their places (16 bytes for each job, zeros for one that has none)
+--       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1); and, if notifications
+--       are to carry something of each row: 0, the host of whose shared memory it is the places (16 bytes for each job,
+--       zeros for one that has none), or "" where it is small rows themselves, all of one size; and these, one after the other
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -39,16 +40,19 @@ if may_be_lone and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD +
   local waiting, entry = KEYS[3], ARGV[HEAD + 1]
   local fields = redis.pcall('HRANDFIELD', waiting, 3) or {}
   local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
-  local host, place = ARGV[HEAD + 3], ARGV[HEAD + 4]
+  local host, part = ARGV[HEAD + 3], ARGV[HEAD + 4]
   local sent = nil
   if not reply or string.sub(reply, 1, #replies) ~= replies then
     sent = nil
-  elseif not place then
+  elseif not part then
     sent = redis.pcall(
       'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
-  elseif string.sub(reply, -#host) == host then
-    sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
-      ARGV[6], 's', place)
+  elseif host == '' or string.sub(reply, -#host) == host then
+    local unread = host == '' and redis.pcall('XLEN', reply) or 0
+    if type(unread) == 'number' and unread < MOST_WITH_ROWS then
+      sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
+        ARGV[6], host == '' and 'v' or 's', part)
+    end
   end
   if type(sent) == 'string' then
     redis.call('PEXPIRE', reply, ARGV[4])
@@ -74,7 +78,8 @@ for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
 local host = failures[0] and ARGV[failures[0]]
-local places = host and ARGV[failures[0] + 1]
+local parts = host and ARGV[failures[0] + 1]
+local part_size = host and #parts / count
 failures[0] = nil
 local bury, is_held
 if next(failures) then
@@ -116,10 +121,10 @@ for i = 1, count do
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- A client is notified once, however many of the jobs are for the same.
-    local place = places and string.sub(places, 16 * i - 15, 16 * i)
+    local part = parts and string.sub(parts, part_size * (i - 1) + 1, part_size * i)
     local is_told, is_elsewhere = ended[waiting], false
     if not is_told then
-      is_told, is_elsewhere = notify_all(waiting, failure, place ~= NOWHERE and place, host)
+      is_told, is_elsewhere = notify_all(waiting, failure, part ~= NOWHERE and part, host)
     end
     if is_told and not ended[waiting] then
       ended[waiting], ended[#ended + 1] = true, waiting
@@ -148,7 +153,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('PEXPIRE', waiting, mark_ms)
 end
 -- Their clients remember who has computed the prompts: what continues them is best computed there.
-local clients = notify_gathered('f', fingerprint, 'w', ARGV[6])
+local clients = notify_gathered(host == '' and 'v' or 's', 'f', fingerprint, 'w', ARGV[6])
 remove_entries(entries)
 table.insert(left, 1, clients)
 for _, number in ipairs(unfinished) do
