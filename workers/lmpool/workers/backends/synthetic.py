@@ -25,7 +25,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
 from lmpool.settings import check_choice, check_name, check_number, shown
-from lmpool.synthetic import Draw, base_rows, draw, fill, synthetic_vocabulary
+from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source
@@ -266,6 +266,12 @@ class SyntheticBackend:
         return min(self._memory.note(job.ids, job.adapter), (job.score_from or length) - 1)
 
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
+        if self._settings.vocab_size <= FEW_TOKENS:
+            prompts = [(job.ids, revision_of(job.adapter) if job.adapter else "") for job in jobs.values()]
+            is_f32 = self._encoding is Encoding.F32
+            settings = self._settings
+            few, few_log_z = draw_few_tokens(prompts, settings.vocab_size, settings.seed, bits=not is_f32)
+            return RowBlock(list(jobs), few, None if is_f32 else few_log_z, self._encoding)
         numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
         if self._encoding is Encoding.F32:
             for out, job in zip(numbers, jobs.values(), strict=True):
