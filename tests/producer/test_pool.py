@@ -47,6 +47,32 @@ async def test_every_size_and_encoding_gives_the_same_rows(pool: Pool, encoding:
                 assert np.array_equal(got_row, row(prompt, vocab_size))
 
 
+async def test_small_rows_and_answers_come_with_their_notifications(pool: Pool) -> None:
+    pool.start("--vocab-size", 64, "--max-batch", 8)
+    async with pool.producer(cache_bytes=0) as producer:
+        prompts = [[token, 1] for token in range(64)]
+        for got, prompt in zip(await asyncio.gather(*map(producer.logprobs, prompts)), prompts, strict=True):
+            assert np.array_equal(got, row(prompt, 64))
+            with pytest.raises(ValueError, match="read-only"):
+                got[0] = 0
+        assert producer.stats().computed == len(prompts)
+        # One after the other: the stream of notifications would be longer than this if nobody shortened it.
+        for token in range(64):
+            assert np.array_equal(await producer.logprobs([token, 2]), row([token, 2], 64))
+            scores = await producer.score([token], list(range(1 + token % 3)))
+            assert scores.shape == (1 + token % 3,)
+        (reply,) = pool.redis.scan_iter(match=pool.keys.model("syn").reply("*").decode())
+
+        async def is_short() -> bool:
+            return int(pool.redis.xlen(reply)) < 64
+
+        await until_async(is_short, "what has been read is removed")
+        # They are in the cache all the same.
+        before = producer.stats().cache_hits
+        assert np.array_equal(await producer.logprobs([5, 2]), row([5, 2], 64))
+        assert producer.stats().cache_hits == before + 1
+
+
 async def test_all_kinds_of_integer_sequences_are_the_same_prompt(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:

@@ -62,7 +62,6 @@ Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 
 _MOST_SPARE = 64
 _WEIGHTS_TTL_MS = 120_000
-# Answers to queries live shorter than rows: they are computed again from the row in no time.
 _ANSWER_TTL_MS = 60_000
 _GLOB = re.compile(rb"[\\*?\[\]]")
 _NOTHING = memoryview(b"")
@@ -112,6 +111,10 @@ class RowSpace:
             segments=segments,
         )
 
+    def ttl_of(self, block: Block) -> int:
+        """Milliseconds that a block stays: answers live shorter than rows, for they are made again from these."""
+        return self.ttl_ms if isinstance(block, RowBlock) else min(self.ttl_ms, _ANSWER_TTL_MS)
+
 
 def scan_pattern(keys: Keys, info: ModelInfo | None = None) -> bytes:
     """The pattern that SCAN finds all rows and answers of a model by; without a model, those of all."""
@@ -147,6 +150,10 @@ class RowCache(Protocol):
         Returns:
             digest -> reason, for the rows that were refused.
         """
+        ...
+
+    def ttl_ms(self, block: Block) -> int:
+        """For how many milliseconds a block is stored."""
         ...
 
     async def get_many(
@@ -208,9 +215,6 @@ class RedisRows:
     Args:
         server: where they are.
         space: names them, and says what they are like.
-
-    Attributes:
-        is_seen: see `RowCache.is_seen`.
     """
 
     is_seen = True
@@ -220,7 +224,7 @@ class RedisRows:
         self._prefix = space.prefix
         self._weights_prefix = space.weights_prefix
         self._vocab_size = space.vocab_size
-        self._ttl_ms = space.ttl_ms
+        self._space = space
         # Where rows are tiny a script's reply must fit too, and a row that is too long must be told from a right one.
         self._connection = RowConnection(
             server, max(4096, encoded_size(space.vocab_size, Encoding.F32) + 1), self._allocate
@@ -247,16 +251,19 @@ class RedisRows:
         """
         raw = await self._connection.open()
         writes = _writes(self._prefix, block, overwrite, some, shared.references)
-        ttl_ms = self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
         if shared.replaced and some is None:
             # What it answers is no matter, nor whether it does: a reference that stays is seen to be stale.
             dropped = raw.call([b"UNLINK", *self.keys_of(shared.replaced)])
             dropped.add_done_callback(lambda done: done.cancelled() or done.exception())
-        stored = raw.set(writes, ttl_ms)
+        stored = raw.set(writes, self.ttl_ms(block))
         if then is not None:
             await then(partial(self._connection.call_on, raw), ())
         digests = block.digests if some is None else [block.digests[index] for index in some]
         return self._refused(raw, digests, await self._connection.wait_for(raw, stored))
+
+    def ttl_ms(self, block: Block) -> int:
+        """See `RowCache.ttl_ms`."""
+        return self._space.ttl_of(block)
 
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """See `RowCache.put_weights`.

@@ -76,6 +76,10 @@ class ClusterRows:
             await then(self._queue.call, refused)
         return refused
 
+    def ttl_ms(self, block: Block) -> int:
+        """See `RowCache.ttl_ms`."""
+        return self._space.ttl_of(block)
+
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """See `RowCache.put_weights`."""
         parts = await self._split(self.keys_of_weights(sent.name for sent in weights))

@@ -23,7 +23,7 @@ from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
 from tests.faults.hostile.commands import execute
-from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, until, until_async
 
 LEASE_S = 1.0
 TIMEOUT_S = 15.0
@@ -83,6 +83,20 @@ async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(poo
         replies = await producer.batch_logprobs(ask)
         assert all(np.array_equal(reply, row(prompt)) for reply, prompt in zip(replies, ask, strict=True))
     assert all(pool.redis.strlen(key) == len(ROW) for key in keys), "what is stored has been put right"
+
+
+@pytest.mark.parametrize("carried", [b"junk", b"", ROW[:-4], hostile.encoded_row([9], V - 1), bytes(16)])
+async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, carried: bytes) -> None:
+    pool.start("--lease-s", LEASE_S, "--step-ms", 300)
+    async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
+        asked = [asyncio.create_task(producer.logprobs([1, at])) for at in range(2)]
+        await until_async(lambda: is_held(pool), "the worker holds the prompts")
+        waiting = pool.keys.model("syn").waiting + name([1, 0])
+        (reply,) = [field for field in pool.redis.hkeys(waiting) if field != b"job"]
+        digests, fingerprint = name([1, 0]) + name([1, 1]), producer.model.fingerprint
+        pool.redis.xadd(reply, {"d": digests, "f": fingerprint, "v": carried})
+        for at, answer in enumerate(await asyncio.gather(*asked)):
+            assert np.array_equal(answer, row([1, at]))
 
 
 async def test_what_is_asked_of_a_spoilt_row_is_answered_from_a_new_one(pool: Pool, producer: Producer) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lmpool.errors import EmptyPrompt, InvalidPrompt, SettingsError, TokenOutOfRange
 from lmpool.protocol.prompt import encode_prompt
 from lmpool.protocol.row import Encoding, decode_row
-from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.synthetic import FEW_TOKENS, synthetic_row, synthetic_vocabulary
 from lmpool.vocabulary import MAX_BYTES, MAX_TOKENS
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.synthetic import PrefixMemory, SyntheticBackend, SyntheticSettings
@@ -51,6 +51,18 @@ def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.
 
 
 # Rows
+
+
+@encodings
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 5, FEW_TOKENS, FEW_TOKENS + 1])
+def test_rows_that_are_drawn_together_are_those_that_are_drawn_alone(vocab_size: int, encoding: str) -> None:
+    drawing = backend(vocab_size=vocab_size, encoding=encoding, max_batch=20)
+    prompts = [[at % vocab_size] * (1 + at) for at in range(20)]
+    drawing.submit([job(prompt, vocab_size) for prompt in prompts])
+    rows = rows_of(drawing.step(), vocab_size)
+    for prompt in prompts:
+        wanted = synthetic_row(prompt, vocab_size=vocab_size)
+        assert np.array_equal(rows[job(prompt, vocab_size).digest], wanted)
 
 
 @given(st.integers(1, 300), st.integers(0, 2**62), st.data())

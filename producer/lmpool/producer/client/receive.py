@@ -107,7 +107,7 @@ class Receiver:
             await asyncio.sleep(0)
 
     async def _trim(self, last: bytes) -> None:
-        """Remove messages that have been read: they take memory, and `finish.lua` has none carry rows where many are."""
+        """Remove messages that have been read: behind many of them, `finish.lua` has none carry rows."""
         connections = self._connections
         with suppress(*TROUBLE):
             await connections.commands.call(b"XTRIM", connections.model.reply, b"MINID", last)
@@ -206,7 +206,9 @@ class Receiver:
         requests = [request for digest in digests if (request := self._requests.get(digest)) and not request.warm]
         wanted = [request.prompt.digest for request in requests]
         lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
-        rows = read_carried(wanted, [values[digest] for digest in wanted], lengths, self._connections.model.info.vocab_size)
+        rows = read_carried(
+            wanted, [values[digest] for digest in wanted], lengths, self._connections.model.info.vocab_size
+        )
         self._requests.resolve_found(wanted, rows)
         self._requests.counters.fetched_bytes += len(carried)
         return [digest for digest in digests if self._requests.get(digest) is not None]

@@ -41,12 +41,14 @@ class Carried(NamedTuple):
     """What notifications carry of rows, beside their digests.
 
     Attributes:
-        host: of whose shared memory it is the places; b"" where it is the rows themselves, or the answers.
-        parts: digest -> what is carried, of one size.
+        parts: digest -> what is carried, of one size: places in shared memory, or encoded rows and answers.
+        host: of whose shared memory they are places; None for rows and answers.
+        store_ms: for how many ms `finish.lua` is to store them; 0 for those that are stored already.
     """
 
-    host: bytes
     parts: Mapping[bytes, bytes]
+    host: bytes | None = None
+    store_ms: int = 0
 
 
 class Publisher:
@@ -209,6 +211,18 @@ class Publisher:
         left: list[InFlightJob] = []
         elsewhere: list[InFlightJob] = []
         carried = _carried(block, shared)
+        # What is not sent as a reference.
+        sent = len(block.digests) - len(shared.references)
+        self._counters.published_bytes += block.nbytes * sent // max(1, len(block.digests))
+        if carried is not None and self._is_stored_by_script(block, jobs, overwrite, carried):
+            carried = carried._replace(store_ms=self._rows.ttl_ms(block))
+            jobs, _ = await self._end(jobs, self._rows.queue, carried)
+            if not jobs:
+                return {}, [], []
+            # By themselves: then the server says why it refuses them.
+            numbers = {digest: number for number, digest in enumerate(block.digests)}
+            block = block.select([numbers[digest] for digest in dict.fromkeys(job.digest for job in jobs)])
+            carried = carried._replace(store_ms=0)
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
             left.extend(job for job in jobs if job.digest in refused)
@@ -218,10 +232,21 @@ class Publisher:
             elsewhere.extend(without_reader)
 
         # Sent together, not one after the other: the script itself looks whether the rows are there.
-        sent = len(block.digests) - len(shared.references)
-        self._counters.published_bytes += block.nbytes * sent // max(1, len(block.digests))
         refused = await self._rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
+
+    def _is_stored_by_script(
+        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes], carried: Carried
+    ) -> bool:
+        """Whether the script that ends the jobs may store their rows too, which are sent to it anyhow.
+
+        Not where there are others, or some that are to be replaced; and it stores all as long as they are sent.
+        """
+        if carried.host is not None or overwrite or not self._rows.is_seen:
+            return False
+        # Behind an answer that is shorter than others there are zeros, which are not to be stored.
+        is_exact = sum(map(len, carried.parts.values())) == block.nbytes
+        return is_exact and {job.digest for job in jobs} == carried.parts.keys()
 
     async def fail(self, jobs: Sequence[InFlightJob]) -> None:
         """End jobs that have failed, each with its `failure`; tries until the server has done it."""
@@ -256,7 +281,8 @@ class Publisher:
                 if job.failure is not None:
                     args += (number, job.failure.pack(), int(job.is_dead))
             if carried is not None:
-                args += (0, carried.host, b"".join([carried.parts[job.digest] for job in part]))
+                values = b"".join([carried.parts[job.digest] for job in part])
+                args += (-1, carried.store_ms or b"", values) if carried.host is None else (0, carried.host, values)
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
@@ -284,9 +310,9 @@ class Publisher:
 def _carried(block: Block, shared: Shared) -> Carried | None:
     """What notifications are to carry of a block; None for nothing, where clients have to fetch the rows."""
     if shared.references:
-        return Carried(shared.host, {digest: place_of(shared.references.get(digest)) for digest in block.digests})
+        return Carried({digest: place_of(shared.references.get(digest)) for digest in block.digests}, shared.host)
     values = block.small_values()
-    return None if values is None else Carried(b"", dict(zip(block.digests, values, strict=True)))
+    return None if values is None else Carried(dict(zip(block.digests, values, strict=True)))
 
 
 def _evicted_text(block: Block) -> str:

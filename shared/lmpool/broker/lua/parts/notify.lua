@@ -26,8 +26,8 @@ local function notify(reply, ...)
   notified[reply] = true
 end
 
--- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`, which gives them a part of its row,
--- if there is one: its place in shared memory of a host, or where that is "" all of the row. Returns whether all of them have been
+-- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`, which gives them the part of its row
+-- that is to be carried: its place in shared memory of a host, or without one all of it. Returns whether all of them have been
 -- gone through, and whether there is one on another host.
 local function notify_all(waiting, failure, part, host)
   if seen_clients >= MOST_NOTIFIED then
@@ -40,7 +40,7 @@ local function notify_all(waiting, failure, part, host)
   if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
   end
-  for _, reply in ipairs(part and host ~= '' and not failure and clients or {}) do
+  for _, reply in ipairs(part and host and not failure and clients or {}) do
     if string.sub(reply, -#host) ~= host and string.sub(reply, 1, #replies) == replies then
       return false, true
     end

@@ -6,8 +6,9 @@
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
 --       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1); and, if notifications
---       are to carry something of each row: 0, the host of whose shared memory it is the places (16 bytes for each job,
---       zeros for one that has none), or "" where it is small rows themselves, all of one size; and these, one after the other
+--       are to carry something of each row, either 0, the host of whose shared memory it is the places, and these (16 bytes for
+--       each job, zeros for one that has none); or -1, "", and small rows themselves, all of one size; or -1, for how many ms
+--       they are to be stored, for they are not yet, and the rows
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
@@ -34,24 +35,26 @@
 local HEAD = 8
 
 -- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
-local may_be_lone = #ARGV == HEAD + 1 or #ARGV == HEAD + 4 and ARGV[HEAD + 2] == '0'
+local carries = ARGV[HEAD + 2]
+local may_be_lone = #ARGV == HEAD + 1 or #ARGV == HEAD + 4 and (carries == '0' or carries == '-1')
 if may_be_lone and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD + 1], ' ', 1, true)
-    and redis.call('EXISTS', KEYS[4]) == 1 and redis.call('EXISTS', backlog) == 0 then
-  local waiting, entry = KEYS[3], ARGV[HEAD + 1]
-  local fields = redis.pcall('HRANDFIELD', waiting, 3) or {}
+    and redis.call('EXISTS', backlog) == 0 then
+  local waiting, row, entry, part, sent = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 4], nil
+  local host, lifetime = carries == '0' and ARGV[HEAD + 3], carries == '-1' and ARGV[HEAD + 3]
+  local stored = lifetime and lifetime ~= '' and redis.pcall('SET', row, part, 'PX', lifetime, 'NX')
+  local is_there = stored and stored.ok or redis.call('EXISTS', row) == 1
+  local fields = is_there and redis.pcall('HRANDFIELD', waiting, 3) or {}
   local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
-  local host, part = ARGV[HEAD + 3], ARGV[HEAD + 4]
-  local sent = nil
   if not reply or string.sub(reply, 1, #replies) ~= replies then
     sent = nil
   elseif not part then
     sent = redis.pcall(
       'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
-  elseif host == '' or string.sub(reply, -#host) == host then
-    local unread = host == '' and redis.pcall('XLEN', reply) or 0
+  elseif not host or string.sub(reply, -#host) == host then
+    local unread = host and 0 or redis.pcall('XLEN', reply)
     if type(unread) == 'number' and unread < MOST_WITH_ROWS then
       sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
-        ARGV[6], host == '' and 'v' or 's', part)
+        ARGV[6], host and 's' or 'v', part)
     end
   end
   if type(sent) == 'string' then
@@ -77,10 +80,11 @@ local failures = {}
 for at = HEAD + count + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
-local host = failures[0] and ARGV[failures[0]]
-local parts = host and ARGV[failures[0] + 1]
-local part_size = host and #parts / count
-failures[0] = nil
+local carried_at = failures[0] or failures[-1]
+local host, row_ms = failures[0] and ARGV[failures[0]], failures[-1] and ARGV[failures[-1]]
+local parts = carried_at and ARGV[carried_at + 1]
+local part_size = parts and #parts / count
+failures[0], failures[-1] = nil, nil
 local bury, is_held
 if next(failures) then
   -- Whether the caller holds a job.
@@ -110,18 +114,25 @@ if next(failures) then
 end
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.
-local are_there = #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
+local is_to_store = row_ms and row_ms ~= ''
+local are_there = not is_to_store and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  local size = row and not (failure or are_there) and redis.pcall('STRLEN', row)
+  local part = parts and string.sub(parts, part_size * (i - 1) + 1, part_size * i)
+  local is_stored = are_there
+  if is_to_store and not failure then
+    local outcome = redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
+    -- False where there is one: that stays.
+    is_stored = outcome and not outcome.err
+  end
+  local size = row and not (failure or is_stored) and redis.pcall('STRLEN', row)
   if size == 0 or type(size) == 'table' then
     -- What can be no row is removed, so that the row can be stored.
     redis.call('UNLINK', row)
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- A client is notified once, however many of the jobs are for the same.
-    local part = parts and string.sub(parts, part_size * (i - 1) + 1, part_size * i)
     local is_told, is_elsewhere = ended[waiting], false
     if not is_told then
       is_told, is_elsewhere = notify_all(waiting, failure, part ~= NOWHERE and part, host)
@@ -153,7 +164,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('PEXPIRE', waiting, mark_ms)
 end
 -- Their clients remember who has computed the prompts: what continues them is best computed there.
-local clients = notify_gathered(host == '' and 'v' or 's', 'f', fingerprint, 'w', ARGV[6])
+local clients = notify_gathered(host and 's' or 'v', 'f', fingerprint, 'w', ARGV[6])
 remove_entries(entries)
 table.insert(left, 1, clients)
 for _, number in ipairs(unfinished) do
