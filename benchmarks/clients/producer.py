@@ -24,7 +24,7 @@ class Client(Bursts):
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
-        return [*super().handlers(), *ours, self.particles, self.steadily, self.again_in_batches]
+        return [*super().handlers(), *ours, self.particles, self.steadily, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
         """Seconds for the rows of the last `new` this many times over, in batches."""
@@ -33,6 +33,12 @@ class Client(Bursts):
             for at in range(0, len(self._asked), size):
                 await self._producer.batch_logprobs(self._asked[at : at + size])
         return time.perf_counter() - start
+
+    async def alone_again(self, requests: int) -> float:
+        """Median seconds of one request when nothing else is under way, each for a row that the pool's cache has."""
+        asked = self._fresh(requests)
+        await asyncio.gather(*map(self._producer.logprobs, asked))
+        return await self.median(self._producer.logprobs(ids) for ids in asked)
 
     async def entries(self, times: int, at_once: int, count: int) -> float:
         """As `again`, but just `count` entries are wanted of each row, others of each."""

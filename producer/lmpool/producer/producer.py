@@ -151,10 +151,10 @@ class Producer(CopiedAsItself, PartialRows):
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         info = session.info
         prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-        row = self._cache.get(prompt.digest)
+        row = session.cached(prompt)
         if row is not None:
-            self._stats.requests += 1
-            self._stats.local_hits += 1
+            if session.is_turn_over:
+                await asyncio.sleep(0)
             return row
         waiter = session.begin(prompt, session.loop.time() + seconds, seconds)
         try:

@@ -132,8 +132,10 @@ class FetchLoop:
                 continue
             waits = delays()
             if was_idle and self._in_flight:
-                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy.
+                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy. What it
+                # has computed by then is sent first.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
+                await asyncio.sleep(0)
 
     def _next_block(self, jobs: Sequence[InFlightJob], block_ms: int) -> int:
         """For how long the next read may wait: not for long where there may soon be something to steal."""

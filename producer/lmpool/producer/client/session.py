@@ -128,6 +128,8 @@ class Session:
             self._follow_model,
         )
         self._is_following = False
+        # Rows that were found without waiting, since others have had their turn.
+        self._found = 0
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
 
@@ -191,12 +193,40 @@ class Session:
         return encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens, adapter=adapter)
 
     def cached(self, prompt: Prompt) -> Row | None:
-        """A prompt's row, if it is in the producer's own memory: a request that ends here."""
+        """A prompt's row, if it is in the producer's own memory, or in this host's: a request that ends here.
+
+        Nothing is awaited: whoever asks for many lets others go on in between (`is_turn_over`).
+        """
+        row = self._kept(prompt)
+        if row is None and self._connections.segments.has_any:
+            began = self.loop.time()
+            row = self._connections.segments.find(prompt.digest, self.info.vocab_size)
+            if row is not None:
+                self._cache.put(prompt.digest, row)
+                self._count_found(1, self.loop.time() - began)
+        return row
+
+    def _kept(self, prompt: Prompt) -> Row | None:
         row = self._cache.get(prompt.digest)
         if row is not None:
             self._stats.requests += 1
             self._stats.local_hits += 1
         return row
+
+    def _count_found(self, count: int, seconds: float) -> None:
+        """Count requests that the pool's cache has answered without another look."""
+        self._stats.requests += count
+        self._stats.cache_hits += count
+        self._requests.counters.seconds["cache_hits"].observe(seconds, count)
+        self._found += count
+
+    @property
+    def is_turn_over(self) -> bool:
+        """Whether so many rows have been found here that others are to have their turn; then it begins anew."""
+        if self._found < _FEW:
+            return False
+        self._found = 0
+        return True
 
     def read_entries(self, wanted: WantedEntries, deadline: Deadline) -> asyncio.Future[FoundEntries]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""
@@ -204,9 +234,7 @@ class Session:
 
     def count_hit(self, deadline: Deadline) -> None:
         """Count a request that entries in the cache have answered."""
-        self._stats.requests += 1
-        self._stats.cache_hits += 1
-        self._requests.counters.seconds["cache_hits"].observe(self.loop.time() - deadline.end + deadline.seconds)
+        self._count_found(1, self.loop.time() - deadline.end + deadline.seconds)
 
     async def answer(
         self,
@@ -253,7 +281,7 @@ class Session:
             if index in there:
                 batch.count()
                 continue
-            row = self.cached(prompt)
+            row = self._kept(prompt)
             if row is None:
                 waits.append((self._ask(prompt, waiter, deadline.end), waiter))
             else:
@@ -278,10 +306,7 @@ class Session:
                     found.add(index)
                 if index % _FEW == _FEW - 1:
                     await asyncio.sleep(0)
-            self._stats.requests += len(found)
-            self._stats.cache_hits += len(found)
-            seconds = self._requests.counters.seconds["cache_hits"]
-            seconds.observe(self.loop.time() - began, len(found))
+            self._count_found(len(found), self.loop.time() - began)
         return found
 
     def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:

@@ -83,18 +83,6 @@ class CacheClient:
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
 
-    async def find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
-        """Give the requests the rows that are in shared memory; returns those that had one."""
-        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
-        found: set[PendingRequest] = set()
-        if segments.has_any:
-            wanted = {request.prompt.digest: request for request in requests}
-            async for digests in self._requests.resolve_by(
-                list(wanted), lambda digest: segments.find(digest, vocab_size)
-            ):
-                found.update(map(wanted.__getitem__, digests))
-        return found
-
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
         """As `fetch`, for rows that the server says are there: requests that only warm the cache end at once.
 
@@ -301,7 +289,6 @@ class Submitter:
         """Send a new request, together with all that are added in this tick of the event loop."""
         self._unsent.append(request)
         if not self._flushing:
-            # Runs after everything that is ready in this tick has added its requests.
             self._flush_soon()
 
     def cancel(self, request: PendingRequest) -> None:
@@ -378,9 +365,10 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._flushing:
             self._flushing = True
-            self._tasks.loop.call_soon(self._flush)
+            # Begins after everything that is ready in this tick has added its requests.
+            self._tasks.spawn(self._flush())
 
-    def _flush(self) -> None:
+    async def _flush(self) -> None:
         """Send what has been added, as far as the server is to have so much of one client at once.
 
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
@@ -389,7 +377,7 @@ class Submitter:
         batch = self._requests.admit(self._unsent)
         self._requests.on_end = self._flush_soon if self._unsent else None
         if batch:
-            self._tasks.spawn(self._send(batch))
+            await self._send(batch)
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
         """Look for rows in the cache; ask workers for the rest."""
@@ -398,9 +386,6 @@ class Submitter:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
-        if sought and (found := await self._cache.find_here(sought)):
-            sought = [request for request in sought if request not in found]
-            requests = [request for request in requests if request not in found]
         try:
             if sought and self._is_worth_a_look(len(sought)):
                 await self._cache.fetch([request.prompt.digest for request in sought])

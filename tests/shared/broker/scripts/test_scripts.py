@@ -5,6 +5,8 @@ Leases pass without waiting: XCLAIM sets how long an entry has been idle.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import redis.asyncio as redis_async
 from redis.exceptions import NoScriptError

@@ -31,6 +31,9 @@ from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, F
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import read_adapter_folders
 
+_TOGETHER = 4
+"""Rows of few tokens that are drawn faster together."""
+
 _CRASH_EXIT = 70
 _ID_BYTES = 4
 _BLOCK_BYTES = 16 * _ID_BYTES
@@ -266,7 +269,7 @@ class SyntheticBackend:
         return min(self._memory.note(job.ids, job.adapter), (job.score_from or length) - 1)
 
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
-        if self._settings.vocab_size <= FEW_TOKENS:
+        if self._settings.vocab_size <= FEW_TOKENS and len(jobs) >= _TOGETHER:
             prompts = [(job.ids, revision_of(job.adapter) if job.adapter else "") for job in jobs.values()]
             is_f32 = self._encoding is Encoding.F32
             settings = self._settings
