@@ -70,7 +70,8 @@ _MOST_NAME = 255
 _PLACE = struct.Struct("<8sQ")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
-_MOST_SPARE = 64
+_MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
+_LARGE = 4 * 2**20
 
 
 class Reference(NamedTuple):
@@ -247,26 +248,44 @@ class RowMemory:
         self._size = 0
 
     def take(self, size: int) -> tuple[NDArray[np.uint8], memoryview]:
-        """Memory of that size that is used again once nobody has a view of the array.
+        """Memory of that size that is used again once nobody has a view of the array; it holds anything.
 
         Returns:
             a uint8 array of shape (size,) that nobody can make writeable, and what to write to it by.
         """
+        memory = self._next(size)
+        writeable = memoryview(memory)
+        return self._lend(memory, writeable.toreadonly()), writeable
+
+    def take_writeable(self, size: int) -> NDArray[np.uint8]:
+        """As `take`, for an array that its user may change, and for sizes that vary."""
+        memory = self._next(1 << (size - 1).bit_length())
+        return self._lend(memory, memoryview(memory)[:size])
+
+    def _next(self, size: int) -> mmap.mmap:
         if size != self._size:
             self._free, self._size = [], size
+        if self._free:
+            return self._free.pop()
+        # Private: what a child process has of it by a fork does not change with what is written here.
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _lend(self, memory: mmap.mmap, view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
-        memory = free.pop() if free else mmap.mmap(-1, size)
-        writeable = memoryview(memory)
         # All views of it have it as their base, so it ends with the last of them.
-        array = np.frombuffer(writeable.toreadonly(), np.uint8)
+        array = np.frombuffer(view, np.uint8)
 
         def give_back(_: object) -> None:
             del lent[number]
-            if len(free) < _MOST_SPARE:
+            if len(free) < _MOST_SPARE and (len(free) + 1) * len(memory) <= _MOST_SPARE_BYTES:
                 free.append(memory)
 
         lent[number] = weakref.ref(array, give_back)
-        return array, writeable
+        return array
 
 
 class _OpenSegment(NamedTuple):

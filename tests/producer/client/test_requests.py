@@ -337,7 +337,7 @@ async def test_a_wait_whose_deadline_has_passed_already_ends_at_once() -> None:
 
 
 async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
-    batch = BatchWaiter(asyncio.get_running_loop(), 3, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((3, 3), np.float32))
     for index in (2, 0):
         batch.at(index)(row(float(index)))
     assert not batch.future.done()
@@ -351,7 +351,7 @@ async def test_a_batch_is_done_with_its_last_row_whatever_the_order() -> None:
 async def test_a_batch_is_a_copy_that_its_owner_may_change() -> None:
     shared = row(1.0)
     shared.flags.writeable = False
-    batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((2, 3), np.float32))
     batch.at(0)(shared)
     batch.at(1)(shared)
     batch.rows[:] = 9.0
@@ -359,7 +359,7 @@ async def test_a_batch_is_a_copy_that_its_owner_may_change() -> None:
 
 
 async def test_the_first_failure_ends_a_batch_and_what_comes_later_is_ignored() -> None:
-    batch = BatchWaiter(asyncio.get_running_loop(), 3, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((3, 3), np.float32))
     batch.at(0)(row())
     batch.at(1)(WorkerError("first"))
     batch.at(2)(WorkerError("second"))
@@ -369,14 +369,14 @@ async def test_the_first_failure_ends_a_batch_and_what_comes_later_is_ignored() 
 
 
 async def test_an_empty_batch_is_done_at_once() -> None:
-    batch = BatchWaiter(asyncio.get_running_loop(), 0, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((0, 3), np.float32))
     assert batch.future.done()
     await batch.future
     assert batch.rows.shape == (0, 3)
 
 
 async def test_a_cancelled_batch_ignores_what_comes() -> None:
-    batch = BatchWaiter(asyncio.get_running_loop(), 1, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((1, 3), np.float32))
     batch.future.cancel()
     batch.at(0)(row())
     batch.at(0)(WorkerError("no"))
@@ -384,7 +384,7 @@ async def test_a_cancelled_batch_ignores_what_comes() -> None:
 
 
 async def test_one_prompt_twice_in_a_batch_fills_both_rows(table: Table) -> None:
-    batch = BatchWaiter(asyncio.get_running_loop(), 2, 3)
+    batch = BatchWaiter(asyncio.get_running_loop(), np.empty((2, 3), np.float32))
     table.requests.add(prompt(1), batch.at(0))
     table.requests.add(prompt(1), batch.at(1))
     table.requests.resolve_found([prompt(1).digest], [row(4.0)])

@@ -17,7 +17,15 @@ import pytest
 
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
-from lmpool.rows.shared_memory import Reference, SegmentReader, host_token, is_reference, place_of, unpack_reference
+from lmpool.rows.shared_memory import (
+    Reference,
+    RowMemory,
+    SegmentReader,
+    host_token,
+    is_reference,
+    place_of,
+    unpack_reference,
+)
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.queue.segment import Segment, default_size, make_segment, remove_abandoned
 from tests.support.pool import DEADLINE_S
@@ -304,3 +312,54 @@ def test_rows_that_are_dropped_lend_their_memory_to_the_next_and_others_keep_the
     assert part.tobytes() == row_of(0)[10:20].tobytes()
     with pytest.raises(ValueError, match="WRITEABLE"):
         part.setflags(write=True)
+
+
+def test_what_a_process_has_by_a_fork_stays_when_the_parent_reads_on(segment: Segment, reader: SegmentReader) -> None:
+    for number in range(2):
+        put(segment, number)
+    assert reader.find(prompt(1), V) is not None, "from now on it knows how long rows are"
+    row = reader.find(prompt(0), V)
+    assert row is not None
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(write_end)
+            os.read(read_end, 1)  # The parent has read on by then.
+            os._exit(0 if row.tobytes() == row_of(0).tobytes() else 1)
+        finally:
+            os._exit(2)
+    before = row.ctypes.data
+    del row
+    after = reader.find(prompt(1), V)
+    assert after is not None
+    assert after.ctypes.data == before, "the memory has been used again"
+    os.close(write_end)
+    _, status = os.waitpid(child, 0)
+    os.close(read_end)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_memory_for_batches_is_used_again_for_those_of_about_their_size() -> None:
+    memory = RowMemory()
+    first = memory.take_writeable(1000)
+    first[:] = 1
+    at = first.ctypes.data
+    part = first[10:20]
+    del first
+    other = memory.take_writeable(900)
+    assert other.ctypes.data != at, "a part of it is still in use"
+    other[:] = 2
+    assert part.tolist() == [1] * 10
+    del part
+    again = memory.take_writeable(950)
+    assert again.shape == (950,)
+    assert again.ctypes.data == at
+
+
+def test_no_more_memory_is_kept_than_is_said() -> None:
+    memory = RowMemory()
+    for size in (2**27, 2**20):
+        lent = [memory.take_writeable(size) for _ in range(3)]
+        del lent
+        assert sum(map(len, memory._free)) == (0 if size == 2**27 else 3 * 2**20)

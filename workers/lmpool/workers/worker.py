@@ -132,8 +132,8 @@ class FetchLoop:
                 continue
             waits = delays()
             if was_idle and self._in_flight:
-                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy. What it
-                # has computed by then is sent first.
+                # An idle backend is to begin: its thread needs the interpreter that the next fetch would occupy. What
+                # it has computed by then is sent first.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
                 await asyncio.sleep(0)
 

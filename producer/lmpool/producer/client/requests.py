@@ -525,22 +525,21 @@ class BatchWaiter:
 
     Args:
         loop: the running event loop.
-        count: n, the number of rows.
-        vocab_size: V.
+        rows: float32 of shape (n, V), to be filled.
 
     Attributes:
         future: done when all rows have come, or with the first failure.
-        rows: float32 of shape (n, V); complete when `future` is done.
+        rows: as above; complete when `future` is done.
         left: how many are missing.
     """
 
     __slots__ = ("future", "left", "rows")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, vocab_size: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, rows: NDArray[np.float32]) -> None:
         self.future: asyncio.Future[None] = loop.create_future()
-        self.rows: NDArray[np.float32] = np.empty((count, vocab_size), np.float32)
-        self.left = count
-        if count == 0:
+        self.rows = rows
+        self.left = len(rows)
+        if not self.left:
             self.future.set_result(None)
 
     def at(self, index: int) -> Waiter:

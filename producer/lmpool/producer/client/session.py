@@ -43,6 +43,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import Prompt, encode_prompt
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
+from lmpool.rows.shared_memory import RowMemory
 
 WhenFull = Literal["wait", "raise"]
 """What requests do while the queue is at its limit."""
@@ -128,6 +129,7 @@ class Session:
             self._follow_model,
         )
         self._is_following = False
+        self._batch_memory = RowMemory()
         # Rows that were found without waiting, since others have had their turn.
         self._found = 0
         self._next_recheck = 0
@@ -273,7 +275,7 @@ class Session:
 
     async def answer_all(self, prompts: Sequence[Prompt], deadline: Deadline) -> NDArray[np.float32]:
         """The rows of several prompts, float32 (n, V); the first failure ends the others."""
-        batch = BatchWaiter(self.loop, len(prompts), self.info.vocab_size)
+        batch = BatchWaiter(self.loop, self._new_rows(len(prompts)))
         waits: list[tuple[PendingRequest, Waiter]] = []
         there = await self._read_here(prompts, batch.rows)
         for index, prompt in enumerate(prompts):
@@ -295,6 +297,14 @@ class Session:
                 if request.waiters:
                     self._remove_waiter(request, waiter)
         return batch.rows
+
+    def _new_rows(self, count: int) -> NDArray[np.float32]:
+        """float32 (n, V) for rows; where they come faster than new memory, what was used before."""
+        vocab_size = self.info.vocab_size
+        if not (count and self._connections.segments.has_any):
+            return np.empty((count, vocab_size), np.float32)
+        memory = self._batch_memory.take_writeable(4 * count * vocab_size)
+        return memory.view(np.float32).reshape(count, vocab_size)
 
     async def _read_here(self, prompts: Sequence[Prompt], out: NDArray[np.float32]) -> set[int]:
         """Read rows in shared memory to where they are wanted, float32 (n, V); returns the numbers of those."""
