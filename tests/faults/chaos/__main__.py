@@ -16,6 +16,7 @@ import redis
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
+from lmpool.rows import shared_memory
 from tests.faults.chaos.fleet import Fleet
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.faults.chaos.observer import Observer
@@ -33,7 +34,7 @@ _PATIENCE_S = 10.0
 """What is waited for is remembered for a little longer than its deadline."""
 
 
-async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Report:
+async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: tuple[Path, Path]) -> Report:
     """One run, from the start of its server to the end of its last process."""
     # fsync once a second, as servers do by default: what a killed server has written is in the kernel's hands.
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
@@ -43,7 +44,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
             Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy,
             Observer(server.url, _PREFIX) as observer,
         ):
-            fleet = Fleet(settings, folder, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
+            fleet = Fleet(settings, folder, hosts, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
             striker = Striker(fleet, proxy, server, observer, settings.seed)
             try:
                 await asyncio.to_thread(fleet.start)
@@ -65,6 +66,8 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path) -> Repo
         observer.counted,
         striker.full_lanes,
         left,
+        # Others have started since workers were killed.
+        [str(path) for path in fleet.segments],
         fleet.leaked + leaked_processes(folder),
         fleet.failed,
     )
@@ -102,7 +105,11 @@ def main() -> int:
     print(*plan, sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     try:
-        report = asyncio.run(run(settings, plan, folder))
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder()) as memory:
+            hosts = Path(memory, "0"), Path(memory, "1")
+            for host in hosts:
+                host.mkdir()
+            report = asyncio.run(run(settings, plan, folder, hosts))
     finally:
         if given.keep:
             print(f"logs and traces are in {folder}")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from lmpool.rows.shared_memory import FOLDER_VARIABLE, NAME
 from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.faults.chaos.worker import TRACE_VARIABLE
 
@@ -32,7 +33,7 @@ class Process:
         is_draining: it was told to end.
     """
 
-    def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path) -> None:
+    def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path) -> None:
         self.number = number
         self.is_struck = self.is_frozen = self.is_draining = False
         self._log = log
@@ -47,6 +48,7 @@ class Process:
                     "OMP_NUM_THREADS": "1",
                     "LMPOOL_TRACEBACK": "1",
                     TRACE_VARIABLE: str(trace),
+                    FOLDER_VARIABLE: str(host),
                 },
             )
 
@@ -93,6 +95,7 @@ class Fleet:
     Args:
         settings: the run.
         folder: where logs and traces go.
+        hosts: a folder in shared memory for each of two hosts: the last worker and the last client are on the second.
         url: of a worker or client with a number: the server's own address, or the proxy's.
         prefix: of all keys.
 
@@ -103,9 +106,12 @@ class Fleet:
         leaked: processes that did not end when they were told to.
     """
 
-    def __init__(self, settings: ChaosSettings, folder: Path, url: Callable[[int], str], prefix: str) -> None:
+    def __init__(
+        self, settings: ChaosSettings, folder: Path, hosts: tuple[Path, Path], url: Callable[[int], str], prefix: str
+    ) -> None:
         self._settings = settings
         self._folder = folder
+        self._hosts = hosts
         self._url = url
         self._prefix = prefix
         self._started = 0
@@ -118,6 +124,11 @@ class Fleet:
     def traces(self) -> list[Path]:
         """What workers have written down."""
         return sorted(self._folder.glob("*.trace"))
+
+    @property
+    def segments(self) -> list[Path]:
+        """The files in shared memory."""
+        return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*"))
 
     def log_of(self, client: int) -> Path:
         """Where a client writes its requests."""
@@ -148,18 +159,21 @@ class Fleet:
             "backend": "synthetic", "encoding": "bf16", "vocab-size": settings.vocab_size, "lease-s": settings.lease_s,
             "step-ms": settings.step_ms if number else settings.slow_ms, "token-ms": settings.token_ms,
             "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s,
+            "shm-bytes": settings.shm_bytes,
             "redis": self._url(number), "prefix": self._prefix,
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", MODEL, "--with-trie", *words]
         self._started += 1
-        return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder)
+        host = self._hosts[number == settings.workers - 1]
+        return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder, host)
 
     def _start_client(self, number: int) -> Process:
         given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
         given.append(str(self._folder / "adapters"))
         command = [sys.executable, "-m", "tests.faults.chaos.client", *given, str(self.log_of(number))]
-        return Process(number, command, self._folder / f"client-{number}.log", self._folder)
+        host = self._hosts[number == self._settings.clients - 1]
+        return Process(number, command, self._folder / f"client-{number}.log", self._folder, host)
 
     @property
     def is_whole(self) -> bool:

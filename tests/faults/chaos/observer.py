@@ -25,10 +25,12 @@ class Counted(NamedTuple):
     Attributes:
         homed: jobs taken whose home their worker was.
         stolen: jobs taken from others' lanes.
+        shared: rows written to shared memory.
     """
 
     homed: int = 0
     stolen: int = 0
+    shared: int = 0
 
 
 class FullLane(NamedTuple):
@@ -70,8 +72,7 @@ class Observer:
     @property
     def counted(self) -> Counted:
         """The sums over all workers that have been seen, dead ones too."""
-        each = self._counted.values()
-        return Counted(sum(counted.homed for counted in each), sum(counted.stolen for counted in each))
+        return Counted(*map(sum, zip(Counted(), *self._counted.values(), strict=True)))
 
     async def full_lanes(self, within_s: float) -> list[FullLane]:
         """The lanes in which jobs wait, the longest first; waits for one, but not for longer than some seconds."""
@@ -100,9 +101,9 @@ class Observer:
 
     def _read_heartbeats(self) -> None:
         for key in self._redis.scan_iter(self._keys.worker("*"), 1000):
-            homed, stolen = self._redis.hmget(key, "homed", "stolen")
+            homed, stolen, shared = self._redis.hmget(key, Counted._fields)
             if homed is not None and stolen is not None:
-                self._counted[key] = Counted(int(homed), int(stolen))
+                self._counted[key] = Counted(int(homed), int(stolen), int(shared or 0))
 
     def _read_lanes(self) -> list[FullLane]:
         lanes = []

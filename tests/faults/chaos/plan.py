@@ -21,6 +21,8 @@ class Kind(Enum):
     FREEZE = "freeze a worker"
     FREEZE_FULL = "freeze a worker with a full lane"
     STALL = "freeze a worker with a full lane, for less than a lease"
+    JUNK = "junk in a worker's shared memory"
+    UNLINK = "remove a worker's shared memory"
     LOSE_LANES = "delete the lengths of the lanes"
     KILL_CONNECTIONS = "CLIENT KILL"
     RESTART = "restart the server"

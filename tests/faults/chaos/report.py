@@ -22,6 +22,7 @@ class Report:
         counted: what workers have counted.
         full_lanes: how many jobs waited in each full lane that was struck.
         leaked_keys: what was left on the server.
+        leaked_files: what was left in shared memory.
         leaked_processes: what did not end.
         failed: processes that ended by themselves, or with an error.
     """
@@ -33,6 +34,7 @@ class Report:
     counted: Counted
     full_lanes: list[int]
     leaked_keys: list[str]
+    leaked_files: list[str]
     leaked_processes: list[str]
     failed: list[str]
 
@@ -46,6 +48,7 @@ class Report:
             "wrong": tally.wrong,
             "late": tally.late,
             "leaked keys": len(self.leaked_keys),
+            "leaked files": len(self.leaked_files),
             "leaked processes": len(self.leaked_processes),
             "failed processes": len(self.failed),
         }
@@ -73,6 +76,7 @@ class Report:
             ("requests", f"{len(tally.requests)} ({kinds})"),
             ("adapters", f"{tally.kinds[CHANGE]} put in service, {tally.refused} refused as their worker ended"),
             ("lanes", f"{self.counted.homed} jobs taken at home, {self.counted.stolen} stolen"),
+            ("shared memory", f"{self.counted.shared} rows written to it"),
             ("full lanes struck", f"{len(self.full_lanes)} ({sum(self.full_lanes)} jobs waited in them)"),
             ("lost", f"{tally.lost}"),
             ("wrong", f"{tally.wrong}"),
@@ -83,10 +87,11 @@ class Report:
             # Troubles that overlap have one recovery, from the last one's end; this counts from the first one's begin.
             ("slowest request", f"{slowest:.2f} s"),
             ("leaked keys", f"{len(self.leaked_keys)}"),
+            ("leaked files", f"{len(self.leaked_files)}"),
             ("leaked processes", f"{len(self.leaked_processes)}"),
         ]
         lines = [f"{name:<17} {value}" for name, value in rows]
-        lines += [f"  leaked: {text}" for text in [*self.leaked_keys, *self.leaked_processes][:20]]
+        lines += [f"  leaked: {text}" for text in [*self.leaked_keys, *self.leaked_files, *self.leaked_processes][:20]]
         lines += [f"  failed: {text}" for text in self.failed[:10]]
         lines += [f"  lost, {times} times: {text:.300}" for text, times in list(tally.reasons.items())[:10]]
         begin = min((request.began for request in tally.requests), default=0.0)

@@ -18,6 +18,7 @@ class ChaosSettings:
         workers: worker processes; one that has ended is replaced at once.
         clients: client processes.
         vocab_size: V.
+        shm_bytes: of shared memory that each worker has: enough for some of the rows that live.
         lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also how long
             either side waits for a reply.
         step_ms: how long a step of the backend takes: workers are busy most of the time, so there is something to lose.
@@ -43,6 +44,7 @@ class ChaosSettings:
     workers: int = 4
     clients: int = 3
     vocab_size: int = 2048
+    shm_bytes: int = 1 << 25
     lease_s: float = 3.0
     step_ms: float = 80.0
     token_ms: float = 0.5

@@ -8,6 +8,8 @@ import random
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import redis
 
@@ -20,6 +22,7 @@ from tests.support.servers.proxy import Proxy
 
 _TICK_S = 0.05
 _FULL_LANE_S = 2.0
+_PIECE = 65_536
 """How long to wait for a full lane where there is none: clients ask all the time."""
 
 
@@ -93,6 +96,8 @@ class Striker:
             Kind.FREEZE: self._freeze,
             Kind.FREEZE_FULL: self._freeze_full,
             Kind.STALL: self._freeze_full,
+            Kind.JUNK: self._spoil,
+            Kind.UNLINK: self._spoil,
             Kind.LOSE_LANES: self._lose_lanes,
             Kind.KILL_CONNECTIONS: self._kill_connections,
             Kind.RESTART: self._restart,
@@ -169,6 +174,17 @@ class Striker:
             worker.is_frozen = False
         return hit
 
+    async def _spoil(self, strike: Strike) -> float:
+        """Junk in parts of a segment, its header and index among them; or remove it."""
+        if segments := self._fleet.segments:
+            path = segments[strike.number % len(segments)]
+            with suppress(FileNotFoundError):  # Its worker has ended just now.
+                if strike.kind is Kind.UNLINK:
+                    path.unlink()
+                else:
+                    await asyncio.to_thread(_write_junk, path, strike.share, self._draw)
+        return time.monotonic()
+
     async def _lose_lanes(self, strike: Strike) -> float:
         await self._observer.lose_lanes()
         return time.monotonic()
@@ -218,3 +234,13 @@ class Striker:
             self._proxy.drop(strike.way, strike.share)
         else:
             self._proxy.truncate(strike.way, strike.share)
+
+
+def _write_junk(path: Path, share: float, draw: random.Random) -> None:
+    """Overwrite a share of a file, piece by piece."""
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        for at in range(0, size, _PIECE):
+            if draw.random() < share:
+                file.seek(at)
+                file.write(os.urandom(min(_PIECE, size - at)))
