@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from lmpool.producer import Producer
 from lmpool.rows.shared_memory import is_reference
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, lmpool_command, until, until_async
 
 V = 2048
 SLOT = 12_288
@@ -317,3 +319,118 @@ def has_open(pid: int, place: Path) -> bool:
         with contextlib.suppress(OSError):  # Closed by now.
             found = found or str(link.readlink()).startswith(f"{place}/lmpool-")
     return found
+
+
+KILLED_IN_A_WRITE = """
+import os, signal, sys
+from lmpool.cli import main
+from lmpool.workers.queue import segment
+
+write, written = segment.Segment._index, []
+
+def last(self, digest, number):
+    # The row is in its slot, what stands before it is not, or not all.
+    written.append(digest)
+    if len(written) == {rows}:
+        at = self._layout.slot_of(number)
+        self._memory[at : at + {kept}] = bytes({kept})
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, digest, number)
+
+segment.Segment._index = last
+main()
+"""
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1, 0), (20, 8), (40, 40)])
+async def test_a_worker_that_is_killed_while_it_writes_a_row_costs_time_only(
+    pool: Pool, place: Path, rows: int, kept: int
+) -> None:
+    script = KILLED_IN_A_WRITE.format(rows=rows, kept=kept)
+    worker = start(pool, place, command=lambda: [sys.executable, "-c", script])
+    (left,) = segments(place)
+    async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
+        asked = asyncio.create_task(ask(producer))
+        assert await asyncio.to_thread(worker.wait) == -signal.SIGKILL
+        await asyncio.to_thread(start, pool, place)
+        await asyncio.wait_for(asked, DEADLINE_S)
+        await ask(producer)
+    assert not left.exists()
+    assert len(segments(place)) == 1
+
+
+KILLED_IN_A_READ = """
+import asyncio, os, signal, sys
+from lmpool.producer import Producer
+
+preadv = os.preadv
+
+def some(fd, buffers, at):
+    preadv(fd, [buffers[0][: len(buffers[0]) // 2]], at)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    async with Producer("syn", redis=sys.argv[1], prefix=sys.argv[2]) as producer:
+        os.preadv = some
+        await producer.logprobs([0, 1, 7])
+
+asyncio.run(main())
+"""
+
+
+async def test_a_client_that_is_killed_while_it_reads_a_row_leaves_all_as_it_was(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    command = [sys.executable, "-c", KILLED_IN_A_READ, pool.url, pool.prefix]
+    for _ in range(2):  # Before the row is there, and after.
+        client = await asyncio.create_subprocess_exec(*command)
+        assert await asyncio.wait_for(client.wait(), DEADLINE_S) == -signal.SIGKILL
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        await ask(producer)
+        assert reads(producer)[1] == 0
+    assert worker.is_running
+    await counted(pool, "rows", len(PROMPTS))
+
+
+@pytest.mark.parametrize(("vocab_size", "arguments"), [(49_152, ()), (V, ("--shm-bytes", 2**28))])
+async def test_where_64_megabytes_are_too_little_rows_go_through_redis_and_one_warning_says_so(
+    pool: Pool, place: Path, vocab_size: int, arguments: tuple[str | int, ...]
+) -> None:
+    """What containers have by default, on a file system of that size."""
+    mount = 'mount -t tmpfs -o size=64m none "$LMPOOL_SHM_DIR" && exec "$@"'
+    unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
+    worker = pool.start(
+        "--vocab-size", vocab_size, *arguments,
+        command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
+    )  # fmt: skip
+    await asyncio.to_thread(worker.until_says, "rows go through Redis, not through shared memory")
+    async with pool.producer(cache_bytes=0) as producer:
+        for _ in range(2):
+            row = await producer.logprobs([1, 2])
+            assert row.tobytes() == synthetic_row([1, 2], vocab_size=vocab_size).tobytes()
+    assert worker.text.count("through Redis") == 1
+    assert "--shm-size" in worker.text
+    assert "--shm-bytes" in worker.text
+    assert not any(map(is_reference, stored(pool)))
+
+
+async def test_segments_and_references_of_another_release_are_left_alone(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    (path,) = segments(place)
+    other = place / f"lmpool-{bytes(8).hex()}"
+    data = bytearray(path.read_bytes())
+    data[6:8] = (99).to_bytes(2, "little")  # The number of the layout.
+    other.write_bytes(data)
+    with other.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        async with pool.producer(cache_bytes=0) as producer:
+            await ask(producer)
+            for key in list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*")):
+                reference = bytearray(cast(bytes, pool.redis.get(key)))
+                reference[4] = 99
+                pool.redis.set(key, bytes(reference))
+            worker.signal(signal.SIGTERM)
+            await asyncio.to_thread(worker.wait)
+            await asyncio.to_thread(start, pool, place)
+            await ask(producer)
+        assert other.exists()

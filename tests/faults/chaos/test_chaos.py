@@ -21,13 +21,7 @@ def test_twenty_seconds_of_chaos_keep_all_promises_but_those_of_times() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.stdout.splitlines()[-1:] == ["all promises kept"], done.stdout + done.stderr
     assert done.returncode == 0
-    for line in (
-        "lost              0",
-        "wrong             0",
-        "late              0",
-        "leaked keys       0",
-        "leaked files      0",
-    ):
+    for name in ("lost", "wrong", "late", "leaked keys", "leaked files"):
         assert f"{name:<17} 0" in done.stdout.splitlines()
 
 
