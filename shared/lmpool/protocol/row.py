@@ -369,11 +369,6 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
     return row
 
 
-def is_header(data: memoryview, vocab_size: int) -> bool:
-    """Whether these 16 bytes are the header of an F32 row of V."""
-    return bytes(data[:_LOG_Z_AT]) == _HEADER.pack(MAGIC, ROW_VERSION, _F32, 0, vocab_size, 0.0)[:_LOG_Z_AT]
-
-
 def _read_header(data: memoryview, vocab_size: int) -> tuple[Encoding, float]:
     """The encoding and logZ of a row.
 

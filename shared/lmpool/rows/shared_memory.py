@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -35,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, is_header
+from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, RowBlock, decode_row, encoded_size
 
 FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
 """Environment variable that names another folder than /dev/shm; it must be in memory."""
@@ -219,6 +220,13 @@ def checksum_of(row: NDArray[np.uint8]) -> int:
     return int(np.add.reduce(row.view(np.uint64)))
 
 
+@lru_cache(64)
+def _f32_header(vocab_size: int) -> tuple[bytes, int]:
+    """The header of all rows of V in F32, and the sum of its words."""
+    ((header, _),) = RowBlock([b""], np.zeros((1, vocab_size), np.float32), None, Encoding.F32).encoded()
+    return header, checksum_of(np.frombuffer(header, np.uint8))
+
+
 def row_in(data: NDArray[np.uint8], number: int, digest: bytes) -> NDArray[np.uint8] | int | None:
     """The encoded row in what was read of a slot; its length if that is more; None when it is not that row."""
     if len(data) < SLOT.size:
@@ -293,6 +301,14 @@ class _OpenSegment(NamedTuple):
 
     fd: int
     layout: Layout
+    first: int
+    stride: int
+    slots: int
+
+    @classmethod
+    def of(cls, fd: int, layout: Layout) -> _OpenSegment:
+        """That file, with what is needed for each read at hand."""
+        return cls(fd, layout, layout.first, layout.stride, layout.slots)
 
 
 @dataclass(slots=True)
@@ -322,8 +338,9 @@ class SegmentReader:
         self._searched: list[_OpenSegment] = []
         self._unreadable: set[bytes] = set()
         self._usual_size = 0
-        self._head = np.empty(SLOT.size + HEADER_SIZE, np.uint8)
-        self._memory, self._decoded = RowMemory(), RowMemory()
+        self._head = bytearray(SLOT.size + HEADER_SIZE)
+        # Rows, and what some of them are decoded from.
+        self._memory, self._encoded = RowMemory(), RowMemory()
         self.host = host_token()
         self.counts = ReadCounts()
 
@@ -360,7 +377,7 @@ class SegmentReader:
             fd = os.open(self._folder / f"{NAME}{nonce.hex()}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             layout = Layout.read(fd)
             if layout is not None and layout.nonce == nonce:
-                found = self._segments[nonce] = _OpenSegment(fd, layout)
+                found = self._segments[nonce] = _OpenSegment.of(fd, layout)
                 return found
             os.close(fd)
         self._unreadable.add(nonce)
@@ -397,45 +414,64 @@ class SegmentReader:
 
     def find_into(self, digest: bytes, out: Row) -> bool:
         """As `find`, into an array of the caller's, float32 (V,), which holds anything when the row is not there."""
-        places = self._candidates(digest)
-        return any(self._read_into(segment, number, digest, out) for segment, number in places)
+        for segment, number in self._candidates(digest):
+            if self._is_usually_f32(out.size) and self._read_f32(segment, number, digest, out):
+                return True
+            row = self._read(segment, number, digest, out.size)
+            if row is not None:
+                out[:] = row
+                return True
+        return False
 
     def _candidates(self, digest: bytes) -> Iterator[tuple[_OpenSegment, int]]:
         """Where a row may be, by the indexes of the segments: the segment, and its number there."""
-        tag = tag_of(digest)
+        hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:
-            entries = os.pread(segment.fd, BUCKET.size, PAGE + segment.layout.bucket_of(digest) * BUCKET.size)
-            if len(entries) == BUCKET.size:
-                alike = [entry & NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~NUMBER_MASK == tag]
+            bucket = hashed % segment.layout.buckets
+            entries = os.pread(segment.fd, BUCKET.size, PAGE + bucket * BUCKET.size)
+            # Mostly the tag is nowhere among these bytes.
+            if tag in entries and len(entries) == BUCKET.size:
+                wanted = tag_of(digest)
+                alike = [entry & NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~NUMBER_MASK == wanted]
                 # What was written last first: the others may have been replaced, and so may this one.
                 for number in sorted(alike, reverse=True):
                     if number:
                         yield segment, number
 
-    def _read_into(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
-        """Read an F32 row to where it is wanted; others are decoded and copied there."""
-        os.preadv(segment.fd, [self._head.data, out.data], segment.layout.slot_of(number))
-        seen, whose, length, expected = SLOT.unpack_from(self._head.data)
-        header, numbers = self._head[SLOT.size :], out.view(np.uint8)
-        if (seen, whose, length) == (number, digest, HEADER_SIZE + numbers.size) and is_header(header.data, out.size):
-            whole = numbers.size // WORD * WORD
-            # The words of the row: its header, and its numbers, the last of which may be half a word.
-            total = checksum_of(header) + checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
-            if total % 2**64 == expected:
-                self.counts.rows += 1
-                return True
-        row = self._read(segment, number, digest, out.size)
-        if row is not None:
-            out[:] = row
-        return row is not None
+    def _is_usually_f32(self, vocab_size: int) -> bool:
+        return self._usual_size == HEADER_SIZE + 4 * vocab_size
+
+    def _read_f32(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
+        """Read a row in F32 to where it is wanted, float32 (V,); False when there is something else."""
+        os.preadv(segment.fd, [self._head, out.data], segment.first + number % segment.slots * segment.stride)
+        seen, whose, length, expected = SLOT.unpack_from(self._head)
+        header, total = _f32_header(out.size)
+        if seen != number or whose != digest or length != self._usual_size or self._head[SLOT.size :] != header:
+            return False
+        numbers = out.view(np.uint8)
+        whole = numbers.size // WORD * WORD
+        # The words of the row: its header, and its numbers, the last of which may be half a word.
+        total += checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
+        if total % 2**64 != expected:
+            return False
+        self.counts.rows += 1
+        return True
 
     def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
-        fd, layout = segment
+        if self._is_usually_f32(vocab_size):
+            array, writeable = self._memory.take(4 * vocab_size)
+            if self._read_f32(segment, number, digest, np.frombuffer(writeable, np.float32)):
+                return array.view(np.float32)
+        return self._read_any(segment, number, digest, vocab_size)
+
+    def _read_any(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
+        """Read a row in whatever encoding."""
+        fd, layout = segment.fd, segment.layout
         most = layout.stride - SLOT.size
         size, at = min(self._usual_size or most, most), layout.slot_of(number)
         # Once more when it is longer than most.
         for _ in range(2):
-            data, writeable = self._memory.take(SLOT.size + whole_words(size))
+            data, writeable = self._encoded.take(SLOT.size + whole_words(size))
             row = row_in(data[: os.preadv(fd, [writeable], at)], number, digest)
             if row is None or isinstance(row, np.ndarray):
                 break
@@ -446,7 +482,7 @@ class SegmentReader:
         self._usual_size = row.size
         self.counts.rows += 1
         try:
-            return decode_row(row, vocab_size, self._decoded.take)
+            return decode_row(row, vocab_size, self._memory.take)
         except ProtocolError:
             return None  # Of another model, or of another version of rows.
 

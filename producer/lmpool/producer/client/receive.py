@@ -191,8 +191,12 @@ class Receiver:
         left = set(digests)
         # Requests that warm the cache alone end without the row.
         wanted = [digest for digest in digests if (request := self._requests.get(digest)) and not request.warm]
-        async for found in self._requests.resolve_by(wanted, read):
-            left.difference_update(found)
+        self._requests.is_resolving = True
+        try:
+            async for found in self._requests.resolve_by(wanted, read):
+                left.difference_update(found)
+        finally:
+            self._requests.is_resolving = False
         self._announce([digest for digest in digests if digest in left])
 
     def _read_carried(self, digests: Sequence[bytes], all_digests: bytes, carried: bytes) -> list[bytes]:

@@ -263,6 +263,7 @@ class PendingRequests:
     Attributes:
         counters: as above.
         on_end: called whenever a request has ended; None for nobody.
+        is_resolving: some more rows that have come are about to be given to those who wait.
     """
 
     def __init__(self, cache: RowLRU, stats: ProducerStats, counters: Counters | None = None) -> None:
@@ -274,6 +275,7 @@ class PendingRequests:
         # How often a row was to be there and was not: of those requests alone, for there are hardly ever any.
         self._lost: dict[bytes, int] = {}
         self.on_end: Callable[[], None] | None = None
+        self.is_resolving = False
         self.counters = counters or Counters(stats, cache)
 
     def __len__(self) -> int:
