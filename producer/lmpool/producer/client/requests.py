@@ -37,7 +37,8 @@ _MOST_OVERWRITES = 2
 _MOST_IN_FLIGHT = 8192
 _MOST_IN_FLIGHT_BYTES = 64 * 1024 * 1024
 _BUCKETS_PER_S = 100
-_ROWS_AT_ONCE = 8
+# What is read together, before those who wait go on: no more than is still in the processor's cache then.
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 8, 1_250_000
 
 
 class RowLRU:
@@ -387,14 +388,18 @@ class PendingRequests:
         Whoever waits goes on in between: a row that is used at once is still in the processor's cache, and its memory
         takes the next one.
         """
-        for at in range(0, len(digests), _ROWS_AT_ONCE):
+        # One tells how large they are.
+        at, size = 0, 1
+        while at < len(digests):
             found: dict[bytes, Row] = {}
-            for digest in digests[at : at + _ROWS_AT_ONCE]:
+            begin, at = at, at + size
+            for digest in digests[begin:at]:
                 if digest in self._requests and (row := read(digest)) is not None:
                     found[digest] = row
             if found:
                 self.resolve_found(list(found), list(found.values()))
                 yield list(found)
+                size = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // next(iter(found.values())).nbytes))
                 del row
                 found.clear()
                 await asyncio.sleep(0)

@@ -374,7 +374,7 @@ class Submitter:
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
         """
         # Who has got a row asks for the next: those of all rows that come together are sent together.
-        while self._requests.is_resolving:
+        while self._requests.is_resolving:  # noqa: ASYNC110  for a few turns only
             await asyncio.sleep(0)
         self._flushing = False
         batch = self._requests.admit(self._unsent)
