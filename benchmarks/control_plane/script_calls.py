@@ -196,7 +196,7 @@ def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes]
     rows = [b"lmpool:row:f:" + digest for digest in digests]
     for row in rows:
         queue.client.set(row, b"x")
-    args: list[Any] = [GROUP, "f", 1000, 120_000, 10_000, "w0", 0, len(entries), *entries]
+    args: list[Any] = [GROUP, "f", 1000, 120_000, 10_000, "w0", 0, len(entries), b"", 0, *entries]
     for number in range(1, len(entries) + 1):
         args += [number, failure, 1] if failure else []
     keys = [_MODEL.jobs, _MODEL.dead, *(_MODEL.waiting + digest for digest in digests), *rows]

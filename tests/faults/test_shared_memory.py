@@ -121,6 +121,28 @@ async def test_a_cached_row_is_read_without_the_server(pool: Pool, place: Path) 
         assert second.stats().computed == 0
 
 
+@pytest.mark.parametrize("kind", ["rows", "targets"])
+async def test_others_have_their_turn_while_many_cached_rows_are_asked_for(pool: Pool, place: Path, kind: str) -> None:
+    start(pool, place)
+    prompts, turns = [[i, 9] for i in range(400)], 0
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer, prompts)
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        begun = turns
+        targets = [1, 2] if kind == "targets" else None
+        await asyncio.gather(*(producer.logprobs(prompt, targets=targets) for prompt in prompts))
+        assert turns - begun >= 400 / 8 / 2
+        counting.cancel()
+
+
 async def test_rows_of_16_bits_come_too(pool: Pool, place: Path) -> None:
     start(pool, place, "--encoding", "bf16")
     async with pool.producer(cache_bytes=0) as producer:

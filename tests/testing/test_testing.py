@@ -70,6 +70,23 @@ async def test_every_row_is_the_one_that_was_told_beforehand(vocab_size: int, en
         assert ((await producer.logprobs([0])) == model.row([0])).all()
 
 
+async def test_rows_come_through_shared_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(os.environ.get("LMPOOL_SHM_DIR", "/dev/shm"), tmp_path.name)
+    place.mkdir()
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(place))
+    model = SyntheticModel(vocab_size=2048)
+    try:
+        with pool(model) as memory:
+            until(lambda: [path for path in place.iterdir() if path.stat().st_size > 2**20], "there is a segment")
+            async with Producer(redis=memory.url, cache_bytes=0) as producer:
+                for _ in range(2):
+                    assert (await producer.logprobs([1, 2]) == model.row([1, 2])).all()
+                assert producer._counters.shared.rows == 2
+        assert list(place.iterdir()) == []
+    finally:
+        place.rmdir()
+
+
 def test_code_without_asyncio_uses_it(memory: MemoryPool) -> None:
     with SyncProducer(redis=memory.redis) as producer:
         np.testing.assert_array_equal(producer.logprobs([1, 2]), TINY.row([1, 2]))

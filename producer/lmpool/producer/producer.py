@@ -153,8 +153,6 @@ class Producer(CopiedAsItself, PartialRows):
         prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
         row = session.cached(prompt)
         if row is not None:
-            if session.is_turn_over:
-                await asyncio.sleep(0)
             return row
         waiter = session.begin(prompt, session.loop.time() + seconds, seconds)
         try:

@@ -192,11 +192,10 @@ class VectorBlock:
         return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
 
     def small_values(self) -> list[bytes] | None:
-        """As `RowBlock.small_values`; with zeros behind those that are shorter than others."""
-        size = encoded_size(max(map(len, self.vectors), default=0), Encoding.F32)
-        if size > _MOST_SMALL:
+        """As `RowBlock.small_values`."""
+        if encoded_size(max(map(len, self.vectors), default=0), Encoding.F32) > _MOST_SMALL:
             return None
-        return [(header + bytes(numbers)).ljust(size, b"\0") for header, numbers in self.encoded()]
+        return [header + bytes(numbers) for header, numbers in self.encoded()]
 
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """Some of the vectors."""
@@ -299,6 +298,22 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
     numbers = np.frombuffer(data, encoding.dtype, offset=HEADER_SIZE)
     entries = numbers.copy() if encoding is Encoding.F32 else _widened(numbers, encoding, log_z)
     return check_logprobs(entries)
+
+
+def split_rows(data: bytes, count: int) -> list[bytes] | None:
+    """Several encoded rows that stand one behind the other; None when these are not so many, and nothing else."""
+    rows, at = [], 0
+    for _ in range(count):
+        if at + HEADER_SIZE > len(data):
+            return None
+        _, _, code, _, size, _ = _HEADER.unpack_from(data, at)
+        encoding = _ENCODINGS.get(code)
+        end = at if encoding is None else at + encoded_size(size, encoding)
+        rows.append(data[at:end])
+        if end == at or end > len(data):
+            return None
+        at = end
+    return rows if at == len(data) else None
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:

@@ -457,7 +457,7 @@ def read_carried(
 
     Args:
         digests: whose they are.
-        values: as they are stored; zeros may follow an answer.
+        values: as they are stored.
         lengths: see `RowCache.get_many`.
         vocab_size: V.
     """
@@ -466,8 +466,7 @@ def read_carried(
     found: list[Found] = []
     for digest, value in zip(digests, values, strict=True):
         length, is_answer = lengths.get(digest, vocab_size), digest in lengths
-        whole = value[: encoded_size(length, Encoding.F32)] if is_answer else value
-        found.append(_read_row(digest, np.frombuffer(whole, np.uint8), length, is_answer=is_answer))
+        found.append(_read_row(digest, np.frombuffer(value, np.uint8), length, is_answer=is_answer))
     return found
 
 

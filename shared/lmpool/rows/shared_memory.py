@@ -72,7 +72,7 @@ _PLACE = struct.Struct("<8sQ")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
 _MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
-_LARGE = 4 * 2**20
+_LEAST_MAPPED, _LARGE = 65_536, 4 * 2**20
 
 
 class Reference(NamedTuple):
@@ -250,7 +250,7 @@ class RowMemory:
     """Memory for rows, used again: the system gives out new pages far more slowly than rows are copied."""
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
+        self._free: list[mmap.mmap | bytearray] = []
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._numbers = count()
         self._size = 0
@@ -267,22 +267,17 @@ class RowMemory:
 
     def take_writeable(self, size: int) -> NDArray[np.uint8]:
         """As `take`, for an array that its user may change, and for sizes that vary."""
-        memory = self._next(1 << (size - 1).bit_length())
+        # In eighths of a power of two.
+        step = max(PAGE, 1 << max(0, (size - 1).bit_length() - 3))
+        memory = self._next(-(-size // step) * step)
         return self._lend(memory, memoryview(memory)[:size])
 
-    def _next(self, size: int) -> mmap.mmap:
+    def _next(self, size: int) -> mmap.mmap | bytearray:
         if size != self._size:
             self._free, self._size = [], size
-        if self._free:
-            return self._free.pop()
-        # Private: what a child process has of it by a fork does not change with what is written here.
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return self._free.pop() if self._free else _new_memory(size)
 
-    def _lend(self, memory: mmap.mmap, view: memoryview) -> NDArray[np.uint8]:
+    def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
         # All views of it have it as their base, so it ends with the last of them.
         array = np.frombuffer(view, np.uint8)
@@ -294,6 +289,21 @@ class RowMemory:
 
         lent[number] = weakref.ref(array, give_back)
         return array
+
+
+def _new_memory(size: int) -> mmap.mmap | bytearray:
+    """Memory of a process's own: what a child has of it by a fork does not change with what is written here."""
+    # A process has some 65,000 mappings at most, and may keep more rows than that.
+    if size < _LEAST_MAPPED:
+        return bytearray(size)
+    try:
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return bytearray(size)
+    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class _OpenSegment(NamedTuple):

@@ -19,6 +19,8 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from lmpool.workers.settings import WorkerSettings
 
 _V = 512
+# Of the rows in shared memory: enough for those of a test, and made in no time.
+_SHM_BYTES = 128 * 2**20
 
 
 class Gate:
@@ -138,6 +140,7 @@ class SyntheticModel:
             queue_limit=self.queue_limit,
             row_ttl_s=self.row_ttl_s,
             with_trie=self.with_trie,
+            shm_bytes=_SHM_BYTES,
         )
 
     def row(self, prompt: Iterable[int]) -> NDArray[np.float32]:

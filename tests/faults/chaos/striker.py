@@ -22,8 +22,8 @@ from tests.support.servers.proxy import Proxy
 
 _TICK_S = 0.05
 _FULL_LANE_S = 2.0
-_PIECE = 65_536
 """How long to wait for a full lane where there is none: clients ask all the time."""
+_PIECE = 65_536
 
 
 class Striker:

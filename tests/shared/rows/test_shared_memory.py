@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -152,11 +153,14 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
     assert not reader.has_any
 
 
+@pytest.mark.parametrize("is_length_known", [False, True])
 @pytest.mark.parametrize("at", [*range(0, 72, 5), 80, 100, 3000, 6079])
 def test_junk_anywhere_in_a_slot_makes_its_row_none(
-    segment: Segment, reader: SegmentReader, place: Path, at: int
+    segment: Segment, reader: SegmentReader, place: Path, at: int, is_length_known: bool
 ) -> None:
     reference, other = put(segment, 5), put(segment, 6)
+    if is_length_known:
+        assert reader.read(reference, prompt(5), V) is not None
     (path,) = place.iterdir()
     first = path.stat().st_size - 64 * SLOT
     begin = first + SLOT * reference.number + at
@@ -363,3 +367,49 @@ def test_no_more_memory_is_kept_than_is_said() -> None:
         lent = [memory.take_writeable(size) for _ in range(3)]
         del lent
         assert sum(map(len, memory._free)) == (0 if size == 2**27 else 3 * 2**20)
+
+
+def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
+    vocab_size = V + 1
+    odd = make_segment("odd", vocab_size, 64 * SLOT, lambda: True)
+    assert odd is not None
+    reader = SegmentReader()
+    row, out = synthetic_row([1], vocab_size=vocab_size), np.empty(vocab_size, np.float32)
+    try:
+        for number in range(2):
+            block = RowBlock([prompt(number)], row[None], None, Encoding.F32)
+            odd.write(prompt(number), *block.encoded()[0])
+        reader.look("odd")
+        for _ in range(2):
+            found = reader.find(prompt(0), vocab_size)
+            assert found is not None
+            assert found.tobytes() == row.tobytes()
+            assert reader.find_into(prompt(1), out)
+            assert out.tobytes() == row.tobytes()
+        (path,) = place.iterdir()
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size - 64 * SLOT + SLOT + 64 + 16 + 4 * vocab_size - 1)
+            file.write(b"\x55")
+        assert reader.find(prompt(0), vocab_size) is None
+        assert not reader.find_into(prompt(0), out)
+        assert reader.find(prompt(1), vocab_size) is not None
+    finally:
+        reader.close()
+        odd.close()
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_more_rows_than_a_process_may_have_mappings_are_kept(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    memory = RowMemory()
+    array, writeable = memory.take(size)
+    writeable[:] = bytes([7]) * size
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        array.setflags(write=True)
+    assert (array == 7).all()
+    other = memory.take_writeable(size)
+    other[:] = 8
+    assert (array == 7).all()

@@ -17,7 +17,7 @@ from lmpool.producer.client.connections import TROUBLE, Connections, Tasks
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.protocol.job import Failure, unpack_failure
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt
-from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges
+from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
 from lmpool.rows.cache import read_carried
 from lmpool.rows.shared_memory import PLACE_SIZE
 
@@ -202,14 +202,16 @@ class Receiver:
     def _read_carried(self, digests: Sequence[bytes], all_digests: bytes, carried: bytes) -> list[bytes]:
         """Read rows and answers that a message has carried; returns the digests of those that must be fetched."""
         count = len(all_digests) // DIGEST_SIZE
-        size = len(carried) // count
-        values = {
-            all_digests[DIGEST_SIZE * at : DIGEST_SIZE * (at + 1)]: carried[size * at : size * (at + 1)]
-            for at in range(count)
-        }
         requests = [request for digest in digests if (request := self._requests.get(digest)) and not request.warm]
-        wanted = [request.prompt.digest for request in requests]
         lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
+        size = len(carried) // count
+        # Rows of one model are mostly of one size; answers tell theirs.
+        parts = split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
+        if parts is None:
+            return list(digests)
+        each = (all_digests[at : at + DIGEST_SIZE] for at in range(0, DIGEST_SIZE * count, DIGEST_SIZE))
+        values = dict(zip(each, parts, strict=True))
+        wanted = [request.prompt.digest for request in requests]
         rows = read_carried(
             wanted, [values[digest] for digest in wanted], lengths, self._connections.model.info.vocab_size
         )

@@ -58,6 +58,7 @@ _MOST_RECHECKED = 2000
 _GOODBYE_S = 1.0
 _MOST_LOOKED_FOR = 32
 _FEW = 8
+_LOOKS = 4
 
 
 class Session:
@@ -130,8 +131,7 @@ class Session:
         )
         self._is_following = False
         self._batch_memory = RowMemory()
-        # Rows that were found without waiting, since others have had their turn.
-        self._found = 0
+        self._looks_left = _LOOKS
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
 
@@ -197,16 +197,23 @@ class Session:
     def cached(self, prompt: Prompt) -> Row | None:
         """A prompt's row, if it is in the producer's own memory, or in this host's: a request that ends here.
 
-        Nothing is awaited: whoever asks for many lets others go on in between (`is_turn_over`).
+        Into that of the host only few looks are made before others have had their turn in the event loop; for the rest
+        `Submitter` looks, which lets them go on in between.
         """
         row = self._kept(prompt)
-        if row is None and self._connections.segments.has_any:
+        if row is None and self._looks_left and self._connections.segments.has_any:
+            if self._looks_left == _LOOKS:
+                self.loop.call_soon(self._renew_looks)
+            self._looks_left -= 1
             began = self.loop.time()
             row = self._connections.segments.find(prompt.digest, self.info.vocab_size)
             if row is not None:
                 self._cache.put(prompt.digest, row)
                 self._count_found(1, self.loop.time() - began)
         return row
+
+    def _renew_looks(self) -> None:
+        self._looks_left = _LOOKS
 
     def _kept(self, prompt: Prompt) -> Row | None:
         row = self._cache.get(prompt.digest)
@@ -220,15 +227,6 @@ class Session:
         self._stats.requests += count
         self._stats.cache_hits += count
         self._requests.counters.seconds["cache_hits"].observe(seconds, count)
-        self._found += count
-
-    @property
-    def is_turn_over(self) -> bool:
-        """Whether so many rows have been found here that others are to have their turn; then it begins anew."""
-        if self._found < _FEW:
-            return False
-        self._found = 0
-        return True
 
     def read_entries(self, wanted: WantedEntries, deadline: Deadline) -> asyncio.Future[FoundEntries]:
         """Entries of a row in the cache; None when it is not there, or cannot be read in time."""

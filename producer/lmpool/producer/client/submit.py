@@ -23,6 +23,8 @@ from lmpool.protocol.prompt import Prompt
 from lmpool.rows.cache import Found
 
 _FEW = 8
+# Requests that are sent while rows still come that others wait for.
+_ENOUGH = 64
 _SENT = (Stage.SENDING, Stage.WAITING)
 _HARDLY_ANY = 0.02
 _LIKELY = 0.5
@@ -82,6 +84,18 @@ class CacheClient:
 
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
+
+    async def find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
+        """Give the requests the rows that are in shared memory; returns those that had one."""
+        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
+        found: set[PendingRequest] = set()
+        if segments.has_any:
+            wanted = {request.prompt.digest: request for request in requests}
+            async for digests in self._requests.resolve_by(
+                list(wanted), lambda digest: segments.find(digest, vocab_size)
+            ):
+                found.update(map(wanted.__getitem__, digests))
+        return found
 
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
         """As `fetch`, for rows that the server says are there: requests that only warm the cache end at once.
@@ -365,16 +379,16 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._flushing:
             self._flushing = True
-            # Begins after everything that is ready in this tick has added its requests.
-            self._tasks.spawn(self._flush())
+            # Runs after everything that is ready in this tick has added its requests, and said what they are.
+            self._tasks.loop.call_soon(lambda: self._tasks.spawn(self._flush()))
 
     async def _flush(self) -> None:
         """Send what has been added, as far as the server is to have so much of one client at once.
 
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
         """
-        # Who has got a row asks for the next: those of all rows that come together are sent together.
-        while self._requests.is_resolving:  # noqa: ASYNC110  for a few turns only
+        # Who has got a row asks for the next: those of rows that come together are sent together.
+        while self._requests.is_resolving and len(self._unsent) < _ENOUGH:  # noqa: ASYNC110  for a few turns only
             await asyncio.sleep(0)
         self._flushing = False
         batch = self._requests.admit(self._unsent)
@@ -389,6 +403,9 @@ class Submitter:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
+        if sought and (found := await self._cache.find_here(sought)):
+            sought = [request for request in sought if request not in found]
+            requests = [request for request in requests if request not in found]
         try:
             if sought and self._is_worth_a_look(len(sought)):
                 await self._cache.fetch([request.prompt.digest for request in sought])

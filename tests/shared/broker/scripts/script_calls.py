@@ -83,9 +83,14 @@ async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int
 
 
 def finish_args(
-    *endings: tuple[bytes, bytes, bool], cap: int = 1000, mark_ms: int = 0, consumer: str = "w1"
+    *endings: tuple[bytes, bytes, bool],
+    cap: int = 1000,
+    mark_ms: int = 0,
+    consumer: str = "w1",
+    rows: Sequence[bytes] = (),
+    row_ms: int = 0,
 ) -> list[Any]:
-    """What `finish.lua` is told of entries: (entry, failure, dead); b"" for no failure."""
+    """What `finish.lua` is told: entries, each with failure (b"" for none) and whether it is dead; rows to store."""
     args: list[Any] = [
         GROUP,
         "fp",
@@ -95,7 +100,10 @@ def finish_args(
         consumer,
         mark_ms,
         len(endings),
+        b"",
+        row_ms,
         *(ending[0] for ending in endings),
+        *rows,
     ]
     for number, (_, failure, dead) in enumerate(endings, 1):
         args += [number, failure, int(dead)] if failure else []

@@ -282,13 +282,11 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     await assert_queue_is_empty(redis)
 
 
-async def finish_carrying(
-    redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], store_ms: str = ""
-) -> bytes:
-    """As `finish_checked` of the prompts 1, 2, …, with small rows that their notifications are to carry."""
+async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes]) -> bytes:
+    """As `finish_checked` of the prompts 1, 2, …, with small rows that are to be stored."""
     numbers = range(1, len(entries) + 1)
     keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
-    args = [*finish_args(*((entry, b"", False) for entry in entries)), -1, store_ms, b"".join(rows)]
+    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=60_000)
     outcome: bytes = await scripts.FINISH(redis, keys, args)
     return outcome
 
@@ -296,11 +294,9 @@ async def finish_carrying(
 async def test_small_rows_come_along_to_each_client_that_waits_for_them(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     await submit(redis, 2, 3, reply=B)
-    for number in (1, 2, 3):
-        await redis.set(ROWS + digest(number), b"row%d" % number)
-    assert await finish_carrying(redis, await take(redis), [b"row1", b"row2", b"row3"]) == b"2"
-    assert await told(redis, A) == [{b"d": digest(1) + digest(2), b"v": b"row1row2", b"f": b"fp", b"w": b"w1"}]
-    assert await told(redis, B) == [{b"d": digest(2) + digest(3), b"v": b"row2row3", b"f": b"fp", b"w": b"w1"}]
+    assert await finish_storing(redis, await take(redis), [b"row1", b"row two", b"row3"]) == b"2"
+    assert await told(redis, A) == [{b"d": digest(1) + digest(2), b"v": b"row1row two", b"f": b"fp", b"w": b"w1"}]
+    assert await told(redis, B) == [{b"d": digest(2) + digest(3), b"v": b"row tworow3", b"f": b"fp", b"w": b"w1"}]
     await assert_queue_is_empty(redis)
 
 
@@ -308,15 +304,23 @@ async def test_small_rows_come_along_to_each_client_that_waits_for_them(redis: r
 async def test_small_rows_are_stored_by_the_script_that_ends_their_jobs(redis: redis_async.Redis, count: int) -> None:
     await submit(redis, *range(1, count + 1))
     entries, rows = await take(redis), [b"row%d" % number for number in range(1, count + 1)]
-    # The first stored row stays.
-    await redis.set(ROWS + digest(count), b"before")
-    assert await finish_carrying(redis, entries, rows, "60000") == b"1"
+    assert await finish_storing(redis, entries, rows) == b"1"
     assert [fields[b"v"] for fields in await told(redis, A)] == [b"".join(rows)]
-    stored = [await redis.get(ROWS + digest(number)) for number in range(1, count + 1)]
-    assert stored == [*rows[:-1], b"before"]
-    for number in range(1, count):
+    for number, row in enumerate(rows, 1):
+        assert await redis.get(ROWS + digest(number)) == row
         assert 0 < await redis.pttl(ROWS + digest(number)) <= 60_000
     await assert_queue_is_empty(redis)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_where_a_row_is_stored_already_all_get_that_one(redis: redis_async.Redis, count: int) -> None:
+    await submit(redis, *range(1, count + 1))
+    await redis.set(ROWS + digest(count), b"before")
+    rows = [b"row%d" % number for number in range(1, count + 1)]
+    assert await finish_storing(redis, await take(redis), rows) == b"1"
+    assert await redis.get(ROWS + digest(count)) == b"before"
+    carried = [(fields[b"d"], fields.get(b"v")) for fields in await told(redis, A)]
+    assert sorted(carried, key=str) == sorted([(digest(count), None), (digest(1), b"row1")][:count], key=str)
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -330,16 +334,14 @@ async def test_rows_that_the_server_has_no_memory_for_are_left_to_the_worker(
     try:
         await redis.config_set("maxmemory-policy", "noeviction")
         await redis.config_set("maxmemory", 1)
-        outcome = await finish_carrying(redis, entries, [b"row1", b"row2"][:count], "60000")
+        outcome = await finish_storing(redis, entries, [b"row1", b"row2"][:count])
     finally:
         await redis.config_set("maxmemory", 0)
         await redis.config_set("maxmemory-policy", policy)
-    # Once a script has written, the server refuses it nothing more.
-    assert outcome.split()[1:] == [b"1"]
-    assert not await redis.exists(ROWS + digest(1))
-    assert await redis.xlen(JOBS) == 1
-    assert await finish_carrying(redis, entries[:1], [b"row1"], "60000") == b"1"
-    assert await redis.get(ROWS + digest(1)) == b"row1"
+    assert outcome.split()[1:] == [b"%d" % number for number in range(1, count + 1)]
+    assert not await redis.exists(A, ROWS + digest(1), ROWS + digest(2))
+    assert await redis.xlen(JOBS) == count
+    assert await finish_storing(redis, entries, [b"row1", b"row2"][:count]) == b"1"
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -347,9 +349,15 @@ async def test_what_a_client_does_not_read_carries_no_rows(redis: redis_async.Re
     for _ in range(64):
         await redis.xadd(A, {"d": "unread"})
     await submit(redis, *range(1, count + 1))
-    assert await finish_carrying(redis, await take(redis), [b"row1", b"row2"][:count], "60000") == b"1"
+    assert await finish_storing(redis, await take(redis), [b"row1", b"row2"][:count]) == b"1"
     digests = b"".join(map(digest, range(1, count + 1)))
     assert (await told(redis, A))[-1] == {b"d": digests, b"f": b"fp", b"w": b"w1"}
+
+
+async def test_a_message_carries_no_more_than_64_kib_of_rows(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    assert await finish_storing(redis, await take(redis), [b"x" * 40_000] * 2) == b"1"
+    assert [sorted(fields) for fields in await told(redis, A)] == [[b"d", b"f", b"w"]]
 
 
 async def test_what_is_no_reply_stream_is_passed_over_for_a_lone_job_too(redis: redis_async.Redis) -> None:

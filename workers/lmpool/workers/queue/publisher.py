@@ -1,4 +1,4 @@
-"""Publishing: rows to the cache, then one script that ends the jobs and tells the clients."""
+"""Publishing: rows to the cache, and one script that ends the jobs and tells the clients, with small rows."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ class Carried(NamedTuple):
     """What notifications carry of rows, beside their digests.
 
     Attributes:
-        parts: digest -> what is carried, of one size: places in shared memory, or encoded rows and answers.
-        host: of whose shared memory they are places; None for rows and answers.
-        store_ms: for how many ms `finish.lua` is to store them; 0 for those that are stored already.
+        parts: digest -> what is carried: places in shared memory, or small rows and answers, encoded.
+        host: of whose shared memory they are places; b"" for rows and answers.
+        store_ms: for how many ms `finish.lua` is to store rows and answers; 0 for places.
     """
 
     parts: Mapping[bytes, bytes]
-    host: bytes | None = None
+    host: bytes = b""
     store_ms: int = 0
+
+
+_NOTHING = Carried({})
 
 
 class Publisher:
@@ -210,19 +213,22 @@ class Publisher:
         """
         left: list[InFlightJob] = []
         elsewhere: list[InFlightJob] = []
-        carried = _carried(block, shared)
         # What is not sent as a reference.
         sent = len(block.digests) - len(shared.references)
         self._counters.published_bytes += block.nbytes * sent // max(1, len(block.digests))
-        if carried is not None and self._is_stored_by_script(block, jobs, overwrite, carried):
-            carried = carried._replace(store_ms=self._rows.ttl_ms(block))
-            jobs, _ = await self._end(jobs, self._rows.queue, carried)
+        values = None if overwrite or not self._rows.is_seen else block.small_values()
+        # The script stores what it is sent: a row that nobody waits for any more would be missing.
+        if values is not None and {job.digest for job in jobs} == set(block.digests):
+            # They go to it anyhow, for notifications carry them.
+            parts = dict(zip(block.digests, values, strict=True))
+            jobs, _ = await self._end(jobs, self._rows.queue, Carried(parts, store_ms=self._rows.ttl_ms(block)))
             if not jobs:
                 return {}, [], []
             # By themselves: then the server says why it refuses them.
             numbers = {digest: number for number, digest in enumerate(block.digests)}
             block = block.select([numbers[digest] for digest in dict.fromkeys(job.digest for job in jobs)])
-            carried = carried._replace(store_ms=0)
+        places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
+        carried = Carried(places, shared.host) if shared.references else _NOTHING
 
         async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
             left.extend(job for job in jobs if job.digest in refused)
@@ -235,19 +241,6 @@ class Publisher:
         refused = await self._rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
 
-    def _is_stored_by_script(
-        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes], carried: Carried
-    ) -> bool:
-        """Whether the script that ends the jobs may store their rows too, which are sent to it anyhow.
-
-        Not where there are others, or some that are to be replaced; and it stores all as long as they are sent.
-        """
-        if carried.host is not None or overwrite or not self._rows.is_seen:
-            return False
-        # Behind an answer that is shorter than others there are zeros, which are not to be stored.
-        is_exact = sum(map(len, carried.parts.values())) == block.nbytes
-        return is_exact and {job.digest for job in jobs} == carried.parts.keys()
-
     async def fail(self, jobs: Sequence[InFlightJob]) -> None:
         """End jobs that have failed, each with its `failure`; tries until the server has done it."""
         self._counters.failed((job.failure, job.is_dead) for job in jobs)
@@ -256,7 +249,7 @@ class Publisher:
         await self.retry(partial(self._end, jobs, self._rows.queue))
 
     async def _end(
-        self, jobs: Sequence[InFlightJob], call: scripts.Call, carried: Carried | None = None
+        self, jobs: Sequence[InFlightJob], call: scripts.Call, carried: Carried = _NOTHING
     ) -> tuple[list[InFlightJob], list[InFlightJob]]:
         """End jobs; returns those whose rows are not there, and those whose references a client cannot read.
 
@@ -276,13 +269,14 @@ class Publisher:
                 keys += self._rows.keys_of(job.digest for job in part)
             mark_ms = 0 if self._rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [GROUP, self._fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP]
-            args += (self._worker_id, mark_ms, len(part), *(job.entry_id for job in part))
+            args += (self._worker_id, mark_ms, len(part), carried.host, carried.store_ms)
+            args += [job.entry_id for job in part]
+            if carried.parts:
+                values = [carried.parts[job.digest] for job in part]
+                args += values if carried.store_ms else [b"".join(values)]
             for number, job in enumerate(part, 1):
                 if job.failure is not None:
                     args += (number, job.failure.pack(), int(job.is_dead))
-            if carried is not None:
-                values = b"".join([carried.parts[job.digest] for job in part])
-                args += (-1, carried.store_ms or b"", values) if carried.host is None else (0, carried.host, values)
             outcome = await scripts.FINISH.on(call, keys, args)
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the server's reply does not fit the script that ends jobs: {shown(outcome)}")
@@ -305,14 +299,6 @@ class Publisher:
                 self._counters.server_errors += 1
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(next(waits))
-
-
-def _carried(block: Block, shared: Shared) -> Carried | None:
-    """What notifications are to carry of a block; None for nothing, where clients have to fetch the rows."""
-    if shared.references:
-        return Carried({digest: place_of(shared.references.get(digest)) for digest in block.digests}, shared.host)
-    values = block.small_values()
-    return None if values is None else Carried(dict(zip(block.digests, values, strict=True)))
 
 
 def _evicted_text(block: Block) -> str:

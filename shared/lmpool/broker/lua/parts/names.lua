@@ -9,6 +9,6 @@ local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_clie
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
 -- What waiting keys and reply keys begin with.
 local waiting_for, replies = base .. ':waiting:', base .. ':reply'
--- Messages in a reply stream beyond which further ones carry no rows: their client does not read, or may not remove what it has
--- read.
-local MOST_WITH_ROWS = 64
+-- Messages in a reply stream beyond which further ones carry no rows, for their client does not read, or may not remove what it
+-- has read; and bytes of rows in one message.
+local MOST_WITH_ROWS, MOST_CARRIED = 64, 65536

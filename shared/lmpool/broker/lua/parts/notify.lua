@@ -27,7 +27,7 @@ local function notify(reply, ...)
 end
 
 -- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`, which gives them the part of its row
--- that is to be carried: its place in shared memory of a host, or without one all of it. Returns whether all of them have been
+-- that is to be carried: its place in shared memory of a host, or where that is "" all of it. Returns whether all of them have been
 -- gone through, and whether there is one on another host.
 local function notify_all(waiting, failure, part, host)
   if seen_clients >= MOST_NOTIFIED then
@@ -40,7 +40,7 @@ local function notify_all(waiting, failure, part, host)
   if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
     return true
   end
-  for _, reply in ipairs(part and host and not failure and clients or {}) do
+  for _, reply in ipairs(part and host ~= '' and not failure and clients or {}) do
     if string.sub(reply, -#host) ~= host and string.sub(reply, 1, #replies) == replies then
       return false, true
     end
@@ -79,9 +79,11 @@ local function notify_gathered(name, ...)
     notify(reply, 'd', table.concat(digests), ...)
   end
   for reply, digests in pairs(carrying) do
-    local unread = name == 'v' and redis.pcall('XLEN', reply) or 0
-    if type(unread) == 'number' and unread < MOST_WITH_ROWS then
-      notify(reply, 'd', table.concat(digests), name, table.concat(carried[reply]), ...)
+    local parts = table.concat(carried[reply])
+    local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) or 0
+    -- So of a client that does not read there is no more than a few MB.
+    if name ~= 'v' or #parts <= MOST_CARRIED and unread < MOST_WITH_ROWS then
+      notify(reply, 'd', table.concat(digests), name, parts, ...)
     else
       notify(reply, 'd', table.concat(digests), ...)
     end

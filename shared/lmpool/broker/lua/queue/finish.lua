@@ -5,13 +5,15 @@
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
---       then per job: entry, then of each that failed: its number, the failure (encoded), dead (0|1); and, if notifications
---       are to carry something of each row, either 0, the host of whose shared memory it is the places, and these (16 bytes for
---       each job, zeros for one that has none); or -1, "", and small rows themselves, all of one size; or -1, for how many ms
---       they are to be stored, for they are not yet, and the rows
+--       host of whose shared memory the rows lie in ("" for none), for how many ms small rows are to be stored (0 for none),
+--       then per job: entry; then, if there is a host, their places (16 bytes for each job, zeros for one that has none); or,
+--       if rows are to be stored, per job: row; then of each job that failed: its number, the failure (encoded), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
+--
+-- Small rows are given to the script itself, which stores them and has notifications carry them. Where another one is stored
+-- already, that stays, and the client fetches it: all get the same. Once the server has refused one, the rest is not tried.
 --
 -- A row that was just stored can be missing: the server refused it, or had to evict it at once. Such a job
 -- stays as it is, for the worker to store the row again.
@@ -32,37 +34,35 @@
 
 -- include names
 
-local HEAD = 8
+local HEAD = 10
+local host, row_ms = ARGV[9], ARGV[10]
+local is_to_store = row_ms ~= '0'
+local is_carrying = is_to_store or host ~= ''
 
 -- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
-local carries = ARGV[HEAD + 2]
-local may_be_lone = #ARGV == HEAD + 1 or #ARGV == HEAD + 4 and (carries == '0' or carries == '-1')
-if may_be_lone and #KEYS == 4 and ARGV[7] == '0' and not string.find(ARGV[HEAD + 1], ' ', 1, true)
-    and redis.call('EXISTS', backlog) == 0 then
-  local waiting, row, entry, part, sent = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 4], nil
-  local host, lifetime = carries == '0' and ARGV[HEAD + 3], carries == '-1' and ARGV[HEAD + 3]
-  local stored = lifetime and lifetime ~= '' and redis.pcall('SET', row, part, 'PX', lifetime, 'NX')
-  local is_there = stored and stored.ok or redis.call('EXISTS', row) == 1
-  local fields = is_there and redis.pcall('HRANDFIELD', waiting, 3) or {}
+if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
+    and not string.find(ARGV[HEAD + 1], ' ', 1, true) and redis.call('EXISTS', backlog) == 0 then
+  local waiting, row, entry, part = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 2]
+  local stored = is_to_store and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
+  local is_stored = stored and stored.ok
+  local fields = (is_stored or redis.call('EXISTS', row) == 1) and redis.pcall('HRANDFIELD', waiting, 3) or {}
   local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
-  if not reply or string.sub(reply, 1, #replies) ~= replies then
-    sent = nil
-  elseif not part then
-    sent = redis.pcall(
-      'XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w', ARGV[6])
-  elseif not host or string.sub(reply, -#host) == host then
-    local unread = host and 0 or redis.pcall('XLEN', reply)
-    if type(unread) == 'number' and unread < MOST_WITH_ROWS then
-      sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
-        ARGV[6], host and 's' or 'v', part)
+  if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
+    local extra = {}
+    if host ~= '' then
+      extra = {'s', part}
+    elseif is_stored and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) < MOST_WITH_ROWS then
+      extra = {'v', part}
     end
-  end
-  if type(sent) == 'string' then
-    redis.call('PEXPIRE', reply, ARGV[4])
-    redis.call('UNLINK', waiting)
-    redis.pcall('XACK', jobs, ARGV[1], entry)
-    redis.pcall('XDEL', jobs, entry)
-    return '1'
+    local sent = redis.pcall('XADD', reply, 'MAXLEN', '~', ARGV[3], '*', 'd', string.sub(waiting, -16), 'f', ARGV[2], 'w',
+      ARGV[6], unpack(extra))
+    if type(sent) == 'string' then
+      redis.call('PEXPIRE', reply, ARGV[4])
+      redis.call('UNLINK', waiting)
+      redis.pcall('XACK', jobs, ARGV[1], entry)
+      redis.pcall('XDEL', jobs, entry)
+      return '1'
+    end
   end
 end
 
@@ -77,14 +77,9 @@ local entries, ended, stored, left, unfinished = {}, {}, {}, {}, {}
 local NOWHERE = string.rep('\0', 16)
 -- Number of a job -> where its failure is.
 local failures = {}
-for at = HEAD + count + 1, #ARGV, 3 do
+for at = HEAD + count + (is_to_store and count or is_carrying and 1 or 0) + 1, #ARGV, 3 do
   failures[tonumber(ARGV[at])] = at + 1
 end
-local carried_at = failures[0] or failures[-1]
-local host, row_ms = failures[0] and ARGV[failures[0]], failures[-1] and ARGV[failures[-1]]
-local parts = carried_at and ARGV[carried_at + 1]
-local part_size = parts and #parts / count
-failures[0], failures[-1] = nil, nil
 local bury, is_held
 if next(failures) then
   -- Whether the caller holds a job.
@@ -114,22 +109,26 @@ if next(failures) then
 end
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.
-local is_to_store = row_ms and row_ms ~= ''
 local are_there = not is_to_store and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
+local is_refused = false
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
-  local part = parts and string.sub(parts, part_size * (i - 1) + 1, part_size * i)
-  local is_stored = are_there
-  if is_to_store and not failure then
-    local outcome = redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
-    -- False where there is one: that stays.
-    is_stored = outcome and not outcome.err
+  local part, is_stored = nil, are_there
+  if is_to_store and not failure and not is_refused then
+    local outcome = redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
+    is_refused = outcome and outcome.err
+    is_stored = outcome and outcome.ok
+    part = is_stored and ARGV[HEAD + count + i]
+  elseif host ~= '' then
+    part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
   end
   local size = row and not (failure or is_stored) and redis.pcall('STRLEN', row)
-  if size == 0 or type(size) == 'table' then
+  if type(size) == 'table' then
     -- What can be no row is removed, so that the row can be stored.
     redis.call('UNLINK', row)
+  end
+  if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
   elseif not failure or is_held(entry) then
     -- A client is notified once, however many of the jobs are for the same.
@@ -164,7 +163,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('PEXPIRE', waiting, mark_ms)
 end
 -- Their clients remember who has computed the prompts: what continues them is best computed there.
-local clients = notify_gathered(host and 's' or 'v', 'f', fingerprint, 'w', ARGV[6])
+local clients = notify_gathered(is_to_store and 'v' or 's', 'f', fingerprint, 'w', ARGV[6])
 remove_entries(entries)
 table.insert(left, 1, clients)
 for _, number in ipairs(unfinished) do
