@@ -151,7 +151,7 @@ class ModelKeys:
         return self.base + b":replaced:" + adapter.encode()
 
     def reply(self, client_id: str) -> bytes:
-        """Stream of finished digests for one client; capped, expires."""
+        """Stream of finished digests for one client, with small rows; capped, expires."""
         return self.base + b":reply:" + client_id.encode()
 
     def adapter_trials(self, load: str) -> bytes:

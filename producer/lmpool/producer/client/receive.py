@@ -1,4 +1,4 @@
-"""Receiving: the notifications of the reply stream, which announce rows and failures; and single entries of rows."""
+"""Receiving: the notifications of the reply stream, of rows and failures; and single entries of rows."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class ProducerStats:
     Attributes:
         requests: all of them. Each that has ended is counted in one of the others, too.
         local_hits: answered from the producer's own memory.
-        cache_hits: answered from the cache in Redis.
+        cache_hits: answered from the pool's cache, in Redis or in shared memory.
         joined: answered with a request for the same prompt that was under way here or in another process.
         computed: queued for a worker, and answered.
         failed: ended with an exception, or cancelled.
@@ -141,7 +141,8 @@ class Counters:
         cache: as above.
         seconds: outcome, of `OUTCOMES` -> seconds of the requests that ended so. Each request is in one of them.
         failures: name of the exception, or "cancelled" -> requests.
-        fetched_bytes: bytes of rows and answers fetched from the cache, in the encoding that the model's info names.
+        fetched_bytes: bytes of rows and answers that came from the server, by a fetch or with a notification, in the
+            encoding that the model's info names.
         shared: reads of rows in shared memory.
     """
 
