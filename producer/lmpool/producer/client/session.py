@@ -197,11 +197,11 @@ class Session:
     def cached(self, prompt: Prompt) -> Row | None:
         """A prompt's row, if it is in the producer's own memory, or in this host's: a request that ends here.
 
-        Into that of the host only few looks are made before others have had their turn in the event loop; for the rest
-        `Submitter` looks, which lets them go on in between.
+        Into that of the host only few looks are made before others have had their turn in the event loop, and none
+        while requests are under way, which would be overtaken: `Submitter` looks, and lets others go on in between.
         """
         row = self._kept(prompt)
-        if row is None and self._looks_left and self._connections.segments.has_any:
+        if row is None and self._looks_left and not len(self._requests) and self._connections.segments.has_any:
             if self._looks_left == _LOOKS:
                 self.loop.call_soon(self._renew_looks)
             self._looks_left -= 1

@@ -292,6 +292,7 @@ class Submitter:
         self._cancelled: set[bytes] = set()
         self._cancelling = False
         self._retrying = False
+        self._is_looking = False
         self._hit_rate = _LIKELY
 
     @property
@@ -387,8 +388,9 @@ class Submitter:
 
         The rest waits here, where it costs the server nothing, until something that the server has comes back.
         """
-        # Who has got a row asks for the next: those of rows that come together are sent together.
-        while self._requests.is_resolving and len(self._unsent) < _ENOUGH:  # noqa: ASYNC110  for a few turns only
+        # Who has got a row asks for the next: those of rows that come together are sent together, and nobody overtakes
+        # those whose rows are being looked for.
+        while self._is_looking or (self._requests.is_resolving and len(self._unsent) < _ENOUGH):  # noqa: ASYNC110
             await asyncio.sleep(0)
         self._flushing = False
         batch = self._requests.admit(self._unsent)
@@ -403,7 +405,7 @@ class Submitter:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
-        if sought and (found := await self._cache.find_here(sought)):
+        if sought and (found := await self._find_here(sought)):
             sought = [request for request in sought if request not in found]
             requests = [request for request in requests if request not in found]
         try:
@@ -417,6 +419,13 @@ class Submitter:
                 if request.stage is Stage.SENDING:
                     request.stage = Stage.UNSENT
             self.retry_soon()
+
+    async def _find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
+        self._is_looking = True
+        try:
+            return await self._cache.find_here(requests)
+        finally:
+            self._is_looking = False
 
     def _is_worth_a_look(self, count: int) -> bool:
         """Whether to look for rows before asking for them, although the script sees those that exist too."""
