@@ -1,13 +1,11 @@
-"""Asking the server: look for rows in the pool's cache, queue jobs for the rest, and cancel what nobody waits for.
-
-`Homes` knows which worker a prompt is best computed by.
-"""
+"""Asking: rows of the pool's cache, jobs for the rest, with their homes; and cancelling what nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -52,6 +50,9 @@ class CacheClient:
         connections: the connections.
         requests: all requests of the session; they are given the rows that are fetched.
         tasks: where background work runs.
+
+    Attributes:
+        is_looking: `find_here` is under way.
     """
 
     def __init__(self, connections: Connections, requests: PendingRequests, tasks: Tasks) -> None:
@@ -59,6 +60,7 @@ class CacheClient:
         self._requests = requests
         self._tasks = tasks
         self._disposable: list[bytes] = []
+        self.is_looking = False
 
     async def fetch(self, digests: Sequence[bytes]) -> None:
         """Look for rows in the cache and give those that are there to the requests.
@@ -87,14 +89,16 @@ class CacheClient:
 
     async def find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
         """Give the requests the rows that are in shared memory; returns those that had one."""
-        segments, vocab_size = self._connections.segments, self._connections.model.info.vocab_size
-        found: set[PendingRequest] = set()
+        segments, found = self._connections.segments, set[PendingRequest]()
         if segments.has_any:
+            find = partial(segments.find, vocab_size=self._connections.model.info.vocab_size)
             wanted = {request.prompt.digest: request for request in requests}
-            async for digests in self._requests.resolve_by(
-                list(wanted), lambda digest: segments.find(digest, vocab_size)
-            ):
-                found.update(map(wanted.__getitem__, digests))
+            self.is_looking = True
+            try:
+                async for digests in self._requests.resolve_by(list(wanted), find):
+                    found.update(map(wanted.__getitem__, digests))
+            finally:
+                self.is_looking = False
         return found
 
     async def fetch_stored(self, digests: Sequence[bytes]) -> None:
@@ -292,7 +296,6 @@ class Submitter:
         self._cancelled: set[bytes] = set()
         self._cancelling = False
         self._retrying = False
-        self._is_looking = False
         self._hit_rate = _LIKELY
 
     @property
@@ -384,13 +387,10 @@ class Submitter:
             self._tasks.loop.call_soon(lambda: self._tasks.spawn(self._flush()))
 
     async def _flush(self) -> None:
-        """Send what has been added, as far as the server is to have so much of one client at once.
-
-        The rest waits here, where it costs the server nothing, until something that the server has comes back.
-        """
+        """Send what has been added, as far as the server is to have so much of one client at once."""
         # Who has got a row asks for the next: those of rows that come together are sent together, and nobody overtakes
         # those whose rows are being looked for.
-        while self._is_looking or (self._requests.is_resolving and len(self._unsent) < _ENOUGH):  # noqa: ASYNC110
+        while self._cache.is_looking or (self._requests.is_resolving and len(self._unsent) < _ENOUGH):  # noqa: ASYNC110
             await asyncio.sleep(0)
         self._flushing = False
         batch = self._requests.admit(self._unsent)
@@ -405,7 +405,7 @@ class Submitter:
             request.stage = sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
-        if sought and (found := await self._find_here(sought)):
+        if sought and (found := await self._cache.find_here(sought)):
             sought = [request for request in sought if request not in found]
             requests = [request for request in requests if request not in found]
         try:
@@ -419,13 +419,6 @@ class Submitter:
                 if request.stage is Stage.SENDING:
                     request.stage = Stage.UNSENT
             self.retry_soon()
-
-    async def _find_here(self, requests: Sequence[PendingRequest]) -> set[PendingRequest]:
-        self._is_looking = True
-        try:
-            return await self._cache.find_here(requests)
-        finally:
-            self._is_looking = False
 
     def _is_worth_a_look(self, count: int) -> bool:
         """Whether to look for rows before asking for them, although the script sees those that exist too."""
