@@ -77,11 +77,19 @@ async def test_rows_come_through_shared_memory_too(tmp_path: Path, monkeypatch: 
     model = SyntheticModel(vocab_size=2048)
     try:
         with pool(model) as memory:
-            until(lambda: [path for path in place.iterdir() if path.stat().st_size > 2**20], "there is a segment")
             async with Producer(redis=memory.url, cache_bytes=0) as producer:
-                for _ in range(2):
-                    assert (await producer.logprobs([1, 2]) == model.row([1, 2])).all()
-                assert producer._counters.shared.rows == 2
+                asked = 0
+
+                async def is_shared() -> bool:
+                    nonlocal asked
+                    asked += 1
+                    assert (await producer.logprobs([asked]) == model.row([asked])).all()
+                    return producer._counters.shared.rows > 0
+
+                await until_async(is_shared, "rows come through shared memory once it is made")
+                before = producer._counters.shared.rows
+                assert (await producer.logprobs([asked]) == model.row([asked])).all()
+                assert producer._counters.shared.rows == before + 1
         assert list(place.iterdir()) == []
     finally:
         place.rmdir()
