@@ -198,12 +198,19 @@ def test_appendonly_keeps_what_was_written(folder: Path) -> None:
         assert client.get("key") == b"value"
 
 
-def test_allocator_is_told_to_keep_row_sized_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_server(base, "env | grep MALLOC; exit 1", monkeypatch)
+def test_allocator_is_told_to_keep_large_blocks_and_many_small_ones(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_server(base, "env | grep -i MALLOC; exit 1", monkeypatch)
     monkeypatch.setenv("MALLOC_TOP_PAD_", "12345")
     with pytest.raises(ServerError, match="ended at its start") as caught:
         EmbeddedServer().start()
-    for setting in ("MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=1073741824", "MALLOC_TOP_PAD_=12345"):
+    for setting in (
+        "MALLOC_MMAP_MAX_=0",
+        "MALLOC_TRIM_THRESHOLD_=1073741824",
+        "MALLOC_TOP_PAD_=12345",
+        "GLIBC_TUNABLES=glibc.malloc.tcache_count=4096",
+    ):
         assert setting in str(caught.value)
 
 
