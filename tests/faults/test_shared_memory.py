@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
+import mmap
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from lmpool.producer import Producer
-from lmpool.rows.shared_memory import is_reference
+from lmpool.rows.shared_memory import SEALS, is_reference
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue.segment import Door
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, lmpool_command, until, until_async
 
@@ -45,7 +46,7 @@ def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLO
     """A worker that has its segment."""
     environment = {"LMPOOL_SHM_DIR": str(place)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
-    # The file is there before: until then rows go through Redis.
+    # The socket is there before: until then rows go through Redis.
     worker.until_says("rows for this machine")
     return worker
 
@@ -193,7 +194,7 @@ async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
     await counted(pool, "rows", 2)
 
 
-async def test_a_killed_worker_costs_time_only_and_its_file_goes_with_the_next_one(pool: Pool, place: Path) -> None:
+async def test_a_killed_worker_costs_time_only_and_its_socket_goes_with_the_next_one(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
         await ask(producer)
@@ -201,57 +202,77 @@ async def test_a_killed_worker_costs_time_only_and_its_file_goes_with_the_next_o
         worker.signal(signal.SIGKILL)
         await asyncio.to_thread(worker.wait)
         await asyncio.to_thread(start, pool, place)
-        until(lambda: not left.exists(), "the file of the dead worker is gone")
+        until(lambda: not left.exists(), "the socket of the dead worker is gone")
         await ask(producer)
         await ask(producer)
     assert len(segments(place)) == 1
 
 
-async def test_a_worker_that_stops_leaves_no_file(pool: Pool, place: Path) -> None:
+async def test_a_worker_that_stops_leaves_nothing(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     worker.signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.wait) == 0
     assert list(place.iterdir()) == []
 
 
-def cut(path: Path) -> None:
-    os.truncate(path, 5000)
+def memory_of(worker: WorkerProcess) -> Path:
+    """The segment of a worker, as others of its user can open it."""
+    links = Path(f"/proc/{worker.process.pid}/fd").iterdir()
+    return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
 
-def overwrite(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.write(os.urandom(size))
-
-
-def overwrite_rows(path: Path) -> None:
-    """Junk from the middle of the first slot on, for a while: the beginnings of some slots stay."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size - 1000 * SLOT + SLOT + 3000)
-        file.write(os.urandom(20 * SLOT))
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
-@pytest.mark.parametrize("spoil", [cut, overwrite, overwrite_rows, remove])
-async def test_whatever_somebody_does_to_the_file_rows_stay_right(
-    pool: Pool, place: Path, spoil: Callable[[Path], None]
-) -> None:
+async def test_nobody_else_can_cut_a_segment_or_write_to_it(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
-        (path,) = segments(place)
-        spoil(path)
+        with memory_of(worker).open("r+b", buffering=0) as memory:
+            size = os.fstat(memory.fileno()).st_size
+            for spoil in (memory.truncate, lambda _: memory.write(b"junk"), lambda _: mmap.mmap(memory.fileno(), size)):
+                with pytest.raises(PermissionError):
+                    spoil(5000)
         await ask(producer)
-        await ask(producer, [[1, 2, 3, i] for i in range(100)])
+        assert reads(producer) == (2 * len(PROMPTS), 0)
+
+
+async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    (path,) = segments(place)
+    async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
-        if spoil in (cut, remove):
-            await asyncio.to_thread(worker.until_says, "somebody has cut or removed the shared memory")
-            await asyncio.to_thread(until, lambda: segments(place) not in ([], [path]), "there is another segment")
-            await ask(producer, [[3, 2, 1, i] for i in range(100)])
-    assert worker.process.poll() is None
+        path.unlink()
+        await ask(producer)
+        await asyncio.to_thread(worker.until_says, "somebody has removed the socket of this worker's shared memory")
+        async with pool.producer(cache_bytes=0) as late:
+            await ask(late)
+            assert reads(late) == (len(PROMPTS), 0)
+    assert segments(place) == [path]
+    await counted(pool, "rows", len(PROMPTS))
+
+
+async def test_a_frozen_worker_keeps_nobody_from_opening(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    async with pool.producer(cache_bytes=0) as first:
+        await ask(first)
+    worker.signal(signal.SIGSTOP)
+    try:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        counting = asyncio.create_task(count())
+        async with pool.producer(cache_bytes=0):
+            counting.cancel()
+        # It has waited for the answer of the worker, and others had their turn meanwhile.
+        assert turns > 100
+    finally:
+        worker.signal(signal.SIGCONT)
+    async with pool.producer(cache_bytes=0) as second:
+        await ask(second)
+        assert reads(second) == (len(PROMPTS), 0)
 
 
 async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path) -> None:
@@ -326,8 +347,10 @@ async def test_the_memory_of_a_worker_that_has_gone_is_held_by_nobody_who_has_re
         trie = await producer.trie()
         await trie.weight_sum(prompt=PROMPTS[0])
 
+        (path,) = segments(place)
+
         def held() -> list[int]:
-            return [pid for pid in (os.getpid(), trie_worker.process.pid) if has_open(pid, place)]
+            return [pid for pid in (os.getpid(), trie_worker.process.pid) if has_mapped(pid, path.name)]
 
         assert held() == [os.getpid(), trie_worker.process.pid]
         worker.signal(signal.SIGTERM)
@@ -335,13 +358,9 @@ async def test_the_memory_of_a_worker_that_has_gone_is_held_by_nobody_who_has_re
         await asyncio.to_thread(until, lambda: not held(), "its segment is closed")
 
 
-def has_open(pid: int, place: Path) -> bool:
-    """Whether a process has a file of that folder open, removed or not."""
-    found = False
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # Closed by now.
-            found = found or str(link.readlink()).startswith(f"{place}/lmpool-")
-    return found
+def has_mapped(pid: int, name: str) -> bool:
+    """Whether a process has a segment mapped."""
+    return f"/memfd:{name}" in Path(f"/proc/{pid}/maps").read_text()
 
 
 KILLED_IN_A_WRITE = """
@@ -385,16 +404,15 @@ async def test_a_worker_that_is_killed_while_it_writes_a_row_costs_time_only(
 KILLED_IN_A_READ = """
 import asyncio, os, signal, sys
 from lmpool.producer import Producer
+from lmpool.rows import shared_memory
 
-preadv = os.preadv
-
-def some(fd, buffers, at):
-    preadv(fd, [buffers[0][: len(buffers[0]) // 2]], at)
+def end(*_):
+    # Copied, and not looked at once more.
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
     async with Producer("syn", redis=sys.argv[1], prefix=sys.argv[2]) as producer:
-        os.preadv = some
+        shared_memory._number_at = end
         await producer.logprobs([0, 1, 7])
 
 asyncio.run(main())
@@ -415,45 +433,63 @@ async def test_a_client_that_is_killed_while_it_reads_a_row_leaves_all_as_it_was
     await counted(pool, "rows", len(PROMPTS))
 
 
-@pytest.mark.parametrize(("vocab_size", "arguments"), [(49_152, ()), (V, ("--shm-bytes", 2**28))])
-async def test_where_64_megabytes_are_too_little_rows_go_through_redis_and_one_warning_says_so(
-    pool: Pool, place: Path, vocab_size: int, arguments: tuple[str | int, ...]
+async def test_where_memory_is_too_little_rows_go_through_redis_and_one_warning_says_so(
+    pool: Pool, place: Path
 ) -> None:
-    """What containers have by default, on a file system of that size."""
-    mount = 'mount -t tmpfs -o size=64m none "$LMPOOL_SHM_DIR" && exec "$@"'
-    unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
+    vocab_size = 1_000_000
     worker = pool.start(
-        "--vocab-size", vocab_size, *arguments,
-        command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
+        "--vocab-size", vocab_size, "--shm-bytes", 2**45, environment={"LMPOOL_SHM_DIR": str(place)}
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "rows go through Redis, not through shared memory")
     async with pool.producer(cache_bytes=0) as producer:
+        row = await producer.logprobs([1, 2])
+        assert row.tobytes() == synthetic_row([1, 2], vocab_size=vocab_size).tobytes()
+        assert reads(producer)[0] == 0
+    assert worker.text.count("through Redis") == 1
+    assert "--shm-bytes" in worker.text
+    assert segments(place) == []
+
+
+async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> None:
+    """What containers have by default at /dev/shm: segments do not lie in it."""
+    mount = 'mount -t tmpfs -o size=64m none "$LMPOOL_SHM_DIR" && exec "$@"'
+    unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
+    worker = pool.start(
+        "--vocab-size", 49_152, "--shm-bytes", 2**27,
+        command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
+    )  # fmt: skip
+    await asyncio.to_thread(worker.until_says, "rows for this machine")
+    # This process does not see that folder: as far as it knows, the worker is on another host.
+    async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):
             row = await producer.logprobs([1, 2])
-            assert row.tobytes() == synthetic_row([1, 2], vocab_size=vocab_size).tobytes()
-    assert worker.text.count("through Redis") == 1
-    assert "--shm-size" in worker.text
-    assert "--shm-bytes" in worker.text
-    assert not any(map(is_reference, stored(pool)))
+            assert row.tobytes() == synthetic_row([1, 2], vocab_size=49_152).tobytes()
+        assert reads(producer)[0] == 0
+
+
+def hand_out(place: Path, data: bytes) -> tuple[Door, Path]:
+    """What hands out sealed memory that holds this."""
+    fd = os.memfd_create("lmpool-other", os.MFD_ALLOW_SEALING)
+    os.write(fd, data)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    path = place / f"lmpool-{bytes(8).hex()}"
+    return Door(fd, path), path
 
 
 async def test_segments_and_references_of_another_release_are_left_alone(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
-    (path,) = segments(place)
-    other = place / f"lmpool-{bytes(8).hex()}"
-    data = bytearray(path.read_bytes())
+    data = bytearray(memory_of(worker).read_bytes())
     data[6:8] = (99).to_bytes(2, "little")  # The number of the layout.
-    other.write_bytes(data)
-    with other.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        async with pool.producer(cache_bytes=0) as producer:
-            await ask(producer)
-            for key in list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*")):
-                reference = bytearray(cast(bytes, pool.redis.get(key)))
-                reference[4] = 99
-                pool.redis.set(key, bytes(reference))
-            worker.signal(signal.SIGTERM)
-            await asyncio.to_thread(worker.wait)
-            await asyncio.to_thread(start, pool, place)
-            await ask(producer)
-        assert other.exists()
+    door, other = hand_out(place, bytes(data))
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer)
+        for key in list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*")):
+            reference = bytearray(cast(bytes, pool.redis.get(key)))
+            reference[4] = 99
+            pool.redis.set(key, bytes(reference))
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.wait)
+        await asyncio.to_thread(start, pool, place)
+        await ask(producer)
+    assert other.exists()
+    door.close()

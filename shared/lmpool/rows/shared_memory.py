@@ -1,16 +1,14 @@
-"""Rows in shared memory: a file for each worker on /dev/shm, which the programs of its host read.
+"""Rows in shared memory: a segment for each worker, which the programs of its host map.
 
-The worker writes a row once, into a slot of its own file, and Redis gets a reference in its place. Slots are used in
+The worker writes a row once, into a slot of its segment, and Redis gets a reference in its place. Slots are used in
 turn: row number g lies in slot g modulo their count, until row number g + count is written there. Each has its number,
-its digest and a checksum before it, so a reader knows a row that is being written, has been replaced, or was spoilt by
-somebody else for what it is: none. Nobody waits for anybody, and no order of memory accesses is assumed.
+its digest and a checksum before it, so a reader knows a row that is being written or has been replaced for what it is:
+none. Nobody waits for anybody, and no order of memory accesses is assumed.
 
-Readers use `pread`, never a mapping: a file that somebody cuts would end a process that has it mapped. The worker does
-map it, for that is twice as fast, and looks at its length first.
-
-A file has a name only while its worker holds the lock on it: it is made without one, and whoever gets the lock of a
-file removes it. It is named by a random nonce, which stands in it too: who can read the nonce that a reference names is
-on the same host as far as this matters.
+A segment is memory without a name, sealed: nobody can cut it, which would end all that have mapped it, and nobody but
+its worker can write to it. The worker hands it out through a socket in a folder that the programs of a host have in
+common (/dev/shm). The socket is named by a random nonce, which stands in the segment too: who can be given the segment
+that a reference names is on the same host as far as this matters.
 
 Layout: a page of `HEADER`, an index (buckets of 8 numbers: 16 bits of the digest, 48 of the row's number), then the
 slots, each a `SLOT` and an encoded row, in whole pages.
@@ -18,12 +16,16 @@ slots, each a `SLOT` and an encoded row, in whole pages.
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import mmap
 import os
+import socket
+import stat
 import struct
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -39,7 +41,7 @@ from lmpool.errors import ProtocolError
 from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, RowBlock, decode_row, encoded_size
 
 FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
-"""Environment variable that names another folder than /dev/shm; it must be in memory."""
+"""Environment variable that names another folder than /dev/shm; it must be one of this machine alone."""
 
 PLACE_SIZE = 16
 """Bytes that say where a row is, once its host is known: the segment's nonce and the row's number."""
@@ -48,7 +50,10 @@ PAGE, WORD = 4096, 8
 """Slots are whole pages, checksums the sums of words."""
 
 NAME = "lmpool-"
-"""What the names of segments begin with."""
+"""What the names of segments begin with: of their sockets, and of their memory."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
+"""What nobody can do to a segment; the last one is F_SEAL_FUTURE_WRITE, which Python does not name yet."""
 
 HEADER = struct.Struct("<6sH8s16sIQQQ")
 """How a segment begins: see `Layout`."""
@@ -69,10 +74,14 @@ _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
 _MOST_NAME = 255
 _PLACE = struct.Struct("<8sQ")
+_NUMBER = struct.Struct("<Q")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
 _MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
 _LEAST_MAPPED, _LARGE = 65_536, 4 * 2**20
+# A worker that lives answers within less than a millisecond. On the loop only those are asked that have just spoken.
+_ANSWER_S, _ANSWER_ON_LOOP_S = 1.0, 0.1
+_PEER = struct.Struct("<3i")
 
 
 class Reference(NamedTuple):
@@ -116,7 +125,7 @@ def unpack_reference(value: bytes) -> Reference | None:
 
 
 def folder() -> Path:
-    """Where segments lie."""
+    """Where the sockets of segments are."""
     return Path(os.environ.get(FOLDER_VARIABLE) or "/dev/shm")
 
 
@@ -168,15 +177,14 @@ class Layout(NamedTuple):
         return HEADER.pack(_MAGIC, _LAYOUT, *self)
 
     @classmethod
-    def read(cls, fd: int) -> Layout | None:
-        """That of a file; None for one that is no segment of this release."""
-        data = os.pread(fd, HEADER.size, 0)
-        if len(data) < HEADER.size:
+    def read(cls, memory: mmap.mmap) -> Layout | None:
+        """That of a segment; None for what is none of this release."""
+        if len(memory) < HEADER.size:
             return None
-        magic, version, *rest = HEADER.unpack(data)
+        magic, version, *rest = HEADER.unpack_from(memory)
         layout = cls(*rest)
         is_sound = magic == _MAGIC and version == _LAYOUT and layout.buckets > 0 and layout.slots > 0
-        return layout if is_sound and layout.stride >= SLOT.size else None
+        return layout if is_sound and layout.stride >= SLOT.size and layout.size == len(memory) else None
 
     def slot_of(self, number: int) -> int:
         """Where row `number` lies."""
@@ -207,12 +215,64 @@ def whole_words(size: int) -> int:
     return -(-size // WORD) * WORD
 
 
-def segments_in(place: Path) -> Iterator[Path]:
-    """The files in a folder that may be segments."""
+def segments_in(place: Path, prefix: str = NAME) -> Iterator[Path]:
+    """The sockets in a folder that may hand out segments."""
     with suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
-            if entry.name.startswith(NAME) and entry.is_file(follow_symlinks=False):
-                yield Path(entry.path)
+            with suppress(OSError):
+                if entry.name.startswith(prefix) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                    yield Path(entry.path)
+
+
+@contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """What to call a path when a socket is bound or connected: the system takes 107 bytes at most."""
+    parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{parent}/{path.name}"
+    finally:
+        os.close(parent)
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """A connection with the worker that hands out a segment.
+
+    Raises:
+        OSError: there is none (ConnectionRefusedError: it has ended), or it takes longer.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        with socket_address(path) as address:
+            connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
+    """Map the segment that a socket hands out; None when there is none that is safe to map.
+
+    Raises:
+        OSError: nobody hands it out.
+    """
+    with connect(path, timeout_s) as connection:
+        # The folder may be open to all: only what this user has made is believed.
+        _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        if user != os.geteuid():
+            return None
+        _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not received:
+        return None
+    (fd,) = received
+    try:
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_sealed else None
+    except ValueError:
+        return None  # It is empty.
+    finally:
+        os.close(fd)
 
 
 def checksum_of(row: NDArray[np.uint8]) -> int:
@@ -225,20 +285,6 @@ def _f32_header(vocab_size: int) -> tuple[bytes, int]:
     """The header of all rows of V in F32, and the sum of its words."""
     ((header, _),) = RowBlock([b""], np.zeros((1, vocab_size), np.float32), None, Encoding.F32).encoded()
     return header, checksum_of(np.frombuffer(header, np.uint8))
-
-
-def row_in(data: NDArray[np.uint8], number: int, digest: bytes) -> NDArray[np.uint8] | int | None:
-    """The encoded row in what was read of a slot; its length if that is more; None when it is not that row."""
-    if len(data) < SLOT.size:
-        return None
-    seen, whose, length, expected = SLOT.unpack_from(data.data)
-    if seen != number or whose != digest or length < HEADER_SIZE:
-        return None
-    end = SLOT.size + whole_words(length)
-    if end > len(data):
-        return int(length)
-    row = data[SLOT.size : end]
-    return row[:length] if checksum_of(row) == expected else None
 
 
 def tag_of(digest: bytes) -> int:
@@ -307,18 +353,19 @@ def _new_memory(size: int) -> mmap.mmap | bytearray:
 
 
 class _OpenSegment(NamedTuple):
-    """A segment that is open for reading."""
+    """A segment that is mapped for reading."""
 
-    fd: int
     layout: Layout
+    memory: mmap.mmap
+    view: memoryview
     first: int
     stride: int
     slots: int
 
     @classmethod
-    def of(cls, fd: int, layout: Layout) -> _OpenSegment:
-        """That file, with what is needed for each read at hand."""
-        return cls(fd, layout, layout.first, layout.stride, layout.slots)
+    def of(cls, layout: Layout, memory: mmap.mmap) -> _OpenSegment:
+        """That segment, with what is needed for each read at hand."""
+        return cls(layout, memory, memoryview(memory), layout.first, layout.stride, layout.slots)
 
 
 @dataclass(slots=True)
@@ -348,7 +395,8 @@ class SegmentReader:
         self._searched: list[_OpenSegment] = []
         self._unreadable: set[bytes] = set()
         self._usual_size = 0
-        self._head = bytearray(SLOT.size + HEADER_SIZE)
+        self._wanted = b""
+        self._is_closed = False
         # Rows, and what some of them are decoded from.
         self._memory, self._encoded = RowMemory(), RowMemory()
         self.host = host_token()
@@ -359,37 +407,56 @@ class SegmentReader:
         """Whether there is anything that `find` could search."""
         return bool(self._searched)
 
-    def look(self, fingerprint: str) -> None:
-        """Have `find` search the segments with a model's rows that are there now; close those that are gone."""
-        for name in self.let_go():
-            with suppress(ValueError):
-                self._open(bytes.fromhex(name))
-        wanted = fingerprint_bytes(fingerprint)
-        self._searched = [found for found in self._segments.values() if found.layout.fingerprint == wanted]
+    async def look(self, fingerprint: str) -> None:
+        """Have `find` search the segments with a model's rows that are there now; let go of those that are gone."""
+        unknown = [nonce for nonce in self.let_go() if nonce not in self._segments]
+        # At once: those of another model must not be searched any more.
+        self._wanted = fingerprint_bytes(fingerprint)
+        self._search_wanted()
+        if unknown:
+            # A worker that is frozen keeps this waiting, and the loop must not.
+            received = await asyncio.to_thread(self._receive, unknown)
+            if not self._is_closed:
+                for segment in received:
+                    self._segments.setdefault(segment.layout.nonce, segment)
+                self._search_wanted()
 
-    def let_go(self) -> set[str]:
-        """Close the segments that are gone, whose memory is free only then; returns the names of those that are there.
+    def _search_wanted(self) -> None:
+        self._searched = [found for found in self._segments.values() if found.layout.fingerprint == self._wanted]
+
+    def let_go(self) -> set[bytes]:
+        """Let go of the segments that are gone, whose memory is free only then; returns the nonces of those there are.
 
         To be called from time to time by whoever reads.
         """
-        present = {path.name.removeprefix(NAME) for path in segments_in(self._folder)}
-        for nonce in [nonce for nonce in self._segments if nonce.hex() not in present]:
-            os.close(self._segments.pop(nonce).fd)
+        present = set()
+        for path in segments_in(self._folder):
+            with suppress(ValueError):
+                present.add(bytes.fromhex(path.name.removeprefix(NAME)))
+        for nonce in [nonce for nonce in self._segments if nonce not in present]:
+            del self._segments[nonce]
         self._searched = [found for found in self._searched if found.layout.nonce in self._segments]
         self._unreadable.clear()
         return present
+
+    def _receive(self, nonces: Collection[bytes], timeout_s: float = _ANSWER_S) -> list[_OpenSegment]:
+        """Map segments; those that cannot be read are left out."""
+        found = []
+        for nonce in nonces:
+            with suppress(OSError):
+                memory = receive_segment(self._folder / f"{NAME}{nonce.hex()}", timeout_s)
+                layout = None if memory is None else Layout.read(memory)
+                if memory is not None and layout is not None and layout.nonce == nonce:
+                    found.append(_OpenSegment.of(layout, memory))
+        return found
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
         found = self._segments.get(nonce)
         if found is not None or nonce in self._unreadable:
             return found
-        with suppress(OSError):
-            fd = os.open(self._folder / f"{NAME}{nonce.hex()}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            layout = Layout.read(fd)
-            if layout is not None and layout.nonce == nonce:
-                found = self._segments[nonce] = _OpenSegment.of(fd, layout)
-                return found
-            os.close(fd)
+        for received in self._receive([nonce], _ANSWER_ON_LOOP_S):
+            self._segments[nonce] = received
+            return received
         self._unreadable.add(nonce)
         return None
 
@@ -438,9 +505,10 @@ class SegmentReader:
         hashed, tag = int.from_bytes(digest[:WORD], "little"), digest[WORD : WORD + 2]
         for segment in self._searched:
             bucket = hashed % segment.layout.buckets
-            entries = os.pread(segment.fd, BUCKET.size, PAGE + bucket * BUCKET.size)
+            at = PAGE + bucket * BUCKET.size
+            entries = segment.memory[at : at + BUCKET.size]
             # Mostly the tag is nowhere among these bytes.
-            if tag in entries and len(entries) == BUCKET.size:
+            if tag in entries:
                 wanted = tag_of(digest)
                 alike = [entry & NUMBER_MASK for entry in BUCKET.unpack(entries) if entry & ~NUMBER_MASK == wanted]
                 # What was written last first: the others may have been replaced, and so may this one.
@@ -453,16 +521,19 @@ class SegmentReader:
 
     def _read_f32(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
         """Read a row in F32 to where it is wanted, float32 (V,); False when there is something else."""
-        os.preadv(segment.fd, [self._head, out.data], segment.first + number % segment.slots * segment.stride)
-        seen, whose, length, expected = SLOT.unpack_from(self._head)
+        at = segment.first + number % segment.slots * segment.stride
+        begin = at + SLOT.size + HEADER_SIZE
+        slot = segment.memory[at:begin]
+        seen, whose, length, expected = SLOT.unpack_from(slot)
         header, total = _f32_header(out.size)
-        if seen != number or whose != digest or length != self._usual_size or self._head[SLOT.size :] != header:
+        if seen != number or whose != digest or length != self._usual_size or slot[SLOT.size :] != header:
             return False
         numbers = out.view(np.uint8)
+        numbers.data[:] = segment.view[begin : begin + numbers.size]
         whole = numbers.size // WORD * WORD
         # The words of the row: its header, and its numbers, the last of which may be half a word.
         total += checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
-        if total % 2**64 != expected:
+        if total % 2**64 != expected or _number_at(segment, at) != number:
             return False
         self.counts.rows += 1
         return True
@@ -476,19 +547,17 @@ class SegmentReader:
 
     def _read_any(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
         """Read a row in whatever encoding."""
-        fd, layout = segment.fd, segment.layout
-        most = layout.stride - SLOT.size
-        size, at = min(self._usual_size or most, most), layout.slot_of(number)
-        # Once more when it is longer than most.
-        for _ in range(2):
-            data, writeable = self._encoded.take(SLOT.size + whole_words(size))
-            row = row_in(data[: os.preadv(fd, [writeable], at)], number, digest)
-            if row is None or isinstance(row, np.ndarray):
-                break
-            if (size := row) > most:
-                return None
-        if not isinstance(row, np.ndarray):
+        at = segment.layout.slot_of(number)
+        seen, whose, length, expected = SLOT.unpack_from(segment.memory, at)
+        size = whole_words(length)
+        if seen != number or whose != digest or not HEADER_SIZE <= size <= segment.stride - SLOT.size:
             return None
+        # Checked and decoded are the same bytes: those in the segment may change meanwhile.
+        data, writeable = self._encoded.take(size)
+        writeable[:] = segment.view[at + SLOT.size : at + SLOT.size + size]
+        if checksum_of(data) != expected or _number_at(segment, at) != number:
+            return None
+        row = data[:length]
         self._usual_size = row.size
         self.counts.rows += 1
         try:
@@ -497,11 +566,16 @@ class SegmentReader:
             return None  # Of another model, or of another version of rows.
 
     def close(self) -> None:
-        """Close all files."""
-        for segment in self._segments.values():
-            os.close(segment.fd)
+        """Let go of all segments."""
+        self._is_closed = True
         self._segments.clear()
         self._searched.clear()
+
+
+def _number_at(segment: _OpenSegment, at: int) -> int:
+    """The number that stands in a slot; it is zeroed before a row is replaced."""
+    (number,) = _NUMBER.unpack_from(segment.memory, at)
+    return int(number)
 
 
 class Shared(NamedTuple):

@@ -127,7 +127,7 @@ class Fleet:
 
     @property
     def segments(self) -> list[Path]:
-        """The files in shared memory."""
+        """The sockets of shared memory."""
         return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*"))
 
     def log_of(self, client: int) -> Path:

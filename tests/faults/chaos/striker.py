@@ -14,6 +14,7 @@ from pathlib import Path
 import redis
 
 from lmpool.embedded import EmbeddedServer
+from lmpool.rows.shared_memory import NAME
 from tests.faults.chaos.fleet import SERVING, START_S, Fleet, Process
 from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Kind, Strike
@@ -175,14 +176,13 @@ class Striker:
         return hit
 
     async def _spoil(self, strike: Strike) -> float:
-        """Junk in parts of a segment, its header and index among them; or remove it."""
-        if segments := self._fleet.segments:
-            path = segments[strike.number % len(segments)]
+        """Try to write junk into segments and to cut them; or remove the socket of one."""
+        if strike.kind is Kind.JUNK:
+            for worker in self._fleet.workers:
+                await asyncio.to_thread(_write_junk, worker.pid, strike.share, self._draw)
+        elif segments := self._fleet.segments:
             with suppress(FileNotFoundError):  # Its worker has ended just now.
-                if strike.kind is Kind.UNLINK:
-                    path.unlink()
-                else:
-                    await asyncio.to_thread(_write_junk, path, strike.share, self._draw)
+                segments[strike.number % len(segments)].unlink()
         return time.monotonic()
 
     async def _lose_lanes(self, strike: Strike) -> float:
@@ -236,11 +236,14 @@ class Striker:
             self._proxy.truncate(strike.way, strike.share)
 
 
-def _write_junk(path: Path, share: float, draw: random.Random) -> None:
-    """Overwrite a share of a file, piece by piece."""
-    with path.open("r+b") as file:
-        size = path.stat().st_size
-        for at in range(0, size, _PIECE):
-            if draw.random() < share:
-                file.seek(at)
-                file.write(os.urandom(min(_PIECE, size - at)))
+def _write_junk(pid: int, share: float, draw: random.Random) -> None:
+    """What somebody of the same user can try: the system refuses it, or rows are wrong."""
+    with suppress(OSError):  # It has ended.
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if str(link.readlink()).startswith(f"/memfd:{NAME}"):
+                with suppress(PermissionError), link.open("r+b", buffering=0) as memory:
+                    with suppress(PermissionError):
+                        memory.truncate(_PIECE)
+                    for at in range(0, link.stat().st_size, _PIECE):
+                        if draw.random() < share:
+                            os.pwrite(memory.fileno(), os.urandom(_PIECE), at)

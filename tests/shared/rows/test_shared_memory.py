@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,20 +17,25 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
+from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import (
+    SEALS,
     Reference,
     RowMemory,
     SegmentReader,
+    checksum_of,
     host_token,
     is_reference,
     place_of,
+    receive_segment,
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import Segment, default_size, make_segment, remove_abandoned
+from lmpool.workers.queue.segment import Door, Segment, default_size, make_segment, remove_abandoned
 from tests.support.pool import DEADLINE_S
 
 V = 1500
@@ -63,9 +70,13 @@ def segment() -> Iterator[Segment]:
 def reader(segment: Segment) -> Iterator[SegmentReader]:
     """Reads that segment."""
     reader = SegmentReader()
-    reader.look("fp")
+    look(reader)
     yield reader
     reader.close()
+
+
+def look(reader: SegmentReader, fingerprint: str = "fp") -> None:
+    asyncio.run(reader.look(fingerprint))
 
 
 def prompt(number: int) -> bytes:
@@ -148,7 +159,7 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
     assert reader.read(reference._replace(number=reference.number + 64), prompt(3), V) is None
     assert reader.read(reference._replace(nonce=bytes(8)), prompt(3), V) is None
     assert reader.read(reference, prompt(3), V - 1) is None
-    reader.look("another")
+    look(reader, "another")
     assert reader.find(prompt(3), V) is None
     assert not reader.has_any
 
@@ -156,53 +167,124 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
 @pytest.mark.parametrize("is_length_known", [False, True])
 @pytest.mark.parametrize("at", [*range(0, 72, 5), 80, 100, 3000, 6079])
 def test_junk_anywhere_in_a_slot_makes_its_row_none(
-    segment: Segment, reader: SegmentReader, place: Path, at: int, is_length_known: bool
+    segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
+    """As while it is being written."""
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
         assert reader.read(reference, prompt(5), V) is not None
-    (path,) = place.iterdir()
-    first = path.stat().st_size - 64 * SLOT
-    begin = first + SLOT * reference.number + at
-    with path.open("r+b") as file:
-        file.seek(begin)
-        byte = file.read(1)[0]
-        file.seek(begin)
-        file.write(bytes([byte ^ 0x10]))
-    is_padding = 40 <= at < 64
-    assert (reader.read(reference, prompt(5), V) is None) is not is_padding
-    assert (segment.find(prompt(5)) is None) is not is_padding
+    segment._memory[segment.size - 64 * SLOT + SLOT * reference.number + at] ^= 0x10
+    assert (reader.read(reference, prompt(5), V) is None) is not (40 <= at < 64), "but for the padding"
     row = reader.read(other, prompt(6), V)
     assert row is not None
     assert row.tobytes() == row_of(6).tobytes()
 
 
-@pytest.mark.parametrize("size", [0, 1, 40, 4096, 10_000, 20_000])
-def test_a_file_that_is_cut_ends_nobody(segment: Segment, reader: SegmentReader, place: Path, size: int) -> None:
-    reference = put(segment, 63)
-    assert segment.is_whole()
-    (path,) = place.iterdir()
-    os.truncate(path, size)
-    assert not segment.is_whole()
-    assert reader.read(reference, prompt(63), V) is None
-    assert reader.find(prompt(63), V) is None
-    late = SegmentReader()
-    late.look("fp")
-    assert late.find(prompt(63), V) is None
-    assert late.read(reference, prompt(63), V) is None
-    late.close()
+@pytest.mark.parametrize("is_length_known", [False, True])
+def test_a_row_that_is_replaced_while_it_is_copied_is_none_though_its_sum_is_right(
+    segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch, is_length_known: bool
+) -> None:
+    """Rows may be made of the same words."""
+    reference = put(segment, 5)
+    if is_length_known:
+        assert reader.read(reference, prompt(5), V) is not None
+
+    def replace(row: NDArray[np.uint8]) -> int:
+        header, numbers = RowBlock([prompt(5)], np.roll(row_of(5), 2)[None], None, Encoding.F32).encoded()[0]
+        for number in range(64):
+            segment.write(prompt(100 + number), header, numbers)
+        return checksum_of(row)
+
+    monkeypatch.setattr(shared_memory, "checksum_of", replace)
+    assert reader.read(reference, prompt(5), V) is None
 
 
-def test_a_removed_file_is_seen_by_its_worker_and_readers_let_it_go(
+def test_a_socket_that_is_removed_is_let_go_of_by_readers_and_made_again(
     segment: Segment, reader: SegmentReader, place: Path
 ) -> None:
     put(segment, 1)
+    assert segment.keep_name()
     (path,) = place.iterdir()
     path.unlink()
-    assert not segment.is_whole()
-    assert reader.find(prompt(1), V) is not None  # It is open.
-    reader.look("fp")
+    assert reader.find(prompt(1), V) is not None  # It is mapped.
+    look(reader)
     assert reader.find(prompt(1), V) is None
+    assert not segment.keep_name()
+    look(reader)
+    assert reader.find(prompt(1), V) is not None
+    assert list(place.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, SEALS & ~0x10])
+def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) -> None:
+    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 100_000)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    door = Door(fd, place / "lmpool-x")
+    assert receive_segment(place / "lmpool-x", DEADLINE_S) is None
+    door.close()
+    os.close(fd)
+
+
+def test_what_another_user_hands_out_is_not_mapped(
+    segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = place.iterdir()
+    memory = receive_segment(path, DEADLINE_S)
+    assert memory is not None
+    assert len(memory) == segment.size
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert receive_segment(path, DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("size", [0, 40, 5000])
+def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
+    fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
+    os.write(fd, (b"LMPSHM\x01\x00" + bytes(size))[:size])
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    door = Door(fd, place / f"lmpool-{bytes(8).hex()}")
+    reader = SegmentReader()
+    look(reader)
+    assert not reader.has_any
+    assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
+    door.close()
+    os.close(fd)
+
+
+def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets have names of 107 bytes at most."""
+    folder = place / ("x" * 200)
+    folder.mkdir()
+    monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
+    segment, reader = made(), SegmentReader()
+    put(segment, 1)
+    look(reader)
+    assert reader.find(prompt(1), V) is not None
+    segment.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_rows_of_another_model_are_not_found_from_the_moment_it_is_asked_for(
+    segment: Segment, reader: SegmentReader
+) -> None:
+    put(segment, 1)
+    other = make_segment("other", V, 64 * SLOT, lambda: True)
+    assert other is not None
+
+    async def change() -> None:
+        changing = asyncio.create_task(reader.look("other"))
+        late = asyncio.create_task(reader.look("fp"))
+        await asyncio.sleep(0)
+        changing_again = asyncio.create_task(reader.look("other"))
+        await asyncio.sleep(0)
+        assert reader.find(prompt(1), V) is None
+        await asyncio.gather(changing, late, changing_again)
+
+    asyncio.run(change())
+    assert reader.find(prompt(1), V) is None
+    assert reader.has_any
+    other.close()
 
 
 def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
@@ -211,7 +293,7 @@ def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> No
     (place / f"lmpool-{'11' * 8}").symlink_to("/etc/passwd")
     (place / "somebody").write_bytes(b"x")
     reader = SegmentReader()
-    reader.look("fp")
+    look(reader)
     assert not reader.has_any
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
 
@@ -232,19 +314,19 @@ def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytes
     with pytest.raises(OSError):  # noqa: PT011
         make_segment("fp", V, 64 * SLOT, lambda: True)
     assert host_token() == b""
-    assert default_size() == 0
     reader = SegmentReader()
-    reader.look("fp")
+    look(reader)
     assert not reader.has_any
 
 
 def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
     (path,) = place.iterdir()
+    assert path.is_socket()
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.name == f"lmpool-{segment.nonce.hex()}"
 
 
-def test_the_file_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
+def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> None:
     code = (
         "import time\nfrom lmpool.workers.queue.segment import make_segment\n"
         f"segment = make_segment('fp', {V}, {64 * SLOT}, lambda: True)\nprint('ready', flush=True)\ntime.sleep(1000)"
@@ -287,14 +369,14 @@ def test_the_rows_of_many_workers_are_found() -> None:
     try:
         for number, segment in enumerate(several):
             put(segment, number)
-        reader.look("fp")
+        look(reader)
         for number in range(32):
             row = reader.find(prompt(number), V)
             assert row is not None
             assert row.tobytes() == row_of(number).tobytes()
         for segment in several[:16]:
             segment.close()
-        reader.look("fp")
+        look(reader)
         assert [reader.find(prompt(number), V) is None for number in range(32)] == [True] * 16 + [False] * 16
     finally:
         reader.close()
@@ -379,17 +461,14 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
         for number in range(2):
             block = RowBlock([prompt(number)], row[None], None, Encoding.F32)
             odd.write(prompt(number), *block.encoded()[0])
-        reader.look("odd")
+        look(reader, "odd")
         for _ in range(2):
             found = reader.find(prompt(0), vocab_size)
             assert found is not None
             assert found.tobytes() == row.tobytes()
             assert reader.find_into(prompt(1), out)
             assert out.tobytes() == row.tobytes()
-        (path,) = place.iterdir()
-        with path.open("r+b") as file:
-            file.seek(path.stat().st_size - 64 * SLOT + SLOT + 64 + 16 + 4 * vocab_size - 1)
-            file.write(b"\x55")
+        odd._memory[odd.size - 64 * SLOT + SLOT + 64 + 16 + 4 * vocab_size - 1] = 0x55
         assert reader.find(prompt(0), vocab_size) is None
         assert not reader.find_into(prompt(0), out)
         assert reader.find(prompt(1), vocab_size) is not None

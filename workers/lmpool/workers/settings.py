@@ -36,8 +36,8 @@ class WorkerSettings:
     shm_bytes: int | None = field(
         default=None,
         metadata={
-            "help": "Bytes of /dev/shm for the rows that clients on this machine read; 0 for none. Default: an eighth "
-            "of what is free, at most 4 GiB."
+            "help": "Bytes of memory for the rows that clients on this machine read; 0 for none. Default: an eighth of "
+            "what is free, at most 4 GiB."
         },
     )
     log_every_s: float = field(default=60.0, metadata={"help": "Seconds between two lines of counters in the log."})

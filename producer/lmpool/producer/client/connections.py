@@ -120,16 +120,15 @@ class Connections:
         host = self.segments.host if is_shared(info.vocab_size) else b""
         reply = keys.reply(f"{self._client_id}{host.decode()}")
         self._adopted = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
-        self.look_for_segments()
 
     def renew(self, info: ModelInfo) -> None:
         """Take over the info of the same weights: what it promises may have changed."""
         self._adopted = replace(self.model, info=info)
 
-    def look_for_segments(self) -> None:
+    async def look_for_segments(self) -> None:
         """See which workers of this host have rows of the model in shared memory."""
         if self.model.host:
-            self.segments.look(self.model.fingerprint)
+            await self.segments.look(self.model.fingerprint)
 
     @property
     def model(self) -> AdoptedModel:

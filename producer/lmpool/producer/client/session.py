@@ -155,6 +155,7 @@ class Session:
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # A task that is cancelled before its first step does not run at all, and this one closes the connections.
         await asyncio.sleep(0)
+        await self._connections.look_for_segments()
 
     def check_open(self) -> None:
         """Raise ProducerClosed if it has ended."""
@@ -442,7 +443,7 @@ class Session:
         while True:
             await asyncio.sleep(_WATCH_S)
             absence = None
-            self._connections.look_for_segments()
+            await self._connections.look_for_segments()
             try:
                 # redis-py's client was opened before the lease was known.
                 async with asyncio.timeout(reply_timeout(self.info.lease_s)):
@@ -553,3 +554,4 @@ class Session:
         _log.info("the model %r has changed: asking again for %d prompts", info.name, len(self._requests))
         self._adopt(info)
         self._submitter.retry_soon()
+        await self._connections.look_for_segments()

@@ -9,8 +9,10 @@ import logging
 import mmap
 import os
 import secrets
+import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -24,21 +26,24 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, encoded_size
 from lmpool.rows.shared_memory import (
     BUCKET,
+    FOLDER_VARIABLE,
     HEADER,
     NAME,
     NOT_SHARED,
     PAGE,
+    SEALS,
     SLOT,
     WORD,
     Layout,
     Reference,
     Shared,
+    connect,
     fingerprint_bytes,
     folder,
     host_token,
     is_shared,
-    row_in,
     segments_in,
+    socket_address,
     tag_of,
     whole_pages,
     whole_words,
@@ -54,17 +59,83 @@ _LEAST_SLOTS, _MOST_SLOTS = 64, 16_384
 # Of what is free: other workers come, and others use the folder and the memory too.
 _SHARE, _MOST_DEFAULT = 8, 4 * 2**30
 _LOOK_S = 1.0
+_CONNECT_S = 0.1
+_BACKLOG = 64
+# After which a socket that has not got its name yet will not get it any more.
+_OLD_S = 60
+# What `accept` says of one connection, or for now: of memory and open files there may be some later.
+_PASSING = (errno.EINTR, errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ENTRY = struct.Struct("<Q")
 _ENTRIES = BUCKET.size // _ENTRY.size
+
+
+class Door:
+    """The socket that hands out a segment, in a thread: the loop may be busy, and whoever knocks waits.
+
+    Args:
+        fd: what is handed out; it stays the caller's.
+        path: the name of the socket.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # Named when it answers: one that does not is removed by other workers.
+        hidden = path.with_name(f".{path.name}")
+        try:
+            with socket_address(hidden) as address:
+                self._socket.bind(address)
+            hidden.chmod(0o600)
+            self._socket.listen(_BACKLOG)
+            hidden.rename(path)
+        except BaseException:
+            self._socket.close()
+            with suppress(OSError):
+                hidden.unlink()
+            raise
+        self._thread = threading.Thread(target=self._answer, name="lmpool-segment", daemon=True)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in _PASSING:
+                    time.sleep(_CONNECT_S)
+                    continue
+                return  # It is closed.
+            with suppress(OSError), connection:
+                connection.settimeout(_CONNECT_S)
+                socket.send_fds(connection, [b"\0"], [self._fd])
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its name is."""
+        return self._path.is_socket()
+
+    def close(self) -> None:
+        """Remove it."""
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # What it hands out may be closed after this, and its number be that of another file.
+        self._thread.join()
+        self._socket.close()
 
 
 class Segment:
     """The rows that one worker has written last. Used by one thread at a time.
 
     Args:
-        fd: the file, locked, of this layout, allocated; owned from now on.
-        path: its name.
-        memory: the file, mapped.
+        fd: of the memory, sealed; owned from now on.
+        path: the name under which it is handed out.
+        memory: the same, mapped.
         layout: how it is divided.
 
     Attributes:
@@ -72,6 +143,9 @@ class Segment:
         size: bytes.
         slots: how many rows it holds.
         written: how many rows have been written.
+
+    Raises:
+        OSError: the folder cannot be used.
     """
 
     def __init__(self, fd: int, path: Path, memory: mmap.mmap, layout: Layout) -> None:
@@ -84,23 +158,28 @@ class Segment:
         # By bucket of the index: which entry is the next to be replaced.
         self._fill = bytearray(layout.buckets)
         self._layout = layout
-        # Which row is in which slot, and where: what others may have written into the file decides nothing here.
+        # Which row is in which slot, and where.
         self._digests: list[bytes] = [b""] * layout.slots
         self._numbers: dict[bytes, int] = {}
         self.nonce = layout.nonce
         self.size, self.slots = layout.size, layout.slots
         self.written = 0
+        self._door = Door(fd, path)
 
-    def is_whole(self) -> bool:
-        """Whether the file is as long as it was, and has its name; a write beyond its end would end the process."""
-        status = os.fstat(self._fd)
-        return status.st_size == self.size and status.st_nlink > 0
+    def keep_name(self) -> bool:
+        """See that it is handed out under its name; False if that was not so.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        if self._door.is_there:
+            return True
+        self._door.close()
+        self._door = Door(self._fd, self._path)
+        return False
 
     def write(self, digest: bytes, header: bytes, numbers: memoryview) -> tuple[int, bytes]:
-        """Write one encoded row; returns its number, and the digest of the row that was there before, or b"".
-
-        Only while the segment `is_whole`.
-        """
+        """Write one encoded row; returns its number, and the digest of the row that was there before, or b""."""
         layout, view = self._layout, self._view
         self.written = number = self.written + 1
         slot = number % layout.slots
@@ -115,6 +194,8 @@ class Segment:
         at = layout.first + slot * layout.stride
         begin, length = at + SLOT.size, len(header) + numbers.nbytes
         end, stop = begin + length, begin + whole_words(length)
+        # From here on it is no row, whatever its checksum says: rows may be made of the same words.
+        _ENTRY.pack_into(self._memory, at, 0)
         view[begin : begin + len(header)] = header
         view[begin + len(header) : end] = numbers
         view[end:stop] = bytes(stop - end)
@@ -132,11 +213,7 @@ class Segment:
 
     def find(self, digest: bytes) -> int | None:
         """The number of a prompt's row, if it is still there."""
-        number = self._numbers.get(digest)
-        if number is None or not self.is_whole():
-            return None
-        data = self._bytes[(at := self._layout.slot_of(number)) : at + self._layout.stride]
-        return number if isinstance(row_in(data, number, digest), np.ndarray) else None
+        return self._numbers.get(digest)
 
     def row(self, number: int) -> NDArray[np.uint8]:
         """The encoded row that `find` has found, uint8 of shape (size,), in place."""
@@ -145,9 +222,8 @@ class Segment:
         return self._bytes[at + SLOT.size : at + SLOT.size + length]
 
     def close(self) -> None:
-        """Remove the file; who has it open reads it to the end."""
-        with suppress(OSError):
-            self._path.unlink()
+        """Hand it out no more; who has it reads it until they let go of it."""
+        self._door.close()
         os.close(self._fd)
 
 
@@ -173,58 +249,52 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
         secrets.token_bytes(_NONCE_SIZE), fingerprint_bytes(fingerprint), vocab_size, -(-slots // 2), stride, slots
     )
     place = folder()
+    try:
+        place.stat()
+    except OSError as error:
+        raise OSError(error.errno, f"{place}: {error.strerror}") from error
     remove_abandoned(place)
     # Filling it would take from others what they have counted on.
     if layout.size > (free := _free_bytes()):
         raise OSError(errno.ENOSPC, f"{layout.size} bytes are wanted, and {free} are free")
-    # Without a name: nobody finds it before it is ready, and nothing is left of it if this process ends before that.
-    fd = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = os.memfd_create(f"{NAME}{layout.nonce.hex()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for at in range(0, layout.size, _STEP):
             if not is_wanted():
                 os.close(fd)
                 return None
             os.posix_fallocate(fd, at, min(_STEP, layout.size - at))
         memory = mmap.mmap(fd, layout.size)
+        # From now on this mapping is the only way to write to it.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         pages = np.frombuffer(memory, np.uint8)[::PAGE]
         # Mapping a page at its first write takes ten times as long as the write.
         for at in range(0, len(pages), _STEP // PAGE):
             pages[at : at + _STEP // PAGE] = 0
         memory[: HEADER.size] = layout.pack()
-        path = place / f"{NAME}{layout.nonce.hex()}"
-        _name(fd, path)
+        return Segment(fd, place / f"{NAME}{layout.nonce.hex()}", memory, layout)
     except BaseException:
         os.close(fd)
         raise
-    return Segment(fd, path, memory, layout)
-
-
-def _name(fd: int, path: Path) -> None:
-    """Give a name to a file that has none."""
-    parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    try:
-        # With a folder: only then Python has the system follow the link.
-        os.link(f"/proc/self/fd/{fd}", path.name, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=True)
-    finally:
-        os.close(parent)
 
 
 def remove_abandoned(place: Path) -> None:
-    """Remove the segments of workers that have ended without doing so."""
-    for path in segments_in(place):
-        with suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Remove the sockets of workers that have ended without doing so."""
+    old = time.time() - _OLD_S
+    unnamed = [path for path in segments_in(place, f".{NAME}") if path.stat().st_mtime < old]
+    for path in [*segments_in(place), *unnamed]:
+        try:
+            connect(path, _CONNECT_S).close()
+        except ConnectionRefusedError:
+            with suppress(OSError):
                 path.unlink()
                 _log.info("removed %s, which a worker has left that ended", path)
-            finally:
-                os.close(fd)
+        except OSError:
+            pass
 
 
 def default_size() -> int:
-    """Bytes that a segment has of what is free; 0 where there is no folder."""
+    """Bytes that a segment has of what is free; 0 where nobody knows."""
     try:
         return min(_free_bytes() // _SHARE, _MOST_DEFAULT)
     except OSError:
@@ -232,9 +302,8 @@ def default_size() -> int:
 
 
 def _free_bytes() -> int:
-    """Bytes that are free in the folder and in memory; no more than the container may have."""
-    place = os.statvfs(folder())
-    free = min(place.f_bavail * place.f_frsize, physical_memory())
+    """Bytes of memory that are free; no more than the container may have."""
+    free = physical_memory()
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
         if line.startswith("MemAvailable:"):
             free = min(free, int(line.split()[1]) * 1024)
@@ -270,11 +339,19 @@ class SegmentWriter:
         return self._host if self.segment is not None else b""
 
     async def run(self) -> None:
-        """Make the segment, and another one when something has happened to it."""
+        """Make the segment, and see that it is handed out."""
+        await self.make()
         while self._is_wanted:
-            if self.segment is None:
-                await self.make()
             await asyncio.sleep(_LOOK_S)
+            self._keep_name()
+
+    def _keep_name(self) -> None:
+        try:
+            if self.segment is not None and not self.segment.keep_name():
+                _log.warning("somebody has removed the socket of this worker's shared memory: it is there again")
+        except OSError as error:
+            # Clients that have the segment read on; the others are given rows through Redis.
+            _log.debug("%s: %s", folder(), error)
 
     async def make(self) -> None:
         """Make a segment, if there is room for one."""
@@ -285,7 +362,7 @@ class SegmentWriter:
         try:
             segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
         except OSError as error:
-            self._give_up(f"{folder()}: {error.strerror or error}")
+            self._give_up(error.strerror or str(error))
             return
         with self._lock:
             # The worker may have ended meanwhile, and waits for no thread.
@@ -301,10 +378,10 @@ class SegmentWriter:
     def _give_up(self, why: str) -> None:
         self._is_wanted = False
         _log.warning(
-            "rows go through Redis, not through shared memory: %s. Give %s more room (for Docker --shm-size, for a "
-            "pod an emptyDir of medium Memory), or choose --shm-bytes; 0 turns this message off",
+            "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or container "
+            "more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
             why,
-            folder(),
+            FOLDER_VARIABLE,
         )
 
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
@@ -317,10 +394,6 @@ class SegmentWriter:
         """
         segment = self.segment
         if segment is None:
-            return NOT_SHARED
-        if not segment.is_whole():
-            _log.warning("somebody has cut or removed the shared memory of this worker: it makes another one")
-            self._drop()
             return NOT_SHARED
         references, replaced = {}, []
         for digest, (header, numbers) in zip(block.digests, block.encoded(), strict=True):
