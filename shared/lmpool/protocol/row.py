@@ -86,13 +86,22 @@ Encoded = tuple[bytes, memoryview]
 """An encoded row: header and numbers."""
 
 
+NewRows = Callable[[int, int, Encoding], NDArray[Any] | None]
+"""Gives memory for n rows of V numbers in an encoding: an array (n, V) that holds anything, for which whoever writes
+there next saves a copy; or None."""
+
+
+def no_new_rows(_: int, __: int, ___: Encoding) -> None:
+    """`NewRows` that never has any."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowBlock:
     """Rows as a backend hands them on: one block of numbers, one digest a row.
 
     Attributes:
         digests: the prompt of each row.
-        numbers: C-contiguous array of shape (n, V) in the encoding's dtype.
+        numbers: array of shape (n, V) in the encoding's dtype; each row is contiguous.
         log_z: float32 array of shape (n,), or None for F32.
         encoding: how `numbers` are stored.
     """
@@ -111,8 +120,8 @@ class RowBlock:
             raise ValueError(f"log_z must be None for F32 and only for F32, not {self.log_z!r}")
         if self.log_z is not None and self.log_z.shape != (len(self.numbers),):
             raise ValueError(f"log_z of shape {self.log_z.shape} for {len(self.numbers)} rows")
-        if not self.numbers.flags.c_contiguous:
-            raise ValueError("the numbers of a block must be contiguous")
+        if self.numbers.size > len(self.numbers) and self.numbers.strides[1] != self.numbers.itemsize:
+            raise ValueError("the numbers of each row of a block must be contiguous")
 
     @property
     def nbytes(self) -> int:
@@ -123,16 +132,25 @@ class RowBlock:
         """Some of the rows, or all: the 16-byte header of each, and its numbers in place."""
         count, size = self.numbers.shape
         chosen = range(count) if indices is None else indices
-        # By way of integers of the same width: memoryview cannot cast every float format.
-        integers: memoryview = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32).data
-        numbers = integers.cast("B") if count else integers
-        width = size * self.numbers.itemsize
         head = (MAGIC, ROW_VERSION, int(self.encoding), 0, size)
         if self.log_z is None:
             header = _HEADER.pack(*head, 0.0)
-            return [(header, numbers[at * width : (at + 1) * width]) for at in chosen]
+            return [(header, numbers) for numbers in self._parts(chosen)]
         log_z = self.log_z.tolist()
-        return [(_HEADER.pack(*head, log_z[at]), numbers[at * width : (at + 1) * width]) for at in chosen]
+        return [
+            (_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, self._parts(chosen), strict=True)
+        ]
+
+    def _parts(self, chosen: Sequence[int]) -> list[memoryview]:
+        """The numbers of some rows as bytes, in place."""
+        # By way of integers of the same width: memoryview cannot cast every float format.
+        integers = self.numbers.view(np.uint16 if self.numbers.itemsize == 2 else np.uint32)
+        if not len(integers):
+            return []
+        if not integers.flags.c_contiguous:
+            return [integers[at].data.cast("B") for at in chosen]
+        data, width = integers.data.cast("B"), integers.shape[1] * integers.itemsize
+        return [data[at * width : (at + 1) * width] for at in chosen]
 
     def select(self, indices: Sequence[int]) -> RowBlock:
         """Some of the rows (a copy)."""

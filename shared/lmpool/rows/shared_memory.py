@@ -1,9 +1,10 @@
 """Rows in shared memory: a segment for each worker, which the programs of its host map.
 
 The worker writes a row once, into a slot of its segment, and Redis gets a reference in its place. Slots are used in
-turn: row number g lies in slot g modulo their count, until row number g + count is written there. Each has its number,
-its digest and a checksum before it, so a reader knows a row that is being written or has been replaced for what it is:
-none. Nobody waits for anybody, and no order of memory accesses is assumed.
+turn: row number g lies in slot g modulo their count, until row number g + count is written there. Each has its number
+and its digest before it, and the number is zeroed before the row changes: a reader who finds the number before and
+after copying has the row, as with a seqlock. Where processors reorder stores or loads (ARM), there is a checksum too.
+Nobody waits for anybody.
 
 A segment is memory without a name, sealed: nobody can cut it, which would end all that have mapped it, and nobody but
 its worker can write to it. The worker hands it out through a socket in a folder that the programs of a host have in
@@ -58,8 +59,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
 HEADER = struct.Struct("<6sH8s16sIQQQ")
 """How a segment begins: see `Layout`."""
 
-SLOT = struct.Struct("<Q16sQQ24x")
-"""How a slot begins: the row's number, its digest, the length of the encoded row and its checksum."""
+SLOT = struct.Struct("<Q16sQQ?23x")
+"""How a slot begins: the row's number, its digest, the length of the encoded row, its checksum if it has one."""
 
 BUCKET = struct.Struct("<8Q")
 """A part of the index: 16 bits of a digest and the row's number each, or 0."""
@@ -74,7 +75,8 @@ _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
 _MOST_NAME = 255
 _PLACE = struct.Struct("<8sQ")
-_NUMBER = struct.Struct("<Q")
+# Read at once, not byte by byte.
+_NUMBER = struct.Struct("@Q")
 _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
 _MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
@@ -281,10 +283,10 @@ def checksum_of(row: NDArray[np.uint8]) -> int:
 
 
 @lru_cache(64)
-def _f32_header(vocab_size: int) -> tuple[bytes, int]:
-    """The header of all rows of V in F32, and the sum of its words."""
+def _f32_header(vocab_size: int) -> bytes:
+    """The header of all rows of V in F32."""
     ((header, _),) = RowBlock([b""], np.zeros((1, vocab_size), np.float32), None, Encoding.F32).encoded()
-    return header, checksum_of(np.frombuffer(header, np.uint8))
+    return header
 
 
 def tag_of(digest: bytes) -> int:
@@ -492,7 +494,7 @@ class SegmentReader:
     def find_into(self, digest: bytes, out: Row) -> bool:
         """As `find`, into an array of the caller's, float32 (V,), which holds anything when the row is not there."""
         for segment, number in self._candidates(digest):
-            if self._is_usually_f32(out.size) and self._read_f32(segment, number, digest, out):
+            if self._usual_size == HEADER_SIZE + 4 * out.size and self._read_f32(segment, number, digest, out):
                 return True
             row = self._read(segment, number, digest, out.size)
             if row is not None:
@@ -516,30 +518,25 @@ class SegmentReader:
                     if number:
                         yield segment, number
 
-    def _is_usually_f32(self, vocab_size: int) -> bool:
-        return self._usual_size == HEADER_SIZE + 4 * vocab_size
-
     def _read_f32(self, segment: _OpenSegment, number: int, digest: bytes, out: Row) -> bool:
-        """Read a row in F32 to where it is wanted, float32 (V,); False when there is something else."""
+        """Read a row in F32 that has no checksum to where it is wanted, float32 (V,); False for anything else."""
         at = segment.first + number % segment.slots * segment.stride
         begin = at + SLOT.size + HEADER_SIZE
         slot = segment.memory[at:begin]
-        seen, whose, length, expected = SLOT.unpack_from(slot)
-        header, total = _f32_header(out.size)
-        if seen != number or whose != digest or length != self._usual_size or slot[SLOT.size :] != header:
+        seen, whose, length, _, is_summed = SLOT.unpack_from(slot)
+        if seen != number or whose != digest or length != self._usual_size or is_summed:
+            return False
+        if slot[SLOT.size :] != _f32_header(out.size):
             return False
         numbers = out.view(np.uint8)
         numbers.data[:] = segment.view[begin : begin + numbers.size]
-        whole = numbers.size // WORD * WORD
-        # The words of the row: its header, and its numbers, the last of which may be half a word.
-        total += checksum_of(numbers[:whole]) + int.from_bytes(numbers[whole:], "little")
-        if total % 2**64 != expected or _number_at(segment, at) != number:
+        if _number_at(segment, at) != number:
             return False
         self.counts.rows += 1
         return True
 
     def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
-        if self._is_usually_f32(vocab_size):
+        if self._usual_size == HEADER_SIZE + 4 * vocab_size:
             array, writeable = self._memory.take(4 * vocab_size)
             if self._read_f32(segment, number, digest, np.frombuffer(writeable, np.float32)):
                 return array.view(np.float32)
@@ -548,22 +545,28 @@ class SegmentReader:
     def _read_any(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int) -> Row | None:
         """Read a row in whatever encoding."""
         at = segment.layout.slot_of(number)
-        seen, whose, length, expected = SLOT.unpack_from(segment.memory, at)
+        seen, whose, length, expected, is_summed = SLOT.unpack_from(segment.memory, at)
         size = whole_words(length)
         if seen != number or whose != digest or not HEADER_SIZE <= size <= segment.stride - SLOT.size:
             return None
-        # Checked and decoded are the same bytes: those in the segment may change meanwhile.
-        data, writeable = self._encoded.take(size)
-        writeable[:] = segment.view[at + SLOT.size : at + SLOT.size + size]
-        if checksum_of(data) != expected or _number_at(segment, at) != number:
-            return None
-        row = data[:length]
-        self._usual_size = row.size
-        self.counts.rows += 1
+        begin = at + SLOT.size
+        if is_summed or length == encoded_size(vocab_size, Encoding.F32):
+            # Checked and decoded are the same bytes, and a row in F32 is not decoded at all.
+            data, writeable = self._encoded.take(size)
+            writeable[:] = segment.view[begin : begin + size]
+            if is_summed and checksum_of(data) != expected:
+                return None
+        else:
+            data = np.frombuffer(segment.view[begin : begin + size], np.uint8)
         try:
-            return decode_row(row, vocab_size, self._memory.take)
+            row = decode_row(data[:length], vocab_size, self._memory.take)
         except ProtocolError:
-            return None  # Of another model, or of another version of rows.
+            return None  # Of another model, or of another version of rows, or it has just been replaced.
+        if _number_at(segment, at) != number:
+            return None
+        self._usual_size = length
+        self.counts.rows += 1
+        return row
 
     def close(self) -> None:
         """Let go of all segments."""

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
 from lmpool.rows import shared_memory
@@ -27,7 +28,6 @@ from lmpool.rows.shared_memory import (
     Reference,
     RowMemory,
     SegmentReader,
-    checksum_of,
     host_token,
     is_reference,
     place_of,
@@ -35,7 +35,8 @@ from lmpool.rows.shared_memory import (
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import Door, Segment, default_size, make_segment, remove_abandoned
+from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.segment import Door, Segment, SegmentWriter, default_size, make_segment, remove_abandoned
 from tests.support.pool import DEADLINE_S
 
 V = 1500
@@ -90,7 +91,8 @@ def row_of(number: int) -> Row:
 def put(segment: Segment, number: int) -> Reference:
     block = RowBlock([prompt(number)], row_of(number)[None], None, Encoding.F32)
     header, numbers = block.encoded()[0]
-    written, _ = segment.write(prompt(number), header, numbers)
+    written = segment.write(prompt(number), header, numbers)
+    assert written is not None
     return Reference(host_token(), segment.nonce, written)
 
 
@@ -140,15 +142,19 @@ def test_a_row_that_was_replaced_is_none(segment: Segment, reader: SegmentReader
 def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
     block = RowBlock([prompt(1)], row_of(1)[None], None, Encoding.F32)
     header, numbers = block.encoded()[0]
-    replaced = [segment.write(prompt(number % 70), header, numbers)[1] for number in range(140)]
-    assert replaced == [b""] * 64 + [prompt((number - 64) % 70) for number in range(64, 140)]
+    replaced = []
+    for number in range(140):
+        segment.write(prompt(number % 70), header, numbers)
+        replaced.append(segment.replaced())
+    assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
     # Written again before its slot was used again: it is still there.
     again = made()
     try:
         for number in [*range(63), 0]:
             again.write(prompt(number), header, numbers)
-        assert again.write(prompt(99), header, numbers)[1] == b""
-        assert again.find(prompt(0)) == 64
+        again.write(prompt(99), header, numbers)
+        assert again.replaced() == []
+        assert again.find(prompt(0)) == 64 + 63
     finally:
         again.close()
 
@@ -169,34 +175,158 @@ def test_another_prompt_another_number_and_another_model_find_nothing(segment: S
 def test_junk_anywhere_in_a_slot_makes_its_row_none(
     segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
-    """As while it is being written."""
+    """As where processors reorder what they store."""
+    segment.is_summed = True
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
         assert reader.read(reference, prompt(5), V) is not None
-    segment._memory[segment.size - 64 * SLOT + SLOT * reference.number + at] ^= 0x10
+    segment._memory[segment.size - 64 * SLOT + SLOT * (reference.number % 64) + at] ^= 0x10
     assert (reader.read(reference, prompt(5), V) is None) is not (40 <= at < 64), "but for the padding"
     row = reader.read(other, prompt(6), V)
     assert row is not None
     assert row.tobytes() == row_of(6).tobytes()
 
 
+@pytest.mark.parametrize("encoding", [Encoding.F32, Encoding.F16])
 @pytest.mark.parametrize("is_length_known", [False, True])
-def test_a_row_that_is_replaced_while_it_is_copied_is_none_though_its_sum_is_right(
-    segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch, is_length_known: bool
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_row_that_is_replaced_while_it_is_copied_is_none(
+    segment: Segment,
+    reader: SegmentReader,
+    monkeypatch: pytest.MonkeyPatch,
+    is_summed: bool,
+    is_length_known: bool,
+    encoding: Encoding,
 ) -> None:
-    """Rows may be made of the same words."""
-    reference = put(segment, 5)
+    """Also by one that is made of the same words, whose sum is the same."""
+    segment.is_summed = is_summed
+    log_z = None if encoding is Encoding.F32 else np.zeros(1, np.float32)
+
+    def write(name: int, row: NDArray[Any]) -> Reference:
+        block = RowBlock([prompt(name)], row.astype(encoding.dtype)[None], log_z, encoding)
+        number = segment.write(prompt(name), *block.encoded()[0])
+        assert number is not None
+        return Reference(host_token(), segment.nonce, number)
+
+    reference = write(5, row_of(5))
     if is_length_known:
         assert reader.read(reference, prompt(5), V) is not None
+    number_at = shared_memory._number_at
 
-    def replace(row: NDArray[np.uint8]) -> int:
-        header, numbers = RowBlock([prompt(5)], np.roll(row_of(5), 2)[None], None, Encoding.F32).encoded()[0]
+    def replace(*given: Any) -> int:
         for number in range(64):
-            segment.write(prompt(100 + number), header, numbers)
-        return checksum_of(row)
+            write(100 + number, np.roll(row_of(5), 4))
+        return number_at(*given)
 
-    monkeypatch.setattr(shared_memory, "checksum_of", replace)
+    monkeypatch.setattr(shared_memory, "_number_at", replace)
     assert reader.read(reference, prompt(5), V) is None
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
+def test_rows_have_checksums_where_processors_reorder_what_they_store(
+    monkeypatch: pytest.MonkeyPatch, machine: str
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    segment = made()
+    assert segment.is_summed is (machine not in ("x86_64", "AMD64"))
+    segment.close()
+
+
+def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F32) -> RowBlock:
+    """A block of rows that are computed in the memory of slots."""
+    rows = segment.new_rows(len(names), V, encoding)
+    assert rows is not None
+    for row, name in zip(rows, names, strict=True):
+        row[:] = row_of(name)
+    return RowBlock([prompt(name) for name in names], rows, None, encoding)
+
+
+def writer_of(segment: Segment) -> SegmentWriter:
+    writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0, Counters())
+    writer.segment = segment
+    return writer
+
+
+def read_all(reader: SegmentReader, references: Mapping[bytes, bytes], names: list[int]) -> None:
+    for name in names:
+        reference = unpack_reference(references[prompt(name)])
+        assert reference is not None
+        row = reader.read(reference, prompt(name), V)
+        assert row is not None
+        assert row.tobytes() == row_of(name).tobytes()
+
+
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_rows_that_are_computed_in_slots_are_read_as_others_are(
+    segment: Segment, reader: SegmentReader, is_summed: bool
+) -> None:
+    segment.is_summed = is_summed
+    writer = writer_of(segment)
+    for begin in range(0, 300, 20):
+        names = list(range(begin, begin + 20))
+        block = in_place(segment, names)
+        others = RowBlock([prompt(1000 + begin)], row_of(1000 + begin)[None], None, Encoding.F32)
+        shared = writer.write(others, (), ())
+        references = writer.write(block, (), ()).references
+        assert block.numbers.base is not None
+        read_all(reader, references, names)
+        read_all(reader, shared.references, [1000 + begin])
+        found = writer.find(prompt(begin))
+        assert found is not None
+        assert found.encode(0) == block.encode(0)
+        assert found.encode(0) == RowBlock([prompt(begin)], row_of(begin)[None], None, Encoding.F32).encode(0)
+
+
+def test_slots_that_somebody_writes_to_or_reads_from_are_not_given_to_others(
+    segment: Segment, reader: SegmentReader
+) -> None:
+    writer = writer_of(segment)
+    names = list(range(30))
+    block = in_place(segment, names)
+    more = in_place(segment, list(range(30, 60)))
+    assert segment.new_rows(30, V, Encoding.F32) is None
+    header, numbers = RowBlock([prompt(99)], row_of(99)[None], None, Encoding.F32).encoded()[0]
+    while segment.write(prompt(99), header, numbers) is not None:
+        pass
+    assert block.numbers.tobytes() == np.stack([row_of(name) for name in names]).tobytes()
+    read_all(reader, writer.write(block, (), ()).references, names)
+    part = block.numbers[7]
+    del block
+    assert segment.new_rows(10, V, Encoding.F32) is None
+    assert part.tobytes() == row_of(7).tobytes()
+    del part
+    assert segment.new_rows(10, V, Encoding.F32) is not None
+    del more
+    assert segment.new_rows(30, V, Encoding.F32) is not None
+
+
+def test_what_does_not_fit_has_no_slots(segment: Segment) -> None:
+    assert segment.new_rows(33, V, Encoding.F32) is None
+    assert segment.new_rows(0, V, Encoding.F32) is None
+    assert segment.new_rows(1, V + 1, Encoding.F32) is None
+    rows = segment.new_rows(32, V, Encoding.BF16)
+    assert rows is not None
+    assert rows.shape == (32, V)
+    assert rows.dtype == np.uint16
+
+
+def test_rows_whose_slots_are_given_to_others_are_named_once_and_not_when_they_are_there_again(
+    segment: Segment,
+) -> None:
+    writer = writer_of(segment)
+    writer.write(in_place(segment, list(range(32))), (), ())
+    writer.write(in_place(segment, list(range(32, 64))), (), ())
+    block = in_place(segment, [0, 100, 101])
+    assert set(writer.write(block, (), ()).replaced) == {prompt(1), prompt(2)}
+    assert writer.write(block, (), ()).replaced == []
+
+
+def test_a_row_that_is_left_out_of_its_slot_is_not_found(segment: Segment, reader: SegmentReader) -> None:
+    writer = writer_of(segment)
+    block = in_place(segment, [1, 2])
+    assert set(writer.write(block, {prompt(1)}, ()).references) == {prompt(2)}
+    assert reader.find(prompt(1), V) is None
+    assert reader.find(prompt(2), V) is not None
 
 
 def test_a_socket_that_is_removed_is_let_go_of_by_readers_and_made_again(
@@ -455,6 +585,7 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
     vocab_size = V + 1
     odd = make_segment("odd", vocab_size, 64 * SLOT, lambda: True)
     assert odd is not None
+    odd.is_summed = True
     reader = SegmentReader()
     row, out = synthetic_row([1], vocab_size=vocab_size), np.empty(vocab_size, np.float32)
     try:
@@ -468,7 +599,7 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
             assert found.tobytes() == row.tobytes()
             assert reader.find_into(prompt(1), out)
             assert out.tobytes() == row.tobytes()
-        odd._memory[odd.size - 64 * SLOT + SLOT + 64 + 16 + 4 * vocab_size - 1] = 0x55
+        odd._memory[odd.size - 64 * SLOT + 64 + 16 + 4 * vocab_size - 1] = 0x55
         assert reader.find(prompt(0), vocab_size) is None
         assert not reader.find_into(prompt(0), out)
         assert reader.find(prompt(1), vocab_size) is not None

@@ -143,6 +143,7 @@ async def assemble(
     segments = SegmentReader()
     rows = rows_on(server, keys, info, segments)
     segment = SegmentWriter(info, worker.worker_id, settings.shm_bytes, counters)
+    engine_thread.write_to(segment.new_rows)
     unwanted = UnwantedJobs(redis, model, counters)
     publisher = Publisher(server, rows, model, info.fingerprint, worker.worker_id, unwanted, counters, segment)
     heartbeat = Heartbeat(redis, keys, info, worker.worker_id, opened.batch, opened.vocabulary)

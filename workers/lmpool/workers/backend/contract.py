@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import RowBlock, VectorBlock
+from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 
 
@@ -184,6 +184,15 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free what the backend holds."""
+        ...
+
+
+@runtime_checkable
+class WritesInPlace(Protocol):
+    """What a backend has besides that can write rows right where clients read them."""
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """Take the memory of rows from there, where it has some; called once, between steps."""
         ...
 
 

@@ -23,9 +23,10 @@ from typing import NamedTuple
 from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import NewRows
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
-from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, check_answers
+from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WritesInPlace, check_answers
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
 
 EXIT_CODE = int(signal.SIGALRM)
@@ -59,7 +60,14 @@ class _Abort:
     digests: Collection[bytes]
 
 
-_Command = Sequence[BackendJob] | _Load | _Drop | _Abort
+@dataclass(frozen=True, slots=True)
+class _WriteTo:
+    """Where the memory of rows is to come from."""
+
+    new_rows: NewRows
+
+
+_Command = Sequence[BackendJob] | _Load | _Drop | _Abort | _WriteTo
 
 
 class Opened(NamedTuple):
@@ -94,6 +102,8 @@ class Call:
                 return f"drop of the adapter {adapter!r}"
             case _Abort(digests=digests):
                 return f"abort of {len(digests)} prompts"
+            case _WriteTo():
+                return "preparation to write rows"
             case jobs:
                 return f"submission of {len(jobs)} prompts"
 
@@ -191,6 +201,10 @@ class EngineThread:
             return await command.loaded
         finally:
             self._loads.discard(command.loaded)
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """Have the backend write rows there, if it can."""
+        self._commands.put(_WriteTo(new_rows))
 
     def drop_adapter(self, adapter: str) -> None:
         """Have the backend forget an adapter; jobs that name it come back as stale, now or when they are submitted."""
@@ -294,6 +308,10 @@ class EngineThread:
                 backend.drop_adapter(command.adapter)
                 for digest in stale:
                     del adapters[digest]
+            case _WriteTo():
+                if isinstance(backend, WritesInPlace):
+                    backend.write_to(command.new_rows)
+                return ()
             case _Abort():
                 aborted = [digest for digest in command.digests if digest in adapters]
                 backend.abort(aborted)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 
 _CACHED_NUMBERS = 1 << 19
 """Logits that the steps of narrowing find in the processor's cache again (2 MiB)."""
@@ -54,11 +54,15 @@ class RowEncoder:
     Args:
         dtype: the model's.
         lossy: send rows that would travel as float32 as float16 instead, which loses bits.
+
+    Attributes:
+        new_rows: gives the memory of rows that are computed on the CPU, where it has some.
     """
 
     def __init__(self, dtype: torch.dtype, *, lossy: bool) -> None:
         self._dtype = dtype
         self._lossy = lossy
+        self.new_rows: NewRows = no_new_rows
 
     def encoding_of(self, logits: Tensor) -> Encoding:
         """How logits of shape (n, V) like these would travel."""
@@ -83,13 +87,13 @@ class RowEncoder:
         if encoding is Encoding.BF16:
             # numpy has no bfloat16.
             numbers = numbers.view(torch.int16)
-        rows = _to_host(numbers.contiguous()).numpy().view(encoding.dtype)
+        rows = _to_host(numbers).numpy().view(encoding.dtype)
         block = RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding)
         return EncodedRows(block, failures)
 
     def _numbers(self, logits: Tensor) -> _Numbers:
         if self._dtype == torch.bfloat16 and logits.dtype == torch.float32 and logits.device.type == "cpu":
-            narrow = _narrowed_on_cpu(logits.contiguous())
+            narrow = _narrowed_on_cpu(logits.contiguous(), self.new_rows)
             if narrow is not None:
                 return narrow
         # On an accelerator in slices: engines have given nearly all memory to keys and values.
@@ -101,7 +105,9 @@ class RowEncoder:
             log_z = _joined([torch.logsumexp(part.float(), dim=-1) for part in slices])
             return _Numbers(_NARROW[joined.dtype], joined, log_z, log_z.isfinite())
         del exact
-        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        logprobs = None if self._lossy else _log_softmax_on_cpu(logits, self.new_rows)
+        if logprobs is None:
+            logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         # A single NaN or +inf among the logits makes the whole row NaN.
         sound = ~logprobs[:, 0].isnan()
         if not self._lossy:
@@ -173,12 +179,30 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _narrowed_on_cpu(logits: Tensor) -> _Numbers | None:
+def _log_softmax_on_cpu(logits: Tensor, new_rows: NewRows) -> Tensor | None:
+    """Log-probabilities in the memory that there is for rows, some at a time so that they stay in the cache."""
+    memory = None if logits.device.type != "cpu" else new_rows(len(logits), logits.shape[1], Encoding.F32)
+    if memory is None:
+        return None
+    logprobs = torch.from_numpy(memory)
+    rows = max(1, _CACHED_NUMBERS // max(1, logits.shape[1]))
+    for at in range(0, len(logits), rows):
+        logprobs[at : at + rows] = torch.log_softmax(logits[at : at + rows], dim=-1, dtype=torch.float32)
+    return logprobs
+
+
+def _narrowed_on_cpu(logits: Tensor, new_rows: NewRows) -> _Numbers | None:
     """float32 logits as bfloat16 if that loses nothing, some rows at a time so that they stay in the cache.
 
     As whole-batch operations this takes more than twice the processor's time. A NaN is no loss: its row fails.
     """
-    narrow = torch.empty(logits.shape, dtype=torch.bfloat16)
+    memory = new_rows(len(logits), logits.shape[1], Encoding.BF16)
+    # numpy has no bfloat16.
+    narrow = (
+        torch.empty(logits.shape, dtype=torch.bfloat16)
+        if memory is None
+        else torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
+    )
     log_z = torch.empty(len(logits))
     rows = max(1, _CACHED_NUMBERS // max(1, logits.shape[1]))
     bits = logits.numpy().view(np.uint32)
@@ -200,7 +224,9 @@ def _loses_only_nan(logits: Tensor) -> bool:
 def _to_host(numbers: Tensor) -> Tensor:
     """A block's one copy; from an accelerator into pinned memory, which is several times as fast."""
     if not numbers.is_cuda:
-        return numbers.cpu()
+        # Rows of memory that is for rows are apart from each other, and contiguous themselves.
+        return numbers if numbers.device.type == "cpu" and numbers.stride(1) == 1 else numbers.cpu().contiguous()
+    numbers = numbers.contiguous()
     copied = numbers.to("cpu", non_blocking=True)
     torch.cuda.current_stream(numbers.device).synchronize()
     return copied

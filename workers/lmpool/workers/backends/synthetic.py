@@ -23,7 +23,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows
 from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
@@ -190,6 +190,7 @@ class SyntheticBackend:
         self._jobs: OrderedDict[bytes, BackendJob] = OrderedDict()
         self._adapters: dict[str, str] = {}
         self._stats = BackendStats()
+        self._new_rows: NewRows = no_new_rows
         has_memory = settings.token_ms > 0 and settings.kv_cache_tokens > 0
         self._memory = PrefixMemory(settings.kv_cache_tokens) if has_memory else None
         base_rows(settings.vocab_size, settings.seed)
@@ -275,7 +276,9 @@ class SyntheticBackend:
             settings = self._settings
             few, few_log_z = draw_few_tokens(prompts, settings.vocab_size, settings.seed, bits=not is_f32)
             return RowBlock(list(jobs), few, None if is_f32 else few_log_z, self._encoding)
-        numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
+        numbers = self._new_rows(len(jobs), self._settings.vocab_size, self._encoding)
+        if numbers is None:
+            numbers = np.empty((len(jobs), self._settings.vocab_size), self._encoding.dtype)
         if self._encoding is Encoding.F32:
             for out, job in zip(numbers, jobs.values(), strict=True):
                 base, shifts = self._drawn(job.ids, job.adapter)
@@ -287,6 +290,10 @@ class SyntheticBackend:
             fill(numbers[index], base.bits, shifts)
             log_z[index] = base.log_z
         return RowBlock(list(jobs), numbers, log_z, self._encoding)
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._new_rows = new_rows
 
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")

@@ -8,14 +8,18 @@ import fcntl
 import logging
 import mmap
 import os
+import platform
 import secrets
 import socket
 import struct
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +27,7 @@ from numpy.typing import NDArray
 from lmpool.embedded import physical_memory
 from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Encoding, RowBlock, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoding, RowBlock, encoded_size
 from lmpool.rows.shared_memory import (
     BUCKET,
     FOLDER_VARIABLE,
@@ -67,6 +71,9 @@ _OLD_S = 60
 _PASSING = (errno.EINTR, errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ENTRY = struct.Struct("<Q")
 _ENTRIES = BUCKET.size // _ENTRY.size
+# Processors whose stores are seen in their order, and whose loads happen in theirs.
+_ORDERED = ("x86_64", "amd64")
+_NUMBERS_AT = SLOT.size + HEADER_SIZE
 
 
 class Door:
@@ -129,8 +136,17 @@ class Door:
         self._socket.close()
 
 
+class _Lent(NamedTuple):
+    """Slots whose memory somebody has: the number of the first, and that memory, as long as it is in use."""
+
+    first: int
+    memory: weakref.ref[NDArray[np.uint8]]
+
+
 class Segment:
-    """The rows that one worker has written last. Used by one thread at a time.
+    """The rows that one worker has written last.
+
+    The backend's thread takes `new_rows`; all else is for one other thread.
 
     Args:
         fd: of the memory, sealed; owned from now on.
@@ -142,7 +158,7 @@ class Segment:
         nonce: names it.
         size: bytes.
         slots: how many rows it holds.
-        written: how many rows have been written.
+        is_summed: whether rows have checksums: where the numbers of slots alone do not tell whether a row is whole.
 
     Raises:
         OSError: the folder cannot be used.
@@ -158,12 +174,18 @@ class Segment:
         # By bucket of the index: which entry is the next to be replaced.
         self._fill = bytearray(layout.buckets)
         self._layout = layout
-        # Which row is in which slot, and where.
-        self._digests: list[bytes] = [b""] * layout.slots
+        # Which row is in which slot, or will be, and where rows are.
+        self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
         self._numbers: dict[bytes, int] = {}
+        self._replaced: list[bytes] = []
+        # The first one lies in the first slot, and none is number 0.
+        self._last = layout.slots - 1
+        # Slots that somebody writes to, or reads from: the numbers of the first and of the one behind the last.
+        self._lent: deque[_Lent] = deque()
+        self._lock = threading.Lock()
         self.nonce = layout.nonce
         self.size, self.slots = layout.size, layout.slots
-        self.written = 0
+        self.is_summed = platform.machine().lower() not in _ORDERED
         self._door = Door(fd, path)
 
     def keep_name(self) -> bool:
@@ -178,31 +200,91 @@ class Segment:
         self._door = Door(self._fd, self._path)
         return False
 
-    def write(self, digest: bytes, header: bytes, numbers: memoryview) -> tuple[int, bytes]:
-        """Write one encoded row; returns its number, and the digest of the row that was there before, or b""."""
+    def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+        """The memory of some slots, for rows that are about to be computed (`NewRows`); None when there is none.
+
+        It stays theirs as long as anybody has a view of it.
+        """
+        layout = self._layout
+        if vocab_size != layout.vocab_size or not 0 < count <= layout.slots // 2:
+            return None
+        with self._lock:
+            first = self._last + 1
+            # Slots that lie side by side.
+            if (beyond := first % layout.slots + count) > layout.slots:
+                first += layout.slots - (beyond - count)
+            if not self._take(first, count):
+                return None
+            at = layout.slot_of(first)
+            # All views of it have it as their base, so it ends with the last of them.
+            memory = np.frombuffer(self._view[at : at + count * layout.stride], np.uint8)
+            self._lent.append(_Lent(first, weakref.ref(memory)))
+        shape, strides = (count, vocab_size), (layout.stride, encoding.dtype.itemsize)
+        return np.ndarray(shape, encoding.dtype, memory, _NUMBERS_AT, strides)
+
+    def _take(self, first: int, count: int) -> bool:
+        """Use the slots of these numbers for other rows, unless somebody still needs one of them."""
+        while self._lent and self._lent[0].memory() is None:
+            self._lent.popleft()
+        if self._lent and first + count > self._lent[0].first + self.slots:
+            return False
+        self._last = first + count - 1
+        for number in range(first, first + count):
+            before, digest = self._held[slot := number % self.slots]
+            self._held[slot] = number, b""
+            # It may have been written again since, into another slot.
+            if digest and self._numbers.get(digest) == before:
+                del self._numbers[digest]
+                self._replaced.append(digest)
+            # From here on it is no row.
+            self._words[self._layout.slot_of(number) // WORD] = 0
+        return True
+
+    def first_of(self, numbers: NDArray[Any]) -> int | None:
+        """The number of the first of some rows that lie in `new_rows` one after the other; None if they do not."""
+        layout = self._layout
+        at = numbers.ctypes.data - self._bytes.ctypes.data - layout.first - _NUMBERS_AT
+        if not 0 <= at < layout.slots * layout.stride or numbers.strides[0] != layout.stride:
+            return None
+        return self._held[at // layout.stride][0]
+
+    def write(self, digest: bytes, header: bytes, numbers: memoryview, number: int | None = None) -> int | None:
+        """Write one encoded row; returns its number, or None when there is no room for it now.
+
+        Args:
+            digest: of its prompt.
+            header: of the row.
+            numbers: of the row.
+            number: its number, where its numbers are in its slot (`new_rows`).
+        """
         layout, view = self._layout, self._view
-        self.written = number = self.written + 1
-        slot = number % layout.slots
-        replaced = self._digests[slot]
-        self._digests[slot] = digest
-        # It may have been written again since, into another slot.
-        if replaced and self._numbers.get(replaced) == number - layout.slots:
-            del self._numbers[replaced]
-        else:
-            replaced = b""
-        self._numbers[digest] = number
-        at = layout.first + slot * layout.stride
+        is_there = number is not None
+        with self._lock:
+            if number is None:
+                number = self._last + 1
+                if not self._take(number, 1):
+                    return None
+            self._held[number % layout.slots] = number, digest
+            self._numbers[digest] = number
+        at = layout.slot_of(number)
         begin, length = at + SLOT.size, len(header) + numbers.nbytes
         end, stop = begin + length, begin + whole_words(length)
-        # From here on it is no row, whatever its checksum says: rows may be made of the same words.
-        _ENTRY.pack_into(self._memory, at, 0)
         view[begin : begin + len(header)] = header
-        view[begin + len(header) : end] = numbers
+        if not is_there:
+            view[begin + len(header) : end] = numbers
         view[end:stop] = bytes(stop - end)
-        total = int(np.add.reduce(self._words[begin // WORD : stop // WORD]))
-        SLOT.pack_into(self._memory, at, number, digest, length, total)
+        total = int(np.add.reduce(self._words[begin // WORD : stop // WORD])) if self.is_summed else 0
+        SLOT.pack_into(self._memory, at, 0, digest, length, total, self.is_summed)
+        # Last, and at once, which `struct` does not promise.
+        self._words[at // WORD] = number
         self._index(digest, number)
-        return number, b"" if replaced == digest else replaced
+        return number
+
+    def replaced(self) -> list[bytes]:
+        """The digests of the rows that have been in slots which others have by now, since this was called last."""
+        with self._lock:
+            replaced, self._replaced = self._replaced, []
+        return [digest for digest in replaced if digest not in self._numbers]
 
     def _index(self, digest: bytes, number: int) -> None:
         """Note in the file where a row is, in place of the oldest that its bucket knows."""
@@ -218,7 +300,7 @@ class Segment:
     def row(self, number: int) -> NDArray[np.uint8]:
         """The encoded row that `find` has found, uint8 of shape (size,), in place."""
         at = self._layout.slot_of(number)
-        _, _, length, _ = SLOT.unpack_from(self._memory, at)
+        length = SLOT.unpack_from(self._memory, at)[2]
         return self._bytes[at + SLOT.size : at + SLOT.size + length]
 
     def close(self) -> None:
@@ -395,27 +477,34 @@ class SegmentWriter:
         segment = self.segment
         if segment is None:
             return NOT_SHARED
-        references, replaced = {}, []
-        for digest, (header, numbers) in zip(block.digests, block.encoded(), strict=True):
+        first, references = segment.first_of(block.numbers), {}
+        for row, (digest, (header, numbers)) in enumerate(zip(block.digests, block.encoded(), strict=True)):
             if digest in leave_out:
                 continue
             number = None if digest in overwrite else segment.find(digest)
             if number is None:
-                number, before = segment.write(digest, header, numbers)
-                if before:
-                    replaced.append(before)
-            references[digest] = Reference(self._host, segment.nonce, number, self._worker).pack()
-        return Shared(references, replaced, self._host)
+                number = segment.write(digest, header, numbers, None if first is None else first + row)
+            if number is not None:
+                references[digest] = Reference(self._host, segment.nonce, number, self._worker).pack()
+        return Shared(references, segment.replaced(), self._host)
+
+    def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+        """See `Segment.new_rows`; None without a segment, too."""
+        segment = self.segment
+        return None if segment is None else segment.new_rows(count, vocab_size, encoding)
 
     def find(self, digest: bytes) -> RowBlock | None:
         """The row of a prompt, if the segment has it (a copy)."""
-        number = None if self.segment is None else self.segment.find(digest)
-        if self.segment is None or number is None:
+        segment = self.segment
+        number = None if segment is None else segment.find(digest)
+        if segment is None or number is None:
             return None
         try:
-            return RowBlock.decoded(digest, self.segment.row(number), self._info.vocab_size)
+            block = RowBlock.decoded(digest, segment.row(number), self._info.vocab_size)
         except ProtocolError:
             return None
+        # Its slot may have been given to another row meanwhile.
+        return block if segment.find(digest) == number else None
 
     def close(self) -> None:
         """Remove the segment."""

@@ -15,7 +15,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import Encoding, RowBlock, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.checkpoint import checkpoint_source, read_vocabulary
@@ -184,6 +184,10 @@ class HfBackend:
         self._pool = None
         del self._forward, self._adapters
         self._free_memory()
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._encoder.new_rows = new_rows
 
     @torch.inference_mode()
     def step(self) -> Finished:

@@ -11,6 +11,7 @@ import torch
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import NewRows
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
@@ -115,6 +116,10 @@ class SglangBackend:
             del self._digests[name]
         if names:
             self._engine.put([], names)
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._encoder.new_rows = new_rows
 
     @torch.inference_mode()
     def step(self) -> Finished:

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import VectorBlock
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
@@ -177,6 +177,10 @@ class VllmBackend:
         )
         self._requests[name] = _Request(job, is_session, held, preemptions)
         self._held[job.digest] = name
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._engine.captured.write_to(new_rows)
 
     def step(self) -> Finished:
         """Run one step of the engine.

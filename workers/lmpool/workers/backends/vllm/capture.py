@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.row import RowBlock
+from lmpool.protocol.row import NewRows, RowBlock
 from lmpool.workers.backends.row_encoder import RowEncoder
 
 KEY = "lmpool"
@@ -47,6 +47,10 @@ class Captured:
         self.device = "cpu"
         self._rows: dict[bytes, _CapturedRow] = {}
         self._failures: dict[bytes, str] = {}
+
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._encoder.new_rows = new_rows
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
         """Keep a batch.
