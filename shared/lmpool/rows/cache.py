@@ -251,10 +251,6 @@ class RedisRows:
         """
         raw = await self._connection.open()
         writes = _writes(self._prefix, block, overwrite, some, shared.references)
-        if shared.replaced and some is None:
-            # What it answers is no matter, nor whether it does: a reference that stays is seen to be stale.
-            dropped = raw.call([b"UNLINK", *self.keys_of(shared.replaced)])
-            dropped.add_done_callback(lambda done: done.cancelled() or done.exception())
         stored = raw.set(writes, self.ttl_ms(block))
         if then is not None:
             await then(partial(self._connection.call_on, raw), ())

@@ -67,9 +67,6 @@ class ClusterRows:
     ) -> dict[bytes, str]:
         """See `RowCache.put`."""
         parts = await self._split(self.keys_of(block.digests))
-        if shared.replaced:
-            # Before: one of them may be in this block again.
-            await self.drop(self.keys_of(shared.replaced))
         stored = [rows.put(block, overwrite, shared=shared, some=numbers) for rows, numbers in parts]
         refused = _merged(await asyncio.gather(*stored))
         if then is not None:

@@ -50,6 +50,9 @@ PLACE_SIZE = 16
 PAGE, WORD = 4096, 8
 """Slots are whole pages, checksums the sums of words."""
 
+NUMBER_SIZE = 8
+"""Bytes of a row's number in a packed reference, behind which there is only the worker."""
+
 NAME = "lmpool-"
 """What the names of segments begin with: of their sockets, and of their memory."""
 

@@ -89,11 +89,16 @@ def row_of(number: int) -> Row:
 
 
 def put(segment: Segment, number: int) -> Reference:
-    block = RowBlock([prompt(number)], row_of(number)[None], None, Encoding.F32)
-    header, numbers = block.encoded()[0]
-    written = segment.write(prompt(number), header, numbers)
+    written = write_row(segment, number, row_of(number))
     assert written is not None
     return Reference(host_token(), segment.nonce, written)
+
+
+def write_row(segment: Segment, name: int, row: Row) -> int | None:
+    """Write one row; returns its number."""
+    block = RowBlock([prompt(name)], row[None], None, Encoding.F32)
+    (number,) = segment.write(block.digests, block.encoded())
+    return number
 
 
 def test_a_row_is_read_by_its_reference_by_its_place_and_by_its_digest(segment: Segment, reader: SegmentReader) -> None:
@@ -114,8 +119,7 @@ def test_rows_of_16_bits_are_read_too(segment: Segment, reader: SegmentReader) -
     logits = (bits.astype(np.uint32) << 16).view(np.float32)
     log_z = np.float32(np.log(np.exp(logits.astype(np.float64)).sum()))
     block = RowBlock([prompt(1)], bits[None], np.array([log_z]), Encoding.BF16)
-    header, numbers = block.encoded()[0]
-    segment.write(prompt(1), header, numbers)
+    segment.write(block.digests, block.encoded())
     put(segment, 2)
     for _ in range(2):  # One is longer than the other.
         row, other = reader.find(prompt(1), V), reader.find(prompt(2), V)
@@ -140,19 +144,17 @@ def test_a_row_that_was_replaced_is_none(segment: Segment, reader: SegmentReader
 
 
 def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
-    block = RowBlock([prompt(1)], row_of(1)[None], None, Encoding.F32)
-    header, numbers = block.encoded()[0]
     replaced = []
     for number in range(140):
-        segment.write(prompt(number % 70), header, numbers)
+        put(segment, number % 70)
         replaced.append(segment.replaced())
     assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
     # Written again before its slot was used again: it is still there.
     again = made()
     try:
         for number in [*range(63), 0]:
-            again.write(prompt(number), header, numbers)
-        again.write(prompt(99), header, numbers)
+            put(again, number)
+        put(again, 99)
         assert again.replaced() == []
         assert again.find(prompt(0)) == 64 + 63
     finally:
@@ -204,7 +206,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_none(
 
     def write(name: int, row: NDArray[Any]) -> Reference:
         block = RowBlock([prompt(name)], row.astype(encoding.dtype)[None], log_z, encoding)
-        number = segment.write(prompt(name), *block.encoded()[0])
+        (number,) = segment.write(block.digests, block.encoded())
         assert number is not None
         return Reference(host_token(), segment.nonce, number)
 
@@ -285,8 +287,7 @@ def test_slots_that_somebody_writes_to_or_reads_from_are_not_given_to_others(
     block = in_place(segment, names)
     more = in_place(segment, list(range(30, 60)))
     assert segment.new_rows(30, V, Encoding.F32) is None
-    header, numbers = RowBlock([prompt(99)], row_of(99)[None], None, Encoding.F32).encoded()[0]
-    while segment.write(prompt(99), header, numbers) is not None:
+    while write_row(segment, 99, row_of(99)) is not None:
         pass
     assert block.numbers.tobytes() == np.stack([row_of(name) for name in names]).tobytes()
     read_all(reader, writer.write(block, (), ()).references, names)
@@ -591,7 +592,7 @@ def test_rows_of_half_a_word_too_many_are_whole_or_none(place: Path) -> None:
     try:
         for number in range(2):
             block = RowBlock([prompt(number)], row[None], None, Encoding.F32)
-            odd.write(prompt(number), *block.encoded()[0])
+            odd.write(block.digests, block.encoded())
         look(reader, "odd")
         for _ in range(2):
             found = reader.find(prompt(0), vocab_size)

@@ -34,6 +34,9 @@ _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
 _TRIM_AFTER = 16
 """Messages after which those that have been read are removed."""
 
+_TURNS = 4
+"""Of the event loop until who has got a row has asked for the next, and that is sent."""
+
 _MOST_ROWS_AT_ONCE = 32
 """Rows whose entries are read together: while the server looks at some, others are answered here."""
 
@@ -103,8 +106,9 @@ class Receiver:
             if len(last) > _LONGEST_ID:
                 last = await self._start_over()
                 self._look_for_all()
-            # The collectors go first: rows are waited for, the next notification is not.
-            await asyncio.sleep(0)
+            # The collectors go first, and what those ask who have got rows: nobody waits for the next notification yet.
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
 
     async def _trim(self, last: bytes) -> None:
         """Remove messages that have been read: behind many of them, `finish.lua` has none carry rows."""

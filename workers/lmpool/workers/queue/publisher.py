@@ -41,9 +41,10 @@ class Carried(NamedTuple):
     """What notifications carry of rows, beside their digests.
 
     Attributes:
-        parts: digest -> what is carried: places in shared memory, or small rows and answers, encoded.
-        host: of whose shared memory they are places; b"" for rows and answers.
-        store_ms: for how many ms `finish.lua` is to store rows and answers; 0 for places.
+        parts: digest -> what is carried: places in shared memory, or what is stored too: references, or small rows and
+            answers, encoded.
+        host: of whose shared memory they are places or references; b"" for rows and answers.
+        store_ms: for how many ms `finish.lua` is to store them; 0 for places.
     """
 
     parts: Mapping[bytes, bytes]
@@ -133,7 +134,13 @@ class Publisher:
             shared = self._segment.write(block, whole, overwrite)
             self._counters.shared += len(shared.references)
             self._counters.exported += len(whole)
-        refused, left, elsewhere = await self.retry(partial(self._attempt, block, ending, overwrite, shared))
+        storing = self.retry(partial(self._attempt, block, ending, overwrite, shared))
+        if shared.replaced and (stale := set(shared.replaced).difference(block.digests)):
+            # Sent before the rest, and not waited for by it.
+            dropping = self.retry(partial(self._rows.drop, self._rows.keys_of(stale)))
+            _, (refused, left, elsewhere) = await asyncio.gather(dropping, storing)
+        else:
+            refused, left, elsewhere = await storing
         self._count(block, ending, [*left, *elsewhere], began)
         if elsewhere:
             # Somebody on another host has joined.
@@ -211,19 +218,15 @@ class Publisher:
         Returns:
             the rows that were refused, the jobs that have no row, and those that a client on another host waits for.
         """
-        left: list[InFlightJob] = []
-        elsewhere: list[InFlightJob] = []
+        left, elsewhere = list[InFlightJob](), list[InFlightJob]()
         # What is not sent as a reference.
         sent = len(block.digests) - len(shared.references)
         self._counters.published_bytes += block.nbytes * sent // max(1, len(block.digests))
-        values = None if overwrite or not self._rows.is_seen else block.small_values()
-        # The script stores what it is sent: a row that nobody waits for any more would be missing.
-        if values is not None and {job.digest for job in jobs} == set(block.digests):
-            # They go to it anyhow, for notifications carry them.
-            parts = dict(zip(block.digests, values, strict=True))
-            jobs, _ = await self._end(jobs, self._rows.queue, Carried(parts, store_ms=self._rows.ttl_ms(block)))
+        carried = self._to_carry(block, jobs, overwrite, shared)
+        if carried is not None:
+            jobs, elsewhere = await self._end(jobs, self._rows.queue, carried)
             if not jobs:
-                return {}, [], []
+                return {}, [], elsewhere
             # By themselves: then the server says why it refuses them.
             numbers = {digest: number for number, digest in enumerate(block.digests)}
             block = block.select([numbers[digest] for digest in dict.fromkeys(job.digest for job in jobs)])
@@ -240,6 +243,20 @@ class Publisher:
         # Sent together, not one after the other: the script itself looks whether the rows are there.
         refused = await self._rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
+
+    def _to_carry(
+        self, block: Block, jobs: Sequence[InFlightJob], overwrite: Collection[bytes], shared: Shared
+    ) -> Carried | None:
+        """What the script that ends the jobs is to store, since it is sent to it anyhow; None for nothing."""
+        # What nobody waits for any more would not be stored.
+        if overwrite or not self._rows.is_seen or {job.digest for job in jobs} != set(block.digests):
+            return None
+        if shared.references:
+            is_all = len(shared.references) == len(block.digests)
+            return Carried(shared.references, shared.host, self._rows.ttl_ms(block)) if is_all else None
+        values = block.small_values()
+        parts = None if values is None else dict(zip(block.digests, values, strict=True))
+        return None if parts is None else Carried(parts, store_ms=self._rows.ttl_ms(block))
 
     async def fail(self, jobs: Sequence[InFlightJob]) -> None:
         """End jobs that have failed, each with its `failure`; tries until the server has done it."""

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,14 @@ from numpy.typing import NDArray
 from lmpool.embedded import physical_memory
 from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import HEADER_SIZE, Encoding, RowBlock, encoded_size
+from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
 from lmpool.rows.shared_memory import (
     BUCKET,
     FOLDER_VARIABLE,
     HEADER,
     NAME,
     NOT_SHARED,
+    NUMBER_SIZE,
     PAGE,
     SEALS,
     SLOT,
@@ -69,11 +70,11 @@ _BACKLOG = 64
 _OLD_S = 60
 # What `accept` says of one connection, or for now: of memory and open files there may be some later.
 _PASSING = (errno.EINTR, errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_ENTRY = struct.Struct("<Q")
-_ENTRIES = BUCKET.size // _ENTRY.size
+_ENTRIES = BUCKET.size // WORD
 # Processors whose stores are seen in their order, and whose loads happen in theirs.
 _ORDERED = ("x86_64", "amd64")
 _NUMBERS_AT = SLOT.size + HEADER_SIZE
+_SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
 
 class Door:
@@ -169,8 +170,8 @@ class Segment:
         self._path = path
         self._memory = memory
         self._bytes: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self._words: NDArray[np.uint64] = np.frombuffer(memory, np.uint64)
         self._view = memoryview(memory)
+        self._words = self._view.cast("Q")
         # By bucket of the index: which entry is the next to be replaced.
         self._fill = bytearray(layout.buckets)
         self._layout = layout
@@ -185,6 +186,7 @@ class Segment:
         self._lock = threading.Lock()
         self.nonce = layout.nonce
         self.size, self.slots = layout.size, layout.slots
+        self._first, self._stride = layout.first, layout.stride
         self.is_summed = platform.machine().lower() not in _ORDERED
         self._door = Door(fd, path)
 
@@ -248,50 +250,63 @@ class Segment:
             return None
         return self._held[at // layout.stride][0]
 
-    def write(self, digest: bytes, header: bytes, numbers: memoryview, number: int | None = None) -> int | None:
-        """Write one encoded row; returns its number, or None when there is no room for it now.
+    def write(
+        self, digests: Sequence[bytes], rows: Sequence[Encoded], numbers: Sequence[int] | None = None
+    ) -> list[int | None]:
+        """Write encoded rows; returns the number of each, or None of one that there is no room for now.
 
         Args:
-            digest: of its prompt.
-            header: of the row.
-            numbers: of the row.
-            number: its number, where its numbers are in its slot (`new_rows`).
+            digests: of their prompts.
+            rows: the rows.
+            numbers: those of the rows, where they have been computed in their slots (`new_rows`).
         """
-        layout, view = self._layout, self._view
-        is_there = number is not None
+        slots = self.slots
+        written: list[int | None] = []
         with self._lock:
-            if number is None:
-                number = self._last + 1
-                if not self._take(number, 1):
-                    return None
-            self._held[number % layout.slots] = number, digest
-            self._numbers[digest] = number
-        at = layout.slot_of(number)
-        begin, length = at + SLOT.size, len(header) + numbers.nbytes
-        end, stop = begin + length, begin + whole_words(length)
-        view[begin : begin + len(header)] = header
+            for index, digest in enumerate(digests):
+                number = self._last + 1 if numbers is None else numbers[index]
+                if numbers is None and not self._take(number, 1):
+                    written.append(None)
+                    continue
+                written.append(number)
+                self._held[number % slots] = number, digest
+                self._numbers[digest] = number
+        for digest, row, slot in zip(digests, rows, written, strict=True):
+            if slot is not None:
+                self._write(digest, row, slot, is_there=numbers is not None)
+        return written
+
+    def _write(self, digest: bytes, row: Encoded, number: int, *, is_there: bool) -> None:
+        """Write what stands before a row, and the row itself unless it is there already; note where it is."""
+        header, values = row
+        length = len(header) + values.nbytes
+        at = self._first + number % self.slots * self._stride
+        begin = at + SLOT.size
+        end = begin + length
         if not is_there:
-            view[begin + len(header) : end] = numbers
-        view[end:stop] = bytes(stop - end)
-        total = int(np.add.reduce(self._words[begin // WORD : stop // WORD])) if self.is_summed else 0
-        SLOT.pack_into(self._memory, at, 0, digest, length, total, self.is_summed)
+            self._view[begin + len(header) : end] = values
+        if rest := -length % WORD:
+            self._view[end : end + rest] = bytes(rest)
+        _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
+        if self.is_summed:
+            total = int(np.add.reduce(self._bytes[begin : begin + whole_words(length)].view(np.uint64)))
+            SLOT.pack_into(self._memory, at, 0, digest, length, total, True)
         # Last, and at once, which `struct` does not promise.
         self._words[at // WORD] = number
         self._index(digest, number)
-        return number
+
+    def _index(self, digest: bytes, number: int) -> None:
+        """Note in the segment where a row is, in place of the oldest that its bucket knows."""
+        bucket = self._layout.bucket_of(digest)
+        entry = self._fill[bucket]
+        self._fill[bucket] = (entry + 1) % _ENTRIES
+        self._words[(PAGE + bucket * BUCKET.size) // WORD + entry] = tag_of(digest) | number
 
     def replaced(self) -> list[bytes]:
         """The digests of the rows that have been in slots which others have by now, since this was called last."""
         with self._lock:
             replaced, self._replaced = self._replaced, []
         return [digest for digest in replaced if digest not in self._numbers]
-
-    def _index(self, digest: bytes, number: int) -> None:
-        """Note in the file where a row is, in place of the oldest that its bucket knows."""
-        bucket = self._layout.bucket_of(digest)
-        entry = self._fill[bucket]
-        self._fill[bucket] = (entry + 1) % _ENTRIES
-        _ENTRY.pack_into(self._memory, PAGE + bucket * BUCKET.size + entry * _ENTRY.size, tag_of(digest) | number)
 
     def find(self, digest: bytes) -> int | None:
         """The number of a prompt's row, if it is still there."""
@@ -477,15 +492,22 @@ class SegmentWriter:
         segment = self.segment
         if segment is None:
             return NOT_SHARED
-        first, references = segment.first_of(block.numbers), {}
-        for row, (digest, (header, numbers)) in enumerate(zip(block.digests, block.encoded(), strict=True)):
-            if digest in leave_out:
-                continue
-            number = None if digest in overwrite else segment.find(digest)
-            if number is None:
-                number = segment.write(digest, header, numbers, None if first is None else first + row)
-            if number is not None:
-                references[digest] = Reference(self._host, segment.nonce, number, self._worker).pack()
+        digests = [digest for digest in block.digests if digest not in leave_out]
+        numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}
+        rows = [row for row, digest in enumerate(block.digests) if numbers.get(digest, 0) is None]
+        first = segment.first_of(block.numbers)
+        written = segment.write(
+            [block.digests[row] for row in rows],
+            block.encoded(rows),
+            None if first is None else [first + row for row in rows],
+        )
+        numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
+        head = Reference(self._host, segment.nonce, 0).pack()[:-NUMBER_SIZE]
+        references = {
+            digest: head + number.to_bytes(NUMBER_SIZE, "little") + self._worker
+            for digest, number in numbers.items()
+            if number is not None
+        }
         return Shared(references, segment.replaced(), self._host)
 
     def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:

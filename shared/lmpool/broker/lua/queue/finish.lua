@@ -5,15 +5,17 @@
 --       rows are on other masters there are none, and marks of them are left for a while instead
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms,
 --       cap of the dead stream, consumer, lifetime of a mark in ms (0 for none), how many jobs,
---       host of whose shared memory the rows lie in ("" for none), for how many ms small rows are to be stored (0 for none),
---       then per job: entry; then, if there is a host, their places (16 bytes for each job, zeros for one that has none); or,
---       if rows are to be stored, per job: row; then of each job that failed: its number, the failure (encoded), dead (0|1)
+--       host of whose shared memory the rows lie in ("" for none), for how many ms what is sent is to be stored (0 for not),
+--       then per job: entry; then, if something is to be stored, per job: a small row, or a reference if there is a host; or, if
+--       there is a host alone, their places (16 bytes for each job, zeros for one that has none); then of each job that failed:
+--       its number, the failure (encoded), dead (0|1)
 --
 -- The digest is the last 16 bytes of the waiting key. The reply keys were registered by submit.lua and
 -- carry the model's hash tag, like every key here.
 --
--- Small rows are given to the script itself, which stores them and has notifications carry them. Where another one is stored
--- already, that stays, and the client fetches it: all get the same. Once the server has refused one, the rest is not tried.
+-- Small rows and references are given to the script itself, which stores them and has notifications carry them (of a reference
+-- the place that it names). Where another one is stored already, that stays, and the client fetches it if it is small: all get
+-- the same. Once the server has refused one, the rest is not tried.
 --
 -- A row that was just stored can be missing: the server refused it, or had to evict it at once. Such a job
 -- stays as it is, for the worker to store the row again.
@@ -38,6 +40,8 @@ local HEAD = 10
 local host, row_ms = ARGV[9], ARGV[10]
 local is_to_store = row_ms ~= '0'
 local is_carrying = is_to_store or host ~= ''
+-- Where a reference has the place in it, which is all that notifications carry of it.
+local PLACE_FIRST, PLACE_LAST = 22, 37
 
 -- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
@@ -50,7 +54,7 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
   if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
     local extra = {}
     if host ~= '' then
-      extra = {'s', part}
+      extra = {'s', is_to_store and string.sub(part, PLACE_FIRST, PLACE_LAST) or part}
     elseif is_stored and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) < MOST_WITH_ROWS then
       extra = {'v', part}
     end
@@ -120,7 +124,10 @@ for i = 1, count do
     is_refused = outcome and outcome.err
     is_stored = outcome and outcome.ok
     part = is_stored and ARGV[HEAD + count + i]
-  elseif host ~= '' then
+    if host ~= '' then
+      part = string.sub(ARGV[HEAD + count + i], PLACE_FIRST, PLACE_LAST)
+    end
+  elseif host ~= '' and not is_to_store then
     part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
   end
   local size = row and not (failure or is_stored) and redis.pcall('STRLEN', row)
@@ -163,7 +170,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and stored or {}) do
   redis.call('PEXPIRE', waiting, mark_ms)
 end
 -- Their clients remember who has computed the prompts: what continues them is best computed there.
-local clients = notify_gathered(is_to_store and 'v' or 's', 'f', fingerprint, 'w', ARGV[6])
+local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', fingerprint, 'w', ARGV[6])
 remove_entries(entries)
 table.insert(left, 1, clients)
 for _, number in ipairs(unfinished) do
