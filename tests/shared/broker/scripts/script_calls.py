@@ -89,8 +89,10 @@ def finish_args(
     consumer: str = "w1",
     rows: Sequence[bytes] = (),
     row_ms: int = 0,
+    host: bytes = b"",
 ) -> list[Any]:
-    """What `finish.lua` is told: entries, each with failure (b"" for none) and whether it is dead; rows to store."""
+    """What `finish.lua` is told: entries, each with failure (b"" for none) and whether it is dead; rows to store, or
+    references to those in shared memory of a host."""
     args: list[Any] = [
         GROUP,
         "fp",
@@ -100,7 +102,7 @@ def finish_args(
         consumer,
         mark_ms,
         len(endings),
-        b"",
+        host,
         row_ms,
         *(ending[0] for ending in endings),
         *rows,

@@ -17,6 +17,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import ServerError
 from lmpool.protocol.keys import GROUP, JOB_FIELD, Keys
 from lmpool.rows.connection import RowConnection
+from lmpool.rows.shared_memory import Reference, place_of
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -282,11 +283,11 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     await assert_queue_is_empty(redis)
 
 
-async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes]) -> bytes:
-    """As `finish_checked` of the prompts 1, 2, …, with small rows that are to be stored."""
+async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], host: bytes = b"") -> bytes:
+    """As `finish_checked` of the prompts 1, 2, …, with small rows, or references, that are to be stored."""
     numbers = range(1, len(entries) + 1)
     keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
-    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=60_000)
+    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=60_000, host=host)
     outcome: bytes = await scripts.FINISH(redis, keys, args)
     return outcome
 
@@ -312,6 +313,46 @@ async def test_small_rows_are_stored_by_the_script_that_ends_their_jobs(redis: r
     await assert_queue_is_empty(redis)
 
 
+HOST = b"0123456789abcdef"
+HERE, ELSEWHERE = MODEL.reply(f"here.{HOST.decode()}"), MODEL.reply(f"elsewhere.{'f' * 16}")
+
+
+def references(count: int) -> list[bytes]:
+    return [Reference(HOST, b"a nonce.", number, b"w1").pack() for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("before", [b"", b"before"])
+async def test_references_are_stored_by_that_script_too_and_notifications_carry_the_places_that_they_name(
+    redis: redis_async.Redis, count: int, before: bytes
+) -> None:
+    await submit(redis, *range(1, count + 1), reply=HERE)
+    if before:
+        await redis.set(ROWS + digest(count), before)
+    assert await finish_storing(redis, await take(redis), references(count), HOST) == b"1"
+    (fields,) = await told(redis, HERE)
+    assert fields[b"d"] == b"".join(map(digest, range(1, count + 1)))
+    assert fields[b"s"] == b"".join(map(place_of, references(count)))
+    assert b"v" not in fields
+    assert await redis.get(ROWS + digest(count)) == (before or references(count)[-1])
+    if not before:
+        assert 0 < await redis.pttl(ROWS + digest(1)) <= 60_000
+    await assert_queue_is_empty(redis)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_jobs_whose_references_a_client_elsewhere_cannot_read_are_left_to_the_worker(
+    redis: redis_async.Redis, count: int
+) -> None:
+    await submit(redis, *range(1, count + 1), reply=HERE)
+    await submit(redis, count, reply=ELSEWHERE)
+    outcome = await finish_storing(redis, await take(redis), references(count), HOST)
+    assert outcome.split()[1:] == [b"@%d" % count]
+    assert await redis.xlen(ELSEWHERE) == 0
+    assert [fields[b"d"] for fields in await told(redis, HERE)] == [digest(1)][: count - 1]
+    assert await redis.xlen(JOBS) == 1
+
+
 @pytest.mark.parametrize("count", [1, 2])
 async def test_where_a_row_is_stored_already_all_get_that_one(redis: redis_async.Redis, count: int) -> None:
     await submit(redis, *range(1, count + 1))
@@ -325,23 +366,25 @@ async def test_where_a_row_is_stored_already_all_get_that_one(redis: redis_async
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("host", [b"", HOST])
 async def test_rows_that_the_server_has_no_memory_for_are_left_to_the_worker(
-    redis: redis_async.Redis, count: int
+    redis: redis_async.Redis, count: int, host: bytes
 ) -> None:
-    await submit(redis, *range(1, count + 1))
+    await submit(redis, *range(1, count + 1), reply=HERE)
     entries = await take(redis)
+    rows = references(count) if host else [b"row1", b"row2"][:count]
     policy: Any = (await redis.config_get("maxmemory-policy"))["maxmemory-policy"]
     try:
         await redis.config_set("maxmemory-policy", "noeviction")
         await redis.config_set("maxmemory", 1)
-        outcome = await finish_storing(redis, entries, [b"row1", b"row2"][:count])
+        outcome = await finish_storing(redis, entries, rows, host)
     finally:
         await redis.config_set("maxmemory", 0)
         await redis.config_set("maxmemory-policy", policy)
     assert outcome.split()[1:] == [b"%d" % number for number in range(1, count + 1)]
-    assert not await redis.exists(A, ROWS + digest(1), ROWS + digest(2))
+    assert not await redis.exists(HERE, ROWS + digest(1), ROWS + digest(2))
     assert await redis.xlen(JOBS) == count
-    assert await finish_storing(redis, entries, [b"row1", b"row2"][:count]) == b"1"
+    assert await finish_storing(redis, entries, rows, host) == b"1"
 
 
 @pytest.mark.parametrize("count", [1, 2])
