@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.prompt import digest_of, encode_prompt
-from lmpool.protocol.row import Row, decode_row
+from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob
 from tests.contract.model import V
 from tests.contract.subjects import Subject
@@ -29,6 +30,26 @@ def prompt(draw: random.Random, length: int) -> list[int]:
     return [draw.randrange(V) for _ in range(length)]
 
 
+class Slots:
+    """Memory of rows that are apart from each other, as in shared memory.
+
+    Attributes:
+        given: what was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[NDArray[Any]] = []
+
+    def __call__(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any]:
+        """See `NewRows`."""
+        self.given.append(np.full((count, vocab_size + 5), 7, encoding.dtype)[:, :vocab_size])
+        return self.given[-1]
+
+    def have(self, block: RowBlock) -> bool:
+        """Whether the rows of a block lie there."""
+        return any(np.shares_memory(block.numbers, memory) for memory in self.given)
+
+
 class Opened:
     """A subject's backend, made when the context is entered.
 
@@ -37,6 +58,7 @@ class Opened:
         rows: digest -> row, of all that was answered.
         failures: digest -> message.
         scores: digest -> scores.
+        blocks: of the last step that brought some.
     """
 
     def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
@@ -44,6 +66,7 @@ class Opened:
         self.rows: dict[bytes, Row] = {}
         self.failures: dict[bytes, str] = {}
         self.scores: dict[bytes, Row] = {}
+        self.blocks: Sequence[RowBlock] = ()
         self._make: Callable[[], Backend] = lambda: subject.make(model, dtype, adapters if subject.has_adapters else {})
 
     def __enter__(self) -> Self:
@@ -85,6 +108,7 @@ class Opened:
         if finished.answers is not None:
             assert not self.scores.keys() & set(finished.answers.digests), "a prompt was scored twice"
             self.scores.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        self.blocks = finished.blocks or self.blocks
         for block in finished.blocks:
             for index, digest in enumerate(block.digests):
                 assert digest not in self.rows, "a prompt was answered twice"

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
 from lmpool.trie.kernels import torch_device
-from tests.contract.driver import Opened, prompt
-from tests.contract.subjects import Subject
+from lmpool.workers.backend.contract import WritesInPlace
+from tests.contract.driver import Opened, Slots, prompt
+from tests.contract.subjects import DEVICE, Subject
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,10 @@ def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.R
         if narrow.subject.spy is None:
             return
         ids = prompt(draw, 30)
-        for new in (1, 1, 3, 2, 1):
+        for at, new in enumerate((1, 1, 3, 2, 1)):
+            slots = Slots()
+            if is_in_place := at % 2 == 1 and DEVICE == "cpu" and isinstance(narrow.backend, WritesInPlace):
+                narrow.backend.write_to(slots)
             with narrow.subject.spy(narrow.backend) as seen:
                 job = narrow.job(ids)
                 narrow.backend.submit([job])
@@ -37,6 +41,9 @@ def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.R
                     blocks = narrow.backend.step().blocks
             logits = seen[-1][-1].to(torch.bfloat16)
             assert blocks[0].encoding is Encoding.BF16
+            assert slots.have(blocks[0]) is is_in_place
+            if isinstance(narrow.backend, WritesInPlace):
+                narrow.backend.write_to(no_new_rows)
             assert np.array_equal(blocks[0].numbers[0], logits.view(torch.int16).numpy().view(np.uint16))
             assert blocks[0].log_z is not None
             # What one more rounding of a float32 of this size costs.

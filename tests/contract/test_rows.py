@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from lmpool.protocol.adapter import name_of
+from lmpool.protocol.row import no_new_rows
 from lmpool.vocabulary import Vocabulary
+from lmpool.workers.backend.contract import WritesInPlace
 from lmpool.workers.backends.canary import check_canary
-from tests.contract.driver import Opened, prompt
+from tests.contract.driver import Opened, Slots, prompt
 from tests.contract.model import PIECES, V, write_tokenizer
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH, MAX_BATCH_TOKENS, ROUNDS
 
@@ -32,6 +34,23 @@ def test_the_first_and_the_last_id_are_tokens_like_others(opened: Opened, token:
 def test_a_prompt_alone(opened: Opened, draw: random.Random) -> None:
     prompts = [prompt(draw, 9)]
     opened.check(prompts, opened.ask(prompts))
+
+
+def test_rows_are_computed_where_there_is_memory_for_them(opened: Opened, draw: random.Random) -> None:
+    backend, slots = opened.backend, Slots()
+    if not isinstance(backend, WritesInPlace) or DEVICE != "cpu":
+        return
+    backend.write_to(slots)
+    try:
+        for lengths in ((9,), (5, 30)):
+            prompts = [prompt(draw, length) for length in lengths]
+            opened.check(prompts, opened.ask(prompts))
+            assert all(map(slots.have, opened.blocks))
+        backend.write_to(no_new_rows)
+        opened.check(prompts, opened.ask(prompts))
+        assert not any(map(slots.have, opened.blocks))
+    finally:
+        backend.write_to(no_new_rows)
 
 
 def test_prompts_grow_token_by_token(opened: Opened, draw: random.Random) -> None:

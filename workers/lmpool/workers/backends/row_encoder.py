@@ -103,7 +103,9 @@ class RowEncoder:
         if None not in exact:
             joined = _joined([part for part in exact if part is not None])
             log_z = _joined([torch.logsumexp(part.float(), dim=-1) for part in slices])
-            return _Numbers(_NARROW[joined.dtype], joined, log_z, log_z.isfinite())
+            memory = _memory_for(joined, joined.dtype, self.new_rows)
+            numbers = joined if memory is None else memory.copy_(joined)
+            return _Numbers(_NARROW[joined.dtype], numbers, log_z, log_z.isfinite())
         del exact
         logprobs = None if self._lossy else _log_softmax_on_cpu(logits, self.new_rows)
         if logprobs is None:
@@ -179,12 +181,23 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _log_softmax_on_cpu(logits: Tensor, new_rows: NewRows) -> Tensor | None:
-    """Log-probabilities in the memory that there is for rows, some at a time so that they stay in the cache."""
-    memory = None if logits.device.type != "cpu" else new_rows(len(logits), logits.shape[1], Encoding.F32)
+def _memory_for(logits: Tensor, dtype: torch.dtype, new_rows: NewRows) -> Tensor | None:
+    """Memory for the rows of logits (n, V) on the CPU, as numbers of a dtype, if there is some: `NewRows`."""
+    encoding = _NARROW.get(dtype, Encoding.F32)
+    memory = None if logits.device.type != "cpu" else new_rows(len(logits), logits.shape[1], encoding)
     if memory is None:
         return None
-    logprobs = torch.from_numpy(memory)
+    # numpy has no bfloat16.
+    return (
+        torch.from_numpy(memory.view(np.int16)).view(dtype) if encoding is Encoding.BF16 else torch.from_numpy(memory)
+    )
+
+
+def _log_softmax_on_cpu(logits: Tensor, new_rows: NewRows) -> Tensor | None:
+    """Log-probabilities in the memory that there is for rows, some at a time so that they stay in the cache."""
+    logprobs = _memory_for(logits, torch.float32, new_rows)
+    if logprobs is None:
+        return None
     rows = max(1, _CACHED_NUMBERS // max(1, logits.shape[1]))
     for at in range(0, len(logits), rows):
         logprobs[at : at + rows] = torch.log_softmax(logits[at : at + rows], dim=-1, dtype=torch.float32)
@@ -196,13 +209,8 @@ def _narrowed_on_cpu(logits: Tensor, new_rows: NewRows) -> _Numbers | None:
 
     As whole-batch operations this takes more than twice the processor's time. A NaN is no loss: its row fails.
     """
-    memory = new_rows(len(logits), logits.shape[1], Encoding.BF16)
-    # numpy has no bfloat16.
-    narrow = (
-        torch.empty(logits.shape, dtype=torch.bfloat16)
-        if memory is None
-        else torch.from_numpy(memory.view(np.int16)).view(torch.bfloat16)
-    )
+    memory = _memory_for(logits, torch.bfloat16, new_rows)
+    narrow = torch.empty(logits.shape, dtype=torch.bfloat16) if memory is None else memory
     log_z = torch.empty(len(logits))
     rows = max(1, _CACHED_NUMBERS // max(1, logits.shape[1]))
     bits = logits.numpy().view(np.uint32)
