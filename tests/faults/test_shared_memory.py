@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from lmpool.producer import Producer
+from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import SEALS, is_reference
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.queue.segment import Door
+from lmpool.workers.queue.segment import SegmentListener
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, lmpool_command, until, until_async
 
@@ -249,7 +250,10 @@ async def test_a_socket_that_somebody_removes_is_there_again(pool: Pool, place: 
     await counted(pool, "rows", len(PROMPTS))
 
 
-async def test_a_frozen_worker_keeps_nobody_from_opening(pool: Pool, place: Path) -> None:
+async def test_a_frozen_worker_keeps_nobody_from_opening(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_memory, "_ANSWER_S", 1.0)
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as first:
         await ask(first)
@@ -467,20 +471,20 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
         assert reads(producer)[0] == 0
 
 
-def hand_out(place: Path, data: bytes) -> tuple[Door, Path]:
+def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
     """What hands out sealed memory that holds this."""
     fd = os.memfd_create("lmpool-other", os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     path = place / f"lmpool-{bytes(8).hex()}"
-    return Door(fd, path), path
+    return SegmentListener(fd, path), path
 
 
 async def test_segments_and_references_of_another_release_are_left_alone(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     data = bytearray(memory_of(worker).read_bytes())
     data[6:8] = (99).to_bytes(2, "little")  # The number of the layout.
-    door, other = hand_out(place, bytes(data))
+    listener, other = hand_out(place, bytes(data))
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
         for key in list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*")):
@@ -492,4 +496,4 @@ async def test_segments_and_references_of_another_release_are_left_alone(pool: P
         await asyncio.to_thread(start, pool, place)
         await ask(producer)
     assert other.exists()
-    door.close()
+    listener.close()

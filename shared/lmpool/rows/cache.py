@@ -201,7 +201,7 @@ class RowCache(Protocol):
         ...
 
     async def drop(self, keys: Sequence[bytes]) -> None:
-        """Remove answers and weights, of any model."""
+        """Remove answers and weights, of any model, and references."""
         ...
 
     def close(self) -> None:

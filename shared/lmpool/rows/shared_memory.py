@@ -4,7 +4,6 @@ The worker writes a row once, into a slot of its segment, and Redis gets a refer
 turn: row number g lies in slot g modulo their count, until row number g + count is written there. Each has its number
 and its digest before it, and the number is zeroed before the row changes: a reader who finds the number before and
 after copying has the row, as with a seqlock. Where processors reorder stores or loads (ARM), there is a checksum too.
-Nobody waits for anybody.
 
 A segment is memory without a name, sealed: nobody can cut it, which would end all that have mapped it, and nobody but
 its worker can write to it. The worker hands it out through a socket in a folder that the programs of a host have in
@@ -32,6 +31,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -50,14 +50,11 @@ PLACE_SIZE = 16
 PAGE, WORD = 4096, 8
 """Slots are whole pages, checksums the sums of words."""
 
-NUMBER_SIZE = 8
-"""Bytes of a row's number in a packed reference, behind which there is only the worker."""
-
 NAME = "lmpool-"
 """What the names of segments begin with: of their sockets, and of their memory."""
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | 0x10
-"""What nobody can do to a segment; the last one is F_SEAL_FUTURE_WRITE, which Python does not name yet."""
+SEALS = 0x1 | 0x2 | 0x4 | 0x10
+"""What nobody can do to a segment: F_SEAL_SEAL, _SHRINK, _GROW, _FUTURE_WRITE; few builds of Python name all."""
 
 HEADER = struct.Struct("<6sH8s16sIQQQ")
 """How a segment begins: see `Layout`."""
@@ -73,6 +70,7 @@ NUMBER_MASK = (1 << 48) - 1
 
 # A reference and a slot would cost as much as a smaller row.
 _LEAST_ROW = 4096
+_F_GET_SEALS = 1034
 _MAGIC, _LAYOUT = b"LMPSHM", 1
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
@@ -84,8 +82,8 @@ _PLACE_AT = _REFERENCE.size - _PLACE.size
 _NUMBER_BITS = 48
 _MOST_SPARE, _MOST_SPARE_BYTES = 64, 64 * 2**20
 _LEAST_MAPPED, _LARGE = 65_536, 4 * 2**20
-# A worker that lives answers within less than a millisecond. On the loop only those are asked that have just spoken.
-_ANSWER_S, _ANSWER_ON_LOOP_S = 1.0, 0.1
+# A worker that lives answers within less than a millisecond, and is asked again every second.
+_ANSWER_S, _ALL_ANSWER_S = 0.1, 1.0
 _PEER = struct.Struct("<3i")
 
 
@@ -137,8 +135,7 @@ def folder() -> Path:
 def host_token() -> bytes:
     """16 characters that processes have in common which see the same folder with the same rights; b"" for no folder.
 
-    Of the kernel's start, the file system and the user. It tells whether to try: who cannot read a segment's nonce is
-    on another host, whatever this says.
+    Of the kernel's start, the file system and the user; it tells whether to try to read a segment's nonce.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -272,7 +269,7 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
         return None
     (fd,) = received
     try:
-        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+        is_sealed = fcntl.fcntl(fd, _F_GET_SEALS) & SEALS == SEALS
         return mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_sealed else None
     except ValueError:
         return None  # It is empty.
@@ -444,12 +441,14 @@ class SegmentReader:
         self._unreadable.clear()
         return present
 
-    def _receive(self, nonces: Collection[bytes], timeout_s: float = _ANSWER_S) -> list[_OpenSegment]:
-        """Map segments; those that cannot be read are left out."""
-        found = []
+    def _receive(self, nonces: Collection[bytes]) -> list[_OpenSegment]:
+        """Map segments, without those that cannot be read now; frozen workers take no more than some time together."""
+        found, until = [], monotonic() + _ALL_ANSWER_S
         for nonce in nonces:
+            if monotonic() > until:
+                break
             with suppress(OSError):
-                memory = receive_segment(self._folder / f"{NAME}{nonce.hex()}", timeout_s)
+                memory = receive_segment(self._folder / f"{NAME}{nonce.hex()}", _ANSWER_S)
                 layout = None if memory is None else Layout.read(memory)
                 if memory is not None and layout is not None and layout.nonce == nonce:
                     found.append(_OpenSegment.of(layout, memory))
@@ -459,7 +458,7 @@ class SegmentReader:
         found = self._segments.get(nonce)
         if found is not None or nonce in self._unreadable:
             return found
-        for received in self._receive([nonce], _ANSWER_ON_LOOP_S):
+        for received in self._receive([nonce]):
             self._segments[nonce] = received
             return received
         self._unreadable.add(nonce)

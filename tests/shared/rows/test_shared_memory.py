@@ -36,7 +36,15 @@ from lmpool.rows.shared_memory import (
 )
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queue.segment import Door, Segment, SegmentWriter, default_size, make_segment, remove_abandoned
+from lmpool.workers.queue import segment as segment_module
+from lmpool.workers.queue.segment import (
+    Segment,
+    SegmentListener,
+    SegmentWriter,
+    default_size,
+    make_segment,
+    remove_abandoned,
+)
 from tests.support.pool import DEADLINE_S
 
 V = 1500
@@ -301,6 +309,55 @@ def test_slots_that_somebody_writes_to_or_reads_from_are_not_given_to_others(
     assert segment.new_rows(30, V, Encoding.F32) is not None
 
 
+def test_slots_that_rows_are_copied_to_are_given_to_nobody_meanwhile(
+    segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend's thread takes slots while another one copies; at the end of the ring some are passed over."""
+    for name in range(33):
+        put(segment, name)
+    block = RowBlock([prompt(100), prompt(101)], np.stack([row_of(100), row_of(101)]), None, Encoding.F32)
+    write = Segment._write
+    lent: list[NDArray[Any]] = []
+
+    def take_before(self: Segment, *given: Any, **options: Any) -> None:
+        while (rows := self.new_rows(32, V, Encoding.F32)) is not None:
+            lent.append(rows)
+        write(self, *given, **options)
+
+    monkeypatch.setattr(Segment, "_write", take_before)
+    references = writer_of(segment).write(block, (), ()).references
+    monkeypatch.undo()
+    for rows in lent:
+        rows[:] = 7
+    read_all(reader, references, [100, 101])
+    lent.clear()
+    del rows
+    assert segment.new_rows(32, V, Encoding.F32) is not None
+
+
+def test_a_batch_of_more_rows_than_there_are_slots_is_written_as_far_as_there_is_room(
+    segment: Segment, reader: SegmentReader
+) -> None:
+    names = list(range(200))
+    block = RowBlock([*map(prompt, names)], np.stack([*map(row_of, names)]), None, Encoding.F32)
+    references = writer_of(segment).write(block, (), ()).references
+    assert len(references) == 64
+    read_all(reader, references, names[:64])
+
+
+def test_what_redis_has_itself_is_not_named_when_its_slot_is_given_to_others(segment: Segment) -> None:
+    writer = writer_of(segment)
+    writer.write(in_place(segment, list(range(32))), (), ())
+    writer.note_stored([prompt(1), prompt(500)])
+    writer.write(in_place(segment, list(range(32, 64))), (), ())
+    again = RowBlock([prompt(2), prompt(99)], np.stack([row_of(2), row_of(99)]), None, Encoding.F32)
+    shared = writer.write(again, {prompt(2)}, ())
+    assert set(shared.references) == {prompt(99)}
+    assert shared.replaced == [prompt(0)]
+    replaced = writer.write(in_place(segment, [100, 101, 102]), (), ()).replaced
+    assert set(replaced) == {prompt(3)}, "the rows 1 and 2 are in Redis"
+
+
 def test_what_does_not_fit_has_no_slots(segment: Segment) -> None:
     assert segment.new_rows(33, V, Encoding.F32) is None
     assert segment.new_rows(0, V, Encoding.F32) is None
@@ -351,9 +408,9 @@ def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) ->
     fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 100_000)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    door = Door(fd, place / "lmpool-x")
+    listener = SegmentListener(fd, place / "lmpool-x")
     assert receive_segment(place / "lmpool-x", DEADLINE_S) is None
-    door.close()
+    listener.close()
     os.close(fd)
 
 
@@ -374,12 +431,12 @@ def test_memory_that_is_no_segment_is_none(place: Path, size: int) -> None:
     fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
     os.write(fd, (b"LMPSHM\x01\x00" + bytes(size))[:size])
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    door = Door(fd, place / f"lmpool-{bytes(8).hex()}")
+    listener = SegmentListener(fd, place / f"lmpool-{bytes(8).hex()}")
     reader = SegmentReader()
     look(reader)
     assert not reader.has_any
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
-    door.close()
+    listener.close()
     os.close(fd)
 
 
@@ -433,11 +490,58 @@ def test_a_segment_has_room_or_is_none(place: Path) -> None:
     assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
     assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
     assert list(place.iterdir()) == []
-    with pytest.raises(OSError, match="bytes are wanted, and") as raised:
+    with pytest.raises(OSError, match="bytes more are wanted, and") as raised:
         make_segment("fp", 2**28, 2**45, lambda: True)
     assert raised.value.errno == errno.ENOSPC
     assert list(place.iterdir()) == []
     assert 0 < default_size() <= 4 * 2**30
+
+
+WITHOUT_SEALS = """
+import errno, fcntl, os
+names = ("F_SEAL", "F_ADD_SEALS", "F_GET_SEALS", "MFD", "memfd")
+for module in (fcntl, os):
+    for name in [name for name in vars(module) if name.startswith(names)]:
+        delattr(module, name)
+from lmpool.producer import Producer
+from lmpool.workers.queue.segment import make_segment
+try:
+    make_segment("fp", 1500, 2**20, lambda: True)
+except OSError as error:
+    assert error.errno == errno.ENOSYS, error
+    print(error)
+"""
+
+
+def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place: Path) -> None:
+    """As on macOS, and in builds for old systems: the names of seals are not there either."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
+    assert "memfd_create" in done.stdout
+
+
+def test_a_socket_that_gets_its_name_meanwhile_keeps_nobody_from_making_a_segment(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = place / ".lmpool-0123456789abcdef"
+    monkeypatch.setattr(segment_module, "segments_in", lambda place, prefix="": [gone] if prefix else [])
+    remove_abandoned(place)
+
+
+@pytest.mark.parametrize(
+    ("used", "reclaimable", "free"), [(7 * 2**30, 0, 2**30), (7 * 2**30, 2**30, 2 * 2**30), (9 * 2**30, 0, 0)]
+)
+def test_what_a_container_uses_is_not_free(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: int, reclaimable: int, free: int
+) -> None:
+    usage, details = tmp_path / "memory.current", tmp_path / "memory.stat"
+    usage.write_text(f"{used}\n")
+    details.write_text(f"anon 5\ninactive_file {reclaimable}\nactive_file 9\n")
+    monkeypatch.setattr(segment_module, "_CONTAINER_MEMORY", ((str(usage), str(details), "inactive_file "),))
+    monkeypatch.setattr(segment_module, "physical_memory", lambda: 8 * 2**30)
+    assert default_size() == free // 8
+    if not free:
+        with pytest.raises(OSError, match="bytes more are wanted"):
+            make_segment("fp", V, 64 * SLOT, lambda: True)
 
 
 def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

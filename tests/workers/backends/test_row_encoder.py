@@ -61,4 +61,5 @@ def test_logits_that_do_not_survive_16_bits_are_computed_in_memory_for_float32()
     assert block is not None
     assert block.encoding is Encoding.F32
     assert slots.have(block)
+    assert len(slots.given) == 1, "slots are taken once"
     assert torch.equal(torch.from_numpy(block.numbers), torch.log_softmax(logits, -1))

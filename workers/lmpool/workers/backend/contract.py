@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from lmpool.errors import SettingsError, WorkerError
+import numpy as np
+
+from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
+from lmpool.protocol.row import NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.vocabulary import Vocabulary
 
 
@@ -221,7 +223,8 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
         the digests that were answered.
 
     Raises:
-        WorkerError: a row or failure of a prompt that was not asked for, two answers, or rows of another length.
+        WorkerError: a row or failure of a prompt that was not asked for, two answers, rows of another length, or a
+            block whose first row is none.
     """
     answered = finished.digests
     who = f"the backend {info.backend!r} has answered"
@@ -233,4 +236,10 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
     for block in finished.blocks:
         if block.numbers.shape[1] != info.vocab_size:
             raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
+        if block.digests:
+            # What is no row is so in all rows: logits, say. Clients do not look at those in shared memory.
+            try:
+                check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
+            except ProtocolError as error:
+                raise WorkerError(f"{who} what is no row: {error}") from error
     return answered

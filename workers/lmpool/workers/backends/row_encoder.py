@@ -209,9 +209,7 @@ def _narrowed_on_cpu(logits: Tensor, new_rows: NewRows) -> _Numbers | None:
 
     As whole-batch operations this takes more than twice the processor's time. A NaN is no loss: its row fails.
     """
-    memory = _memory_for(logits, torch.bfloat16, new_rows)
-    narrow = torch.empty(logits.shape, dtype=torch.bfloat16) if memory is None else memory
-    log_z = torch.empty(len(logits))
+    narrow, log_z = None, torch.empty(len(logits))
     rows = max(1, _CACHED_NUMBERS // max(1, logits.shape[1]))
     bits = logits.numpy().view(np.uint32)
     for at in range(0, len(logits), rows):
@@ -219,10 +217,14 @@ def _narrowed_on_cpu(logits: Tensor, new_rows: NewRows) -> _Numbers | None:
         # bfloat16 is the upper half of float32: nothing is lost when all lower halves are zero.
         if np.bitwise_or.reduce(bits[at : at + rows], axis=None) & 0xFFFF and not _loses_only_nan(part):
             return None
+        if narrow is None:
+            # Only now: of a model whose logits never fit, slots would be taken in vain in each step.
+            memory = _memory_for(logits, torch.bfloat16, new_rows)
+            narrow = torch.empty(logits.shape, dtype=torch.bfloat16) if memory is None else memory
         narrow[at : at + rows] = part
         # The fused kernel is much faster than logsumexp. The likeliest token has the smallest rounding error.
         log_z[at : at + rows] = part.amax(-1) - torch.log_softmax(part, -1).amax(-1)
-    return _Numbers(Encoding.BF16, narrow, log_z, log_z.isfinite())
+    return None if narrow is None else _Numbers(Encoding.BF16, narrow, log_z, log_z.isfinite())
 
 
 def _loses_only_nan(logits: Tensor) -> bool:

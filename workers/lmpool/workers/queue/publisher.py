@@ -137,8 +137,7 @@ class Publisher:
         storing = self.retry(partial(self._attempt, block, ending, overwrite, shared))
         if shared.replaced and (stale := set(shared.replaced).difference(block.digests)):
             # Sent before the rest, and not waited for by it.
-            dropping = self.retry(partial(self._rows.drop, self._rows.keys_of(stale)))
-            _, (refused, left, elsewhere) = await asyncio.gather(dropping, storing)
+            _, (refused, left, elsewhere) = await asyncio.gather(self._drop_references(stale), storing)
         else:
             refused, left, elsewhere = await storing
         self._count(block, ending, [*left, *elsewhere], began)
@@ -157,6 +156,13 @@ class Publisher:
             failure = Failure(ServerError.__name__, f"the server refused the row: {reason}")
             await self.fail([job.failing(failure) for job in left if job.digest in refused])
         return list(dict.fromkeys(job.digest for job in left if job.digest not in refused))
+
+    async def _drop_references(self, stale: Collection[bytes]) -> None:
+        """Remove references to rows that are not there any more; those that stay are seen to be stale."""
+        try:
+            await self._rows.drop(self._rows.keys_of(stale))
+        except (RedisError, OSError, LMPoolError) as error:
+            _log.debug("%d stale references stay: %s", len(stale), self._server.explain(error))
 
     async def _store_again(
         self, block: Block, jobs: JobsByDigest, overwrite: Collection[bytes], gone: list[bytes], began: float
@@ -207,6 +213,7 @@ class Publisher:
     async def _store_left(self, block: Block, jobs: JobsByDigest, began: float) -> list[InFlightJob]:
         """Store rows themselves where there are references, and end their jobs; returns those that have no row."""
         self._counters.exported += len(jobs)
+        self._segment.note_stored(block.digests)
         gone = await self._store(block, jobs, block.digests, began)
         return [job for digest in gone for job in jobs[digest].values()]
 

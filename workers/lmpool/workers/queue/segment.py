@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,6 @@ from lmpool.rows.shared_memory import (
     HEADER,
     NAME,
     NOT_SHARED,
-    NUMBER_SIZE,
     PAGE,
     SEALS,
     SLOT,
@@ -42,6 +41,7 @@ from lmpool.rows.shared_memory import (
     Layout,
     Reference,
     Shared,
+    checksum_of,
     connect,
     fingerprint_bytes,
     folder,
@@ -71,14 +71,22 @@ _OLD_S = 60
 # What `accept` says of one connection, or for now: of memory and open files there may be some later.
 _PASSING = (errno.EINTR, errno.ECONNABORTED, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ENTRIES = BUCKET.size // WORD
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033
+# Of what was free when a segment was begun this part stays free, however many workers make one at once.
+_RESERVE_SHARE = 16
+# How much memory a container uses, and how much of that is files that it can do without; cgroups of version 2 and 1.
+_CONTAINER_MEMORY = (
+    ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file "),
+    ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "total_inactive_file "),
+)
 # Processors whose stores are seen in their order, and whose loads happen in theirs.
 _ORDERED = ("x86_64", "amd64")
 _NUMBERS_AT = SLOT.size + HEADER_SIZE
 _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
 
-class Door:
-    """The socket that hands out a segment, in a thread: the loop may be busy, and whoever knocks waits.
+class SegmentListener:
+    """The socket that hands out a segment, in a thread: the loop may be busy, and whoever connects waits.
 
     Args:
         fd: what is handed out; it stays the caller's.
@@ -179,16 +187,18 @@ class Segment:
         self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
         self._numbers: dict[bytes, int] = {}
         self._replaced: list[bytes] = []
+        # Rows that Redis has itself, too.
+        self._stored: set[bytes] = set()
         # The first one lies in the first slot, and none is number 0.
         self._last = layout.slots - 1
-        # Slots that somebody writes to, or reads from: the numbers of the first and of the one behind the last.
+        # Slots that somebody writes to, or reads from, in the order of their numbers.
         self._lent: deque[_Lent] = deque()
         self._lock = threading.Lock()
         self.nonce = layout.nonce
         self.size, self.slots = layout.size, layout.slots
         self._first, self._stride = layout.first, layout.stride
         self.is_summed = platform.machine().lower() not in _ORDERED
-        self._door = Door(fd, path)
+        self._listener = SegmentListener(fd, path)
 
     def keep_name(self) -> bool:
         """See that it is handed out under its name; False if that was not so.
@@ -196,10 +206,10 @@ class Segment:
         Raises:
             OSError: the folder cannot be used.
         """
-        if self._door.is_there:
+        if self._listener.is_there:
             return True
-        self._door.close()
-        self._door = Door(self._fd, self._path)
+        self._listener.close()
+        self._listener = SegmentListener(self._fd, self._path)
         return False
 
     def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
@@ -217,7 +227,7 @@ class Segment:
                 first += layout.slots - (beyond - count)
             if not self._take(first, count):
                 return None
-            at = layout.slot_of(first)
+            at = self._at(first)
             # All views of it have it as their base, so it ends with the last of them.
             memory = np.frombuffer(self._view[at : at + count * layout.stride], np.uint8)
             self._lent.append(_Lent(first, weakref.ref(memory)))
@@ -237,9 +247,12 @@ class Segment:
             # It may have been written again since, into another slot.
             if digest and self._numbers.get(digest) == before:
                 del self._numbers[digest]
-                self._replaced.append(digest)
+                if digest in self._stored:
+                    self._stored.discard(digest)
+                else:
+                    self._replaced.append(digest)
             # From here on it is no row.
-            self._words[self._layout.slot_of(number) // WORD] = 0
+            self._words[self._at(number) // WORD] = 0
         return True
 
     def first_of(self, numbers: NDArray[Any]) -> int | None:
@@ -262,12 +275,16 @@ class Segment:
         """
         slots = self.slots
         written: list[int | None] = []
+        # As long as this is there, nobody else gets the slots that are copied to.
+        copying = np.empty(0, np.uint8)
         with self._lock:
             for index, digest in enumerate(digests):
                 number = self._last + 1 if numbers is None else numbers[index]
                 if numbers is None and not self._take(number, 1):
                     written.append(None)
                     continue
+                if numbers is None and not index:
+                    self._lent.append(_Lent(number, weakref.ref(copying)))
                 written.append(number)
                 self._held[number % slots] = number, digest
                 self._numbers[digest] = number
@@ -280,7 +297,7 @@ class Segment:
         """Write what stands before a row, and the row itself unless it is there already; note where it is."""
         header, values = row
         length = len(header) + values.nbytes
-        at = self._first + number % self.slots * self._stride
+        at = self._at(number)
         begin = at + SLOT.size
         end = begin + length
         if not is_there:
@@ -289,7 +306,7 @@ class Segment:
             self._view[end : end + rest] = bytes(rest)
         _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
         if self.is_summed:
-            total = int(np.add.reduce(self._bytes[begin : begin + whole_words(length)].view(np.uint64)))
+            total = checksum_of(self._bytes[begin : begin + whole_words(length)])
             SLOT.pack_into(self._memory, at, 0, digest, length, total, True)
         # Last, and at once, which `struct` does not promise.
         self._words[at // WORD] = number
@@ -301,6 +318,15 @@ class Segment:
         entry = self._fill[bucket]
         self._fill[bucket] = (entry + 1) % _ENTRIES
         self._words[(PAGE + bucket * BUCKET.size) // WORD + entry] = tag_of(digest) | number
+
+    def _at(self, number: int) -> int:
+        """Where a row lies; see `Layout.slot_of`."""
+        return self._first + number % self.slots * self._stride
+
+    def note_stored(self, digests: Iterable[bytes]) -> None:
+        """Note that Redis has these rows themselves: they stay there when their slots are used again."""
+        with self._lock:
+            self._stored.update(digest for digest in digests if digest in self._numbers)
 
     def replaced(self) -> list[bytes]:
         """The digests of the rows that have been in slots which others have by now, since this was called last."""
@@ -314,13 +340,13 @@ class Segment:
 
     def row(self, number: int) -> NDArray[np.uint8]:
         """The encoded row that `find` has found, uint8 of shape (size,), in place."""
-        at = self._layout.slot_of(number)
+        at = self._at(number)
         length = SLOT.unpack_from(self._memory, at)[2]
         return self._bytes[at + SLOT.size : at + SLOT.size + length]
 
     def close(self) -> None:
         """Hand it out no more; who has it reads it until they let go of it."""
-        self._door.close()
+        self._listener.close()
         os.close(self._fd)
 
 
@@ -351,19 +377,23 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
     remove_abandoned(place)
-    # Filling it would take from others what they have counted on.
-    if layout.size > (free := _free_bytes()):
-        raise OSError(errno.ENOSPC, f"{layout.size} bytes are wanted, and {free} are free")
-    fd = os.memfd_create(f"{NAME}{layout.nonce.hex()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    least = _free_bytes() // _RESERVE_SHARE
+    # Not on macOS, nor in every Python that was built for old systems.
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
+    fd = os.memfd_create(f"{NAME}{layout.nonce.hex()}", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         for at in range(0, layout.size, _STEP):
             if not is_wanted():
                 os.close(fd)
                 return None
+            # Looked at each time, for other workers may take theirs: too much would end a process, not a call.
+            if layout.size - at > (free := _free_bytes()) - least:
+                raise OSError(errno.ENOSPC, f"{layout.size - at} bytes more are wanted, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP, layout.size - at))
         memory = mmap.mmap(fd, layout.size)
         # From now on this mapping is the only way to write to it.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        fcntl.fcntl(fd, _F_ADD_SEALS, SEALS)
         pages = np.frombuffer(memory, np.uint8)[::PAGE]
         # Mapping a page at its first write takes ten times as long as the write.
         for at in range(0, len(pages), _STEP // PAGE):
@@ -378,10 +408,11 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
 def remove_abandoned(place: Path) -> None:
     """Remove the sockets of workers that have ended without doing so."""
     old = time.time() - _OLD_S
-    unnamed = [path for path in segments_in(place, f".{NAME}") if path.stat().st_mtime < old]
-    for path in [*segments_in(place), *unnamed]:
+    for path in [*segments_in(place), *segments_in(place, f".{NAME}")]:
         try:
-            connect(path, _CONNECT_S).close()
+            # One that is being made has no name yet, and may get it or be gone at any instant.
+            if path.name.startswith(NAME) or path.stat().st_mtime < old:
+                connect(path, _CONNECT_S).close()
         except ConnectionRefusedError:
             with suppress(OSError):
                 path.unlink()
@@ -393,18 +424,30 @@ def remove_abandoned(place: Path) -> None:
 def default_size() -> int:
     """Bytes that a segment has of what is free; 0 where nobody knows."""
     try:
-        return min(_free_bytes() // _SHARE, _MOST_DEFAULT)
+        return max(0, min(_free_bytes() // _SHARE, _MOST_DEFAULT))
     except OSError:
         return 0
 
 
 def _free_bytes() -> int:
-    """Bytes of memory that are free; no more than the container may have."""
-    free = physical_memory()
+    """Bytes of memory that are free, on the machine and within the container's limit."""
+    known = {}
     for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = min(free, int(line.split()[1]) * 1024)
-    return free
+        name, _, size = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            known[name] = int(size.split()[0]) * 1024
+    limit = physical_memory()
+    free = min(limit, known.get("MemAvailable", limit))
+    return min(free, limit - _used_by_container()) if limit < known.get("MemTotal", limit) else free
+
+
+def _used_by_container() -> int:
+    for usage, details, reclaimable in _CONTAINER_MEMORY:
+        with suppress(OSError, ValueError):
+            used = int(Path(usage).read_text("ascii"))
+            lines = Path(details).read_text("ascii").splitlines()
+            return used - sum(int(line.split()[1]) for line in lines if line.startswith(reclaimable))
+    return 0
 
 
 class SegmentWriter:
@@ -492,6 +535,7 @@ class SegmentWriter:
         segment = self.segment
         if segment is None:
             return NOT_SHARED
+        segment.note_stored(leave_out)
         digests = [digest for digest in block.digests if digest not in leave_out]
         numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}
         rows = [row for row, digest in enumerate(block.digests) if numbers.get(digest, 0) is None]
@@ -502,13 +546,19 @@ class SegmentWriter:
             None if first is None else [first + row for row in rows],
         )
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
-        head = Reference(self._host, segment.nonce, 0).pack()[:-NUMBER_SIZE]
+        # A number is the last of a reference, but for the worker.
+        head = Reference(self._host, segment.nonce, 0).pack()[:-WORD]
         references = {
-            digest: head + number.to_bytes(NUMBER_SIZE, "little") + self._worker
+            digest: head + number.to_bytes(WORD, "little") + self._worker
             for digest, number in numbers.items()
             if number is not None
         }
         return Shared(references, segment.replaced(), self._host)
+
+    def note_stored(self, digests: Iterable[bytes]) -> None:
+        """See `Segment.note_stored`."""
+        if self.segment is not None:
+            self.segment.note_stored(digests)
 
     def new_rows(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
         """See `Segment.new_rows`; None without a segment, too."""

@@ -14,8 +14,8 @@
 -- carry the model's hash tag, like every key here.
 --
 -- Small rows and references are given to the script itself, which stores them and has notifications carry them (of a reference
--- the place that it names). Where another one is stored already, that stays, and the client fetches it if it is small: all get
--- the same. Once the server has refused one, the rest is not tried.
+-- the place that it names). Where another one is stored already, that stays, and the client fetches it: all get the same. Once
+-- the server has refused one, the rest is not tried.
 --
 -- A row that was just stored can be missing: the server refused it, or had to evict it at once. Such a job
 -- stays as it is, for the worker to store the row again.
@@ -43,18 +43,21 @@ local is_carrying = is_to_store or host ~= ''
 -- Where a reference has the place in it, which is all that notifications carry of it.
 local PLACE_FIRST, PLACE_LAST = 22, 37
 
+local was_stored = false
 -- One prompt, its row, and one client, which waits for nothing else: making the functions below takes longer than all of this.
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
     and not string.find(ARGV[HEAD + 1], ' ', 1, true) and redis.call('EXISTS', backlog) == 0 then
   local waiting, row, entry, part = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 2]
   local stored = is_to_store and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
   local is_stored = stored and stored.ok
+  was_stored = is_stored
   local fields = (is_stored or redis.call('EXISTS', row) == 1) and redis.pcall('HRANDFIELD', waiting, 3) or {}
   local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
   if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
     local extra = {}
     if host ~= '' then
-      extra = {'s', is_to_store and string.sub(part, PLACE_FIRST, PLACE_LAST) or part}
+      local place = not is_to_store and part or is_stored and string.sub(part, PLACE_FIRST, PLACE_LAST)
+      extra = place and {'s', place} or {}
     elseif is_stored and (tonumber(redis.pcall('XLEN', reply)) or MOST_WITH_ROWS) < MOST_WITH_ROWS then
       extra = {'v', part}
     end
@@ -122,10 +125,10 @@ for i = 1, count do
   if is_to_store and not failure and not is_refused then
     local outcome = redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
     is_refused = outcome and outcome.err
-    is_stored = outcome and outcome.ok
+    is_stored = outcome and outcome.ok or was_stored
     part = is_stored and ARGV[HEAD + count + i]
-    if host ~= '' then
-      part = string.sub(ARGV[HEAD + count + i], PLACE_FIRST, PLACE_LAST)
+    if part and host ~= '' then
+      part = string.sub(part, PLACE_FIRST, PLACE_LAST)
     end
   elseif host ~= '' and not is_to_store then
     part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
