@@ -93,6 +93,16 @@ def with_one_block_of_another_length(finished: Finished) -> Finished:
     return Finished([rows(others), rows([first], V - 1)], {})
 
 
+def with_logits_for_rows(finished: Finished) -> Finished:
+    (block,) = finished.blocks
+    return finished._replace(blocks=[RowBlock(block.digests, block.numbers + np.float32(30), None, Encoding.F32)])
+
+
+def with_narrow_numbers_and_no_log_z(finished: Finished) -> Finished:
+    numbers = (finished.blocks[0].numbers + np.float32(30)).astype(np.float16)
+    return Finished([RowBlock(digests_of(finished), numbers, np.zeros(len(numbers), np.float32), Encoding.F16)], {})
+
+
 TWICE = "has answered {} prompts twice in one step, such as [0-9a-f]{{32}}$"
 FAULTS: dict[str, tuple[Spoil, str]] = {
     "a stranger's row": (with_a_strangers_row, f"has answered 1 prompts .* not asked, such as {STRANGER.hex()}$"),
@@ -101,6 +111,8 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "a block twice": (with_each_block_twice, TWICE.format(3)),
     "a row twice in a block": (with_a_row_twice_in_a_block, TWICE.format(1)),
     "row and failure": (with_row_and_failure, TWICE.format(1)),
+    "logits": (with_logits_for_rows, "has answered what is no row: the largest of the row's .* no log-probabilities$"),
+    "no logZ": (with_narrow_numbers_and_no_log_z, "has answered what is no row: the largest of the row's"),
     "V + 1": (with_rows_of_another_length, rf"has answered rows of {V + 1} entries; its info says V = {V}$"),
     "V - 1 in one block": (with_one_block_of_another_length, rf"rows of {V - 1} entries; its info says V = {V}$"),
 }

@@ -11,7 +11,7 @@ import numpy as np
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows, RowBlock, VectorBlock, check_row, decode_row
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.vocabulary import Vocabulary
 
 
@@ -223,8 +223,7 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
         the digests that were answered.
 
     Raises:
-        WorkerError: a row or failure of a prompt that was not asked for, two answers, rows of another length, or a
-            block whose first row is none.
+        WorkerError: a row or failure of a prompt that was not asked for, two answers, or rows of another length.
     """
     answered = finished.digests
     who = f"the backend {info.backend!r} has answered"
@@ -236,10 +235,21 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
     for block in finished.blocks:
         if block.numbers.shape[1] != info.vocab_size:
             raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
-        if block.digests:
-            # What is no row is so in all rows: logits, say. Clients do not look at those in shared memory.
-            try:
-                check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
-            except ProtocolError as error:
-                raise WorkerError(f"{who} what is no row: {error}") from error
     return answered
+
+
+def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:
+    """Refuse blocks of what is no row, such as logits: clients do not look at each row in shared memory.
+
+    Raises:
+        WorkerError: the largest entry of the first row of a block is that of no log-probabilities.
+    """
+    for block in blocks:
+        if block.digests:
+            try:
+                if block.encoding is Encoding.F32:
+                    check_row(block.numbers[0])
+                else:
+                    check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
+            except ProtocolError as error:
+                raise WorkerError(f"the backend {info.backend!r} has answered what is no row: {error}") from error

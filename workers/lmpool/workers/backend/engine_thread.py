@@ -26,7 +26,15 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
-from lmpool.workers.backend.contract import Backend, BackendJob, BackendStats, Finished, WritesInPlace, check_answers
+from lmpool.workers.backend.contract import (
+    Backend,
+    BackendJob,
+    BackendStats,
+    Finished,
+    WritesInPlace,
+    check_answers,
+    check_first_rows,
+)
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
 
 EXIT_CODE = int(signal.SIGALRM)
@@ -290,6 +298,7 @@ class EngineThread:
             self.stepping_since = self.call = None
             seconds = time.monotonic() - began
             answered = check_answers(finished, adapters, info)
+            check_first_rows(finished.blocks, info)
             self._on_step(seconds, len(answered))
             self._note_step(seconds, len(answered))
             for digest in answered:
