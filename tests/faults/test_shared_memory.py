@@ -289,6 +289,32 @@ async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path
         assert sum(map(is_reference, values)) <= 2 * 65, "what was replaced is not in Redis either"
 
 
+async def test_rows_that_there_are_no_slots_for_go_through_redis_beside_the_others(pool: Pool, place: Path) -> None:
+    """Of a batch some rows are references then, and some are stored themselves."""
+    start(pool, place, "--max-batch", 200, "--step-ms", 50, size=70 * SLOT)
+    prompts = [[i, 3] for i in range(200)]
+    async with pool.producer(cache_bytes=0) as producer:
+        for _ in range(2):
+            await ask(producer, prompts)
+    values = stored(pool)
+    assert {is_reference(value) for value in values} == {True, False}
+
+
+async def test_cached_rows_are_read_while_the_server_has_no_memory(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer(cache_bytes=0, timeout=DEADLINE_S) as producer:
+        await ask(producer)
+        try:
+            pool.redis.config_set("maxmemory-policy", "noeviction")
+            pool.redis.config_set("maxmemory", 1)
+            # What lies in shared memory needs no server.
+            await ask(producer)
+        finally:
+            pool.redis.config_set("maxmemory", 0)
+            pool.redis.config_set("maxmemory-policy", "volatile-lru")
+        await ask(producer, [[i, 5] for i in range(70)])
+
+
 @pytest.mark.parametrize(("size", "folder"), [(0, "."), (63 * SLOT, "."), (1000 * SLOT, "nowhere")])
 async def test_without_room_for_a_segment_rows_go_through_redis(
     pool: Pool, place: Path, size: int, folder: str
