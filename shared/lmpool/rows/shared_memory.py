@@ -71,7 +71,7 @@ NUMBER_MASK = (1 << 48) - 1
 # A reference and a slot would cost as much as a smaller row.
 _LEAST_ROW = 4096
 _F_GET_SEALS = 1034
-_MAGIC, _LAYOUT = b"LMPSHM", 1
+_MAGIC, _LAYOUT = b"LMPSHM", 2
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1
 _MOST_NAME = 255

@@ -25,6 +25,7 @@ from lmpool.protocol.row import Encoding, Row, RowBlock, encoded_size
 from lmpool.rows import shared_memory
 from lmpool.rows.shared_memory import (
     SEALS,
+    Layout,
     Reference,
     RowMemory,
     SegmentReader,
@@ -333,6 +334,38 @@ def test_slots_that_rows_are_copied_to_are_given_to_nobody_meanwhile(
     lent.clear()
     del rows
     assert segment.new_rows(32, V, Encoding.F32) is not None
+
+
+def test_that_holds_for_the_others_too_when_there_is_no_slot_for_the_first_row(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots may be given back between two looks."""
+    take, write = Segment._take, Segment._write
+    asked: list[int] = []
+    lent: list[int] = []
+
+    def refuse_first(self: Segment, first: int, count: int) -> bool:
+        asked.append(first)
+        return len(asked) > 1 and take(self, first, count)
+
+    def look(self: Segment, *given: Any, **options: Any) -> None:
+        lent.append(sum(slots.memory() is not None for slots in self._lent))
+        write(self, *given, **options)
+
+    monkeypatch.setattr(Segment, "_take", refuse_first)
+    monkeypatch.setattr(Segment, "_write", look)
+    block = RowBlock([*map(prompt, range(3))], np.stack([*map(row_of, range(3))]), None, Encoding.F32)
+    assert set(writer_of(segment).write(block, (), ()).references) == {prompt(1), prompt(2)}
+    assert lent == [1, 1]
+
+
+def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
+    """There rows had checksums alone, and what tells of them was padding."""
+    header = bytearray(segment._memory[: shared_memory.HEADER.size])
+    assert Layout.read(segment._memory) is not None
+    header[6:8] = (1).to_bytes(2, "little")
+    segment._memory[: len(header)] = bytes(header)
+    assert Layout.read(segment._memory) is None
 
 
 def test_a_batch_of_more_rows_than_there_are_slots_is_written_as_far_as_there_is_room(

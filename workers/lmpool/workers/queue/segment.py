@@ -283,7 +283,7 @@ class Segment:
                 if numbers is None and not self._take(number, 1):
                     written.append(None)
                     continue
-                if numbers is None and not index:
+                if numbers is None and not any(written):
                     self._lent.append(_Lent(number, weakref.ref(copying)))
                 written.append(number)
                 self._held[number % slots] = number, digest
