@@ -196,7 +196,8 @@ def _ids(prompt: list[int]) -> bytes:
 
 async def _are_two(pool: Pool, prompt: list[int]) -> bool:
     """Whether two clients wait for a prompt; one field more says which job it is."""
-    return pool.redis.hlen(pool.keys.model("syn").waiting + digest_of(_ids(prompt), "")) == 3
+    key = pool.keys.model("syn").waiting + digest_of(_ids(prompt), "")
+    return pool.redis.type(key) == b"hash" and pool.redis.hlen(key) == 3
 
 
 async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:

@@ -127,9 +127,11 @@ class ModelKeys:
         self.reasons: Final = base + b":reasons"
         """Hash: entry -> why the worker ended that held it at its last delivery; capped, expires."""
         self.waiting: Final = base + b":waiting:"
-        """Prefix of the hashes {"job": entry or "later", reply key: ""} of prompts that are waited for; expire.
+        """Prefix of what says who waits for a prompt: strings or hashes; expire.
 
-        An entry of `jobs` is its id; one of a lane is the id, a space, and the worker whose lane it is.
+        Where one client waits alone, a string: its reply key, a newline, and the entry or "later". Else a hash
+        {"job": entry or "later", reply key: ""}. An entry of `jobs` is its id; one of a lane is the id, a space, and
+        the worker whose lane it is.
 
         "later" means that the job is in the backlog, "done" that the row has just been stored. The field "keep" stands
         for an operator who has queued the job again.

@@ -48,12 +48,12 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # Ids travel as one `bin` (c4), whatever their number.
-    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9704c40407000000a161a26670c3c40109c400"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9705c40407000000a161a26670c3c40109c400"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
     assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
-    assert Failure("E", "no").pack().hex() == "9304a145a26e6f"
+    assert Failure("E", "no").pack().hex() == "9305a145a26e6f"
 
 
 def test_a_long_prompt_travels() -> None:
@@ -72,9 +72,10 @@ WRONG_JOBS: dict[str, bytes] = {
     "version 1": job(version=1),
     "version 2": job(version=2),
     "version 3": job(version=3),
-    "version 5": job(version=5),
-    "version as text": job(version="4"),
-    "version as a float": job(version=4.0),
+    "version 4": job(version=4),
+    "version 6": job(version=6),
+    "version as text": job(version="5"),
+    "version as a float": job(version=5.0),
     "version as a bool": job(version=True),
     "ids as text": job(ids="\x01"),
     "ids as a list": job(ids=[1, 2]),
@@ -92,9 +93,9 @@ WRONG_JOBS: dict[str, bytes] = {
     "host as None": job(host=None),
     "ids as base64": job(ids="AQAAAA=="),
     "ask as base64": job(query="AQAAAA=="),
-    "a field too few": msgpack.packb([4, b"\x01\0\0\0", "", "f", False, b""]),
-    "two fields too few": msgpack.packb([4, b"\x01\0\0\0", "", "f", False]),
-    "a field too many": msgpack.packb([4, b"\x01\0\0\0", "", "f", False, b"", b"", 0]),
+    "a field too few": msgpack.packb([5, b"\x01\0\0\0", "", "f", False, b""]),
+    "two fields too few": msgpack.packb([5, b"\x01\0\0\0", "", "f", False]),
+    "a field too many": msgpack.packb([5, b"\x01\0\0\0", "", "f", False, b"", b"", 0]),
     "a map": msgpack.packb({"ids": b""}),
     "an empty map": msgpack.packb({}),
     "a number": msgpack.packb(1),
@@ -104,7 +105,7 @@ WRONG_JOBS: dict[str, bytes] = {
     "followed by a byte": job() + b"\0",
     "twice": job() * 2,
     "text that is not UTF-8": job(adapter="zz").replace(b"zz", b"\xff\xfe"),
-    "an extension type": msgpack.packb([4, msgpack.ExtType(5, b"abc"), "", "f", False, b"", b""]),
+    "an extension type": msgpack.packb([5, msgpack.ExtType(5, b"abc"), "", "f", False, b"", b""]),
     "an empty extension type": b"\xc7\x00\x05",
     "a timestamp": msgpack.packb([msgpack.Timestamp(1, 2)]),
     "a byte that MessagePack never uses": b"\xc1",
@@ -113,13 +114,13 @@ WRONG_FAILURES: dict[str, bytes] = {
     "empty": b"",
     "version 1": failure(version=1),
     "version 2": failure(version=2),
-    "version as a float": failure(version=4.0),
+    "version as a float": failure(version=5.0),
     "version as a bool": failure(version=True),
     "kind as bytes": failure(kind=b"WorkerError"),
     "text as bytes": failure(text=b"no"),
     "text as None": failure(text=None),
-    "a field too few": msgpack.packb([4, "WorkerError"]),
-    "a field too many": msgpack.packb([4, "WorkerError", "no", "more"]),
+    "a field too few": msgpack.packb([5, "WorkerError"]),
+    "a field too many": msgpack.packb([5, "WorkerError", "no", "more"]),
     "a job": job(),
     "cut": failure()[:-1],
     "followed by a byte": failure() + b"\0",
@@ -140,13 +141,13 @@ def test_what_is_not_a_failure_is_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 4: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 5: run the same on all sides"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 5, and this release of lmpool speaks 4"):
-        unpack_job(job(version=5))
+    with pytest.raises(ProtocolError, match="a job of wire version 6, and this release of lmpool speaks 5"):
+        unpack_job(job(version=6))
 
 
 @readers

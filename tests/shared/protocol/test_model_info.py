@@ -260,15 +260,15 @@ OLDER = bytes.fromhex(
 
 def test_the_info_of_a_release_without_a_wire_version_is_refused_by_name_and_version() -> None:
     with pytest.raises(
-        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 4: run the"
+        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 5: run the"
     ):
         ModelInfo.unpack(OLDER)
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
 def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 5, and this .* speaks 4"):
-        ModelInfo.unpack(packed(wire_version=5, **more))
+    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 6, and this .* speaks 5"):
+        ModelInfo.unpack(packed(wire_version=6, **more))
 
 
 def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
@@ -280,7 +280,7 @@ def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() 
 
 def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:
     # Releases without a wire version have the fingerprint alone in their heartbeats, and compare it.
-    assert INFO.service_fingerprint == f"4-{INFO.fingerprint}"
+    assert INFO.service_fingerprint == f"5-{INFO.fingerprint}"
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])

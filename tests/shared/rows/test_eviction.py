@@ -155,7 +155,7 @@ async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool
             asked.cancel()
 
             async def has_left() -> bool:
-                return own_pool.redis.hlen(waiting) == 1
+                return own_pool.redis.type(waiting) == b"hash" and own_pool.redis.hlen(waiting) == 1
 
             await until_async(has_left, "the client has left its prompt")
 

@@ -147,6 +147,16 @@ async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
     return {entry["message_id"]: (entry["consumer"], entry["times_delivered"]) for entry in reply}
 
 
+async def registered(redis: redis_async.Redis, number: int) -> dict[bytes, bytes]:
+    """What is known of who waits for a prompt: {"job": entry, reply key: ""}, however that is stored."""
+    key = waiting(number)
+    if await redis.type(key) != b"string":  # Or nothing.
+        return await hash_of(redis, key)
+    value: Any = await redis.get(key)
+    reply, _, entry = value.rpartition(b"\n")
+    return {b"job": entry, reply: b""}
+
+
 async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
     reply: Any = await redis.hgetall(key)
     return dict(reply)

@@ -24,8 +24,8 @@ from tests.shared.broker.scripts.script_calls import (
     entries_of,
     finish,
     finish_args,
-    hash_of,
     register,
+    registered,
     submit,
     take,
     told,
@@ -281,7 +281,7 @@ async def test_where_rows_are_elsewhere_a_mark_tells_that_one_has_just_been_stor
     (entry,) = await take(redis)
     args = finish_args((entry, b"", False), mark_ms=5000)
     assert await scripts.FINISH(redis, [JOBS, DEAD, waiting(1)], args) == b"1"
-    assert await hash_of(redis, waiting(1)) == {b"job": b"done"}
+    assert await registered(redis, 1) == {b"job": b"done"}
     assert 0 < await redis.pttl(waiting(1)) <= 5000
     assert await ask("marks") == b"R"
     assert await ask("marks", again=1) == b"Q", "the row is gone by now"

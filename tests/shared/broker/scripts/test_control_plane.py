@@ -405,6 +405,7 @@ async def test_all_of_many_clients_of_one_prompt_are_told_some_in_each_call(
 ) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)
+    await submit(redis, 1, reply=B)
     clients = [MODEL.reply(f"{i:04x}") for i in range(9990)]
     await redis.hset(waiting(1), mapping=dict.fromkeys(clients, ""))
     keys, calls, told = [JOBS, DEAD, waiting(1), waiting(2)], 0, 0

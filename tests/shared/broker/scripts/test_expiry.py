@@ -29,6 +29,7 @@ from tests.shared.broker.scripts.script_calls import (
     entries_of,
     finish,
     register,
+    registered,
     submit,
     take,
     waiting,
@@ -56,11 +57,11 @@ async def test_a_key_that_was_dropped_while_its_prompt_waits_gets_a_lifetime_aga
     await submit(queue, *range(1, 4))
     await submit(queue, 4, reply=B)
     await submit(queue, 5, reply=C)  # Now nobody asks alone: three are in the stream, the others behind them.
-    assert await queue.hget(waiting(5), "job") == b"later"
+    assert (await registered(queue, 5)).get(b"job") == b"later"
     await queue.delete(*map(waiting, range(1, 6)))
     for number, entry in enumerate(await take(queue), 1):
         await finish(queue, (entry, number, b"", False))
-    assert await queue.hget(waiting(5), "job") not in (None, b"later"), "it has moved up"
+    assert (await registered(queue, 5)).get(b"job") not in (None, b"later"), "it has moved up"
     assert await ever(queue) == set()
 
 
@@ -71,7 +72,7 @@ async def test_a_key_that_was_dropped_before_its_prompt_goes_back_gets_a_lifetim
     for number in range(1, 40):
         await queue.delete(waiting(number))
     await submit(queue, 50, reply=B)
-    assert await queue.hget(waiting(39), "job") == b"later", "it has gone back"
+    assert (await registered(queue, 39)).get(b"job") == b"later", "it has gone back"
     assert await ever(queue) == set()
 
 

@@ -27,6 +27,7 @@ from tests.shared.broker.scripts.script_calls import (
     entries_of,
     finish,
     register,
+    registered,
     submit,
     take,
     told,
@@ -59,7 +60,7 @@ async def lengths(redis: redis_async.Redis) -> dict[str, int]:
 
 
 async def job_of(redis: redis_async.Redis, number: int) -> Any:
-    return await redis.hget(waiting(number), "job")
+    return (await registered(redis, number)).get(b"job")
 
 
 async def steal(redis: redis_async.Redis, thief: str, most: int = 100, patience_ms: int = 60_000) -> int:
@@ -279,6 +280,9 @@ async def test_what_waits_at_its_home_is_stolen_when_it_has_waited_for_long(lane
     assert await steal(lanes, "w2") == 0
     assert await steal(lanes, "w2", patience_ms=0) == 1
     assert await lane(lanes, "w2") == [4]
+    (entry,) = await take(lanes, "w2", 1)
+    assert await registered(lanes, 4) == {b"job": entry, A: b""}
+    assert 0 < await lanes.pttl(waiting(4)) <= LIFETIME_MS
 
 
 async def test_a_worker_with_room_in_its_batch_is_left_alone(lanes: redis_async.Redis) -> None:

@@ -25,6 +25,7 @@ from tests.shared.broker.scripts.script_calls import (
     finish,
     hash_of,
     pending,
+    registered,
     submit,
     take,
     told,
@@ -147,7 +148,7 @@ async def test_a_job_that_another_took_over_is_not_failed(redis: redis_async.Red
     assert await finish(redis, (lost, 1, FAILURE, True), (mine, 2, FAILURE, False)) == 1
     assert await told(redis, A) == [{b"d": digest(2), b"e": FAILURE}]
     assert await pending(redis) == {lost: (b"w2", 2)}
-    assert A in await hash_of(redis, waiting(1))
+    assert A in await registered(redis, 1)
     assert not await redis.exists(DEAD)
 
 
@@ -159,7 +160,7 @@ async def test_a_late_failure_is_no_answer_to_who_asks_again(redis: redis_async.
     await submit(redis, 1, reply=B)
     assert await finish(redis, (late, 1, FAILURE, False)) == 0
     assert await told(redis, B) == []
-    assert B in await hash_of(redis, waiting(1))
+    assert B in await registered(redis, 1)
 
 
 async def test_a_late_row_is_welcome(redis: redis_async.Redis) -> None:
@@ -181,7 +182,7 @@ async def test_a_dead_letter_is_queued_afresh_and_wanted_though_nobody_waits(
     assert await retry(redis, letter) == "Q"
     ((entry, fields),) = await entries_of(redis)
     assert fields == {JOB_FIELD: b"job-1"}
-    assert await hash_of(redis, waiting(1)) == {b"job": entry, b"keep": b""}
+    assert await registered(redis, 1) == {b"job": entry, b"keep": b""}
     assert 0 < await redis.pttl(waiting(1)) <= LIFETIME_MS
     assert await entries_of(redis, DEAD) == []
     assert await take(redis, "w2") == [entry]
@@ -202,10 +203,10 @@ async def test_clients_join_and_leave_a_job_that_was_queued_again(redis: redis_a
 async def test_a_letter_whose_prompt_is_under_way_is_only_dropped(redis: redis_async.Redis) -> None:
     letter = await bury(redis)
     await submit(redis, 1)
-    before = await hash_of(redis, waiting(1))
+    before = await registered(redis, 1)
     assert await retry(redis, letter) == "J"
     assert len(await entries_of(redis)) == 1
-    assert await hash_of(redis, waiting(1)) == {**before, b"keep": b""}, "the client that waits may give up"
+    assert await registered(redis, 1) == {**before, b"keep": b""}, "the client that waits may give up"
     assert await entries_of(redis, DEAD) == []
 
 
@@ -216,7 +217,7 @@ async def test_a_letter_whose_prompt_has_lost_its_job_is_queued(redis: redis_asy
     await redis.xdel(JOBS, lost)
     assert await retry(redis, letter) == "Q"
     ((entry, _),) = await entries_of(redis)
-    assert await hash_of(redis, waiting(1)) == {b"job": entry, b"keep": b"", A: b""}
+    assert await registered(redis, 1) == {b"job": entry, b"keep": b"", A: b""}
 
 
 async def test_a_full_queue_takes_no_letter(redis: redis_async.Redis) -> None:

@@ -35,9 +35,9 @@ from tests.shared.broker.scripts.script_calls import (
     fall_silent,
     finish,
     finish_args,
-    hash_of,
     pending,
     register,
+    registered,
     submit,
     take,
     told,
@@ -54,7 +54,7 @@ async def test_the_first_client_queues_the_job_and_the_second_joins_it(redis: re
     assert await submit(redis, 1) == "J"
     ((entry, fields),) = await entries_of(redis)
     assert fields == {JOB_FIELD: b"job-1"}
-    assert await hash_of(redis, waiting(1)) == {b"job": entry, A: b"", B: b""}
+    assert await registered(redis, 1) == {b"job": entry, A: b"", B: b""}
 
 
 async def test_a_batch_gets_one_outcome_per_prompt_in_order(redis: redis_async.Redis) -> None:
@@ -119,7 +119,40 @@ async def test_asking_again_queues_a_job_that_was_lost(redis: redis_async.Redis)
     assert await submit(redis, 1, again=True) == "Q"
     ((entry, fields),) = await entries_of(redis)
     assert fields == {JOB_FIELD: b"job-1"}
-    assert await hash_of(redis, waiting(1)) == {b"job": entry, A: b"", B: b""}
+    assert await registered(redis, 1) == {b"job": entry, A: b"", B: b""}
+
+
+@pytest.mark.parametrize("asks", [A, B])
+async def test_a_lost_job_for_which_one_client_waits_is_queued_again_for_all(
+    redis: redis_async.Redis, asks: bytes
+) -> None:
+    await submit(redis, 1)
+    ((lost, _),) = await entries_of(redis)
+    await redis.xdel(JOBS, lost)
+    assert await submit(redis, 1, reply=asks, again=True) == "Q"
+    ((entry, _),) = await entries_of(redis)
+    assert await registered(redis, 1) == {b"job": entry, A: b"", asks: b""}
+    assert await take(redis) == [entry]
+    assert await finish(redis, (entry, 1, b"", False)) == len({A, asks})
+    assert not await redis.exists(waiting(1))
+
+
+async def test_a_client_that_asks_twice_is_told_once(redis: redis_async.Redis) -> None:
+    assert await submit(redis, 1) + await submit(redis, 1) == "QJ"
+    (entry,) = await take(redis)
+    assert await finish(redis, (entry, 1, b"", False)) == 1
+    assert len(await told(redis, A)) == 1
+
+
+@pytest.mark.parametrize("what", [b"", b"no client", b"a\nb", b"\n" * 9])
+async def test_a_string_that_says_nothing_of_a_client_is_replaced(redis: redis_async.Redis, what: bytes) -> None:
+    await redis.set(waiting(1), what, px=60_000)
+    assert await cancel(redis, 1) == 0
+    assert await submit(redis, 1, again=True) == "Q"
+    (entry,) = await take(redis)
+    assert A in await registered(redis, 1)
+    assert await finish(redis, (entry, 1, b"", False)) == 1
+    await assert_queue_is_empty(redis)
 
 
 async def test_asking_again_after_the_server_has_lost_everything_queues_the_job(redis: redis_async.Redis) -> None:
@@ -145,6 +178,12 @@ async def test_what_waits_expires_and_joining_prolongs_it(redis: redis_async.Red
     assert await redis.pttl(JOBS) == -1
 
 
+async def test_who_joins_for_a_short_time_does_not_shorten_that_of_others(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, lifetime=90_000)
+    await submit(redis, 1, reply=B, lifetime=10_000)
+    assert 10_000 < await redis.pttl(waiting(1)) <= 90_000
+
+
 # cancel
 
 
@@ -153,7 +192,7 @@ async def test_the_last_client_to_leave_removes_a_job_that_no_worker_has(redis: 
     await submit(redis, 1, reply=B)
     assert await cancel(redis, 1) == 0
     assert len(await entries_of(redis)) == 1
-    assert B in await hash_of(redis, waiting(1))
+    assert B in await registered(redis, 1)
     assert await cancel(redis, 1, reply=B) == 1
     assert await entries_of(redis) == []
     assert not await redis.exists(waiting(1))
@@ -165,7 +204,7 @@ async def test_a_job_that_a_worker_holds_stays_and_can_be_joined(redis: redis_as
     assert await cancel(redis, 1) == 0
     assert [kept for kept, _ in await entries_of(redis)] == [entry]
     assert await submit(redis, 1, reply=B) == "J"
-    assert await hash_of(redis, waiting(1)) == {b"job": entry, B: b""}
+    assert await registered(redis, 1) == {b"job": entry, B: b""}
 
 
 async def test_only_the_prompts_that_were_left_are_removed(redis: redis_async.Redis) -> None:
@@ -173,7 +212,7 @@ async def test_only_the_prompts_that_were_left_are_removed(redis: redis_async.Re
     await submit(redis, 2, reply=B)
     assert await cancel(redis, 1, 2) == 1
     assert [fields[JOB_FIELD] for _, fields in await entries_of(redis)] == [b"job-2", b"job-3"]
-    assert A in await hash_of(redis, waiting(3))
+    assert A in await registered(redis, 3)
 
 
 async def test_a_client_that_never_asked_removes_nothing(redis: redis_async.Redis) -> None:
@@ -410,8 +449,7 @@ async def test_what_is_no_reply_stream_is_passed_over_for_a_lone_job_too(redis: 
     await submit(redis, 1)
     (entry,) = await take(redis)
     foreign = b"elsewhere"
-    await redis.hdel(waiting(1), A)
-    await redis.hset(waiting(1), foreign, b"")
+    await redis.set(waiting(1), foreign + b"\n" + entry)
     await redis.set(ROWS + digest(1), b"row")
     assert await finish_checked(redis, (entry, 1, b"", False)) == b"0"
     assert not await redis.exists(foreign, waiting(1))
@@ -471,7 +509,7 @@ async def test_jobs_that_are_not_finished_stay(redis: redis_async.Redis) -> None
     await finish(redis, (first, 1, b"", False))
     assert [entry for entry, _ in await entries_of(redis)] == [second]
     assert set(await pending(redis)) == {second}
-    assert A in await hash_of(redis, waiting(2))
+    assert A in await registered(redis, 2)
 
 
 async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: redis_async.Redis) -> None:

@@ -128,7 +128,8 @@ end
 
 -- Whether somebody waits. A server that is short of memory may have dropped the key: then until the job's own deadline.
 local function is_wanted(waiting, till, now)
-  local count = count_at('HLEN', waiting)
+  local _, sole = read_waiting(waiting)
+  local count = sole and 2 or count_at('HLEN', waiting)
   return count > 1 or count == 0 and now < (tonumber(till) or 0)
 end
 

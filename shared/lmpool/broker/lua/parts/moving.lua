@@ -1,6 +1,7 @@
 -- Moving jobs that no worker has been given yet between streams, for the scripts that include it. See lanes.lua.
 
 -- include lanes
+-- include waiting
 
 -- How many entries are read at a time, for each may be large; how many of a stream are moved; digits of a time in ms; a digest.
 local PART, MOST_MOVED_AT_ONCE, MOST_DIGITS, DIGEST_BYTES = 4, 128, 15, 16
@@ -19,13 +20,6 @@ local function longest_lanes()
     end
   end
   return workers
-end
-
--- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
-local function place(waiting, job, lifetime)
-  if redis.pcall('HSET', waiting, 'job', job) == 1 then
-    redis.call('PEXPIRE', waiting, lifetime)
-  end
 end
 
 -- What an entry says, and how many bytes its job has.
@@ -105,10 +99,9 @@ local function move(from_worker, worker, taken, from, to, step)
     else
       local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
       local waiting = waiting_for .. job.digest
-      local known = redis.pcall('HGET', waiting, 'job')
       -- Its clients may have asked again meanwhile, and have another job; or a server that is short of memory has dropped the
       -- key, and they will.
-      if known == job.entry then
+      if read_waiting(waiting) == job.entry then
         place(waiting, entry, job.lifetime)
       end
     end

@@ -26,47 +26,65 @@ local function notify(reply, ...)
   notified[reply] = true
 end
 
--- Notify the clients that wait for a prompt: of a failure at once, else by `notify_gathered`, which gives them the part of its row
--- that is to be carried: its place in shared memory of a host, or where that is "" all of it. Returns whether all of them have been
--- gone through, and whether there is one on another host.
-local function notify_all(waiting, failure, part, host)
+-- Have a client get a digest with others in one message, and a part of its row if there is one.
+local function gather(reply, digest, part)
+  local gathered = part and carrying or done
+  local digests = gathered[reply]
+  if digests then
+    digests[#digests + 1] = digest
+    if part then
+      local parts = carried[reply]
+      parts[#parts + 1] = part
+    end
+  elseif string.sub(reply, 1, #replies) == replies then
+    gathered[reply] = {digest}
+    if part then
+      carried[reply] = {part}
+    end
+  end
+end
+
+-- Notify the clients that wait for a prompt, or the one that waits alone: of a failure at once, else by `notify_gathered`, which
+-- gives them the part of its row that is to be carried: its place in shared memory of a host, or where that is "" all of it.
+-- Returns whether all of them have been gone through, and whether there is one on another host.
+local function notify_all(waiting, sole, failure, part, host)
   if seen_clients >= MOST_NOTIFIED then
     return false
   end
-  -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
-  local digest, clients = string.sub(waiting, -DIGEST), redis.pcall('HRANDFIELD', waiting, MOST_NOTIFIED) or {}
-  local is_whole = #clients < MOST_NOTIFIED
-  -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
-  if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
+  local digest, clients, is_whole = string.sub(waiting, -DIGEST), nil, true
+  if not sole then
+    -- Not HKEYS: there may be any number. Nor HSCAN, which has nothing to show for long where many have been removed.
+    clients = redis.pcall('HRANDFIELD', waiting, MOST_NOTIFIED) or {}
+    is_whole = #clients < MOST_NOTIFIED
+    -- So many clients do not wait for one prompt; if they did, they would find the row by looking.
+    if not is_whole and redis.call('HLEN', waiting) > MOST_CLIENTS then
+      return true
+    end
+  elseif not failure and (not part or host == '' or string.sub(sole, -#host) == host) then
+    -- Nearly always.
+    seen_clients = seen_clients + 1
+    gather(sole, digest, part)
     return true
+  else
+    clients = {'job', sole}
   end
   for _, reply in ipairs(part and host ~= '' and not failure and clients or {}) do
     if string.sub(reply, -#host) ~= host and string.sub(reply, 1, #replies) == replies then
       return false, true
     end
   end
-  local gathered = part and carrying or done
   -- All but the field of the job.
-  seen_clients = seen_clients + #clients - 1
+  seen_clients = seen_clients + math.max(0, #clients - 1)
   for _, reply in ipairs(clients) do
-    local digests = gathered[reply]
-    if digests and not failure then
-      digests[#digests + 1] = digest
-      if part then
-        carried[reply][#digests] = part
-      end
-    elseif reply ~= 'job' and string.sub(reply, 1, #replies) == replies then
-      if failure then
+    if reply ~= 'job' then
+      if not failure then
+        gather(reply, digest, part)
+      elseif string.sub(reply, 1, #replies) == replies then
         notify(reply, 'd', digest, 'e', failure)
-      else
-        gathered[reply] = {digest}
-        if part then
-          carried[reply] = {part}
-        end
       end
-    end
-    if not is_whole and reply ~= 'job' then
-      redis.call('HDEL', waiting, reply)
+      if not is_whole then
+        redis.call('HDEL', waiting, reply)
+      end
     end
   end
   return is_whole

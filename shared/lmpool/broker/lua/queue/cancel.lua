@@ -11,9 +11,9 @@ local reply = KEYS[2]
 local removed = 0
 for i = 3, #KEYS do
   local waiting = KEYS[i]
-  -- What is there may be no hash, and its job no entry id.
-  if redis.pcall('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1 then
-    local job = redis.call('HGET', waiting, 'job')
+  -- What is there may be anything, and its job no entry id.
+  local job, sole = read_waiting(waiting)
+  if sole == reply or redis.pcall('HDEL', waiting, reply) == 1 and redis.call('HLEN', waiting) == 1 then
     if job == LATER then
       drop_later(string.sub(waiting, -16), reply)
       redis.call('UNLINK', waiting)
@@ -25,6 +25,9 @@ for i = 3, #KEYS do
         remove_entries({job})
         redis.call('UNLINK', waiting)
         removed = removed + 1
+      elseif sole then
+        expand(waiting, job, sole)
+        redis.call('HDEL', waiting, sole)
       end
     end
   end

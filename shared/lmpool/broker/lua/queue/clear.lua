@@ -26,7 +26,10 @@ local function is_held(entry)
 end
 
 -- A client that waits for a prompt: most likely the one that has queued it.
-local function a_client(waiting)
+local function a_client(waiting, sole)
+  if sole then
+    return sole
+  end
   for _, reply in ipairs(redis.pcall('HRANDFIELD', waiting, 2) or {}) do
     if reply ~= 'job' then
       return reply
@@ -41,8 +44,9 @@ local function remove_later(waiting)
   if not redis.call('ZSCORE', backlog, digest) then
     return true
   end
-  local client = a_client(waiting)
-  if not notify_all(waiting) then
+  local _, sole = read_waiting(waiting)
+  local client = a_client(waiting, sole)
+  if not notify_all(waiting, sole) then
     return false
   end
   drop_later(digest, client)
@@ -57,8 +61,9 @@ local function remove(waiting, entry)
     return true
   end
   -- The clients there may wait for another job for the same prompt.
-  local is_same = redis.pcall('HGET', waiting, 'job') == entry
-  if is_same and not notify_all(waiting) then
+  local job, sole = read_waiting(waiting)
+  local is_same = job == entry
+  if is_same and not notify_all(waiting, sole) then
     return false
   elseif is_same then
     redis.call('UNLINK', waiting)
@@ -68,9 +73,11 @@ local function remove(waiting, entry)
 end
 
 -- A caller that may not see who waits would notify nobody.
-local seen = redis.pcall('HRANDFIELD', KEYS[2], 1)
-if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
-  return seen
+for command, more in pairs({GET = {}, HRANDFIELD = {1}}) do
+  local seen = redis.pcall(command, KEYS[2], unpack(more))
+  if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
+    return seen
+  end
 end
 local had_backlog = count_at('ZCARD', backlog) > 0
 count_at('HLEN', backlog_jobs)

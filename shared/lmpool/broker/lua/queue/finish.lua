@@ -51,8 +51,8 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
   local stored = is_to_store and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
   local is_stored = stored and stored.ok
   was_stored = is_stored
-  local fields = (is_stored or redis.call('EXISTS', row) == 1) and redis.pcall('HRANDFIELD', waiting, 3) or {}
-  local reply = #fields == 2 and (fields[1] == 'job' and fields[2] or fields[2] == 'job' and fields[1])
+  local value = (is_stored or redis.call('EXISTS', row) == 1) and redis.pcall('GET', waiting)
+  local reply = type(value) == 'string' and string.match(value, '^(.*)\n')
   if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
     local extra = {}
     if host ~= '' then
@@ -118,6 +118,8 @@ end
 -- there instead of a row its clients find, and have it replaced.
 local are_there = not is_to_store and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 local is_refused = false
+-- Who waits, where that is one client alone; what is no string is nothing here. See waiting.lua.
+local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
   local waiting, row, entry = KEYS[2 + i], KEYS[2 + count + i], ARGV[HEAD + i]
   local failure = failures[i] and ARGV[failures[i]]
@@ -144,7 +146,8 @@ for i = 1, count do
     -- A client is notified once, however many of the jobs are for the same.
     local is_told, is_elsewhere = ended[waiting], false
     if not is_told then
-      is_told, is_elsewhere = notify_all(waiting, failure, part ~= NOWHERE and part, host)
+      local sole = waits[i] and string.match(waits[i], '^(.*)\n')
+      is_told, is_elsewhere = notify_all(waiting, sole, failure, part ~= NOWHERE and part, host)
     end
     if is_told and not ended[waiting] then
       ended[waiting], ended[#ended + 1] = true, waiting

@@ -22,7 +22,10 @@ end
 if data ~= ARGV[2] then
   return 'G'
 end
-local job = redis.call('HGET', waiting, 'job')
+local job, sole = read_waiting(waiting)
+if sole then
+  expand(waiting, job, sole)
+end
 local outcome = 'J'
 if not job or job == DONE or not is_queued(job, waiting) then
   if redis.call('XLEN', jobs) + in_lanes() + count_at('ZCARD', backlog) >= tonumber(ARGV[3]) then

@@ -35,8 +35,7 @@ local existing = not again and redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local may_be_usual = existing == 0 and depth + count <= limit
 if may_be_usual and depth == 0 and #ARGV == HEAD + 1 then
   -- One prompt without a home, and nothing to wait for, whoever reads it: its client waits for nothing else, so this goes first.
-  redis.call('HSET', KEYS[3], 'job', redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), reply, '')
-  redis.call('PEXPIRE', KEYS[3], lifetime)
+  redis.call('SET', KEYS[3], reply .. '\n' .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
@@ -60,6 +59,8 @@ end
 local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone()
 local is_usual = is_sole or may_be_usual and spare_capacity(shared, laned) >= count
 local outcome, queued = {}, {}
+-- What the waiting key of a new prompt has before the entry. See waiting.lua.
+local sole_waiter = reply .. '\n'
 if is_usual and not has_lanes then
   -- With the digest, where a prompt may have to go back.
   for i = 1, count do
@@ -68,8 +69,8 @@ if is_usual and not has_lanes then
       outcome[i] = 'J'
     else
       local tag = is_sole and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
-      redis.call('HSET', waiting, 'job', redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag), reply, '')
-      redis.call('PEXPIRE', waiting, lifetime)
+      local entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
+      redis.call('SET', waiting, sole_waiter .. entry, 'PX', lifetime)
       outcome[i], queued[waiting] = 'Q', true
     end
   end
@@ -87,8 +88,18 @@ for i = 1, #ARGV - HEAD - count do
   end
 end
 
+-- Register the client for a prompt that it has queued, as the only one, or beside those that have waited for a job that is gone.
+local function register(waiting, entry, is_fresh)
+  if is_fresh then
+    redis.call('SET', waiting, sole_waiter .. entry, 'PX', lifetime)
+  else
+    redis.call('HSET', waiting, 'job', entry, reply, '')
+    redis.call('PEXPIRE', waiting, lifetime)
+  end
+end
+
 -- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
-local function to_stream(i, may_go_back, is_announced)
+local function to_stream(i, may_go_back, is_announced, is_fresh)
   local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], homes[i]
   local worker, tag, entry = choose(home, is_announced, is_sibling[i]), lifetime, nil
   if worker or may_go_back then
@@ -99,8 +110,7 @@ local function to_stream(i, may_go_back, is_announced)
   else
     entry = add_job(worker, 'm', job, 'u', tag)
   end
-  redis.call('HSET', waiting, 'job', entry, reply, '')
-  redis.call('PEXPIRE', waiting, lifetime)
+  register(waiting, entry, is_fresh)
 end
 
 open_lanes(count)
@@ -116,7 +126,7 @@ if is_usual then
     if queued[waiting] then
       outcome[i] = 'J'
     else
-      to_stream(i, is_sole, announced[i])
+      to_stream(i, is_sole, announced[i], true)
       outcome[i], queued[waiting] = 'Q', true
     end
   end
@@ -152,7 +162,7 @@ local function next_start()
   return last + 1
 end
 
-local function queue(i)
+local function queue(i, is_fresh)
   local waiting, job = KEYS[2 + i], ARGV[HEAD + i]
   if depth + in_backlog >= limit then
     return 'F'
@@ -162,7 +172,7 @@ local function queue(i)
       redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
     end
-    to_stream(i, free <= 0)
+    to_stream(i, free <= 0, false, is_fresh)
     depth, free = depth + 1, free - 1
     return 'Q'
   end
@@ -175,8 +185,7 @@ local function queue(i)
   order[#order + 1], order[#order + 2] = start, digest
   stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job)
   last, in_backlog = start, in_backlog + 1
-  redis.call('HSET', waiting, 'job', LATER, reply, '')
-  redis.call('PEXPIRE', waiting, lifetime)
+  register(waiting, LATER, is_fresh)
   return 'Q'
 end
 
@@ -210,17 +219,24 @@ end
 
 -- Join a job that exists: J; or R when that has ended with a row, and nothing when there is none.
 local function join(waiting)
-  local job = redis.pcall('HGET', waiting, 'job')
-  if type(job) == 'table' then
-    -- No hash: nobody can be waiting there.
+  local job, sole = read_waiting(waiting)
+  if job == nil or type(job) == 'table' then
+    -- Nobody can be waiting there.
     redis.call('UNLINK', waiting)
     return nil
   elseif job == DONE then
     return not again and row_check == 'marks' and 'R' or nil
-  elseif not job or again and not is_queued(job, waiting) then
+  end
+  local is_gone = not job or again and not is_queued(job, waiting)
+  if sole and (is_gone or sole ~= reply) then
+    expand(waiting, job, sole)
+  end
+  if is_gone then
     return nil
   end
-  redis.call('HSET', waiting, reply, '')
+  if sole ~= reply then
+    redis.call('HSET', waiting, reply, '')
+  end
   if job == LATER then
     hasten(string.sub(waiting, -16))
   end
@@ -233,11 +249,11 @@ end
 
 for i = 1, count do
   local waiting = KEYS[2 + i]
-  local result = nil
-  if not is_new or queued[waiting] then
+  local is_fresh, result = is_new and not queued[waiting], nil
+  if not is_fresh then
     result = is_there(KEYS[2 + count + i]) and 'R' or join(waiting)
   end
-  outcome[i] = result or queue(i)
+  outcome[i] = result or queue(i, is_fresh)
   queued[waiting] = true
 end
 count_added()

@@ -34,8 +34,17 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
   local lifetime = redis.call('PTTL', key)
   if lifetime == -1 then
     forever[#forever + 1] = key
-  elseif lifetime > LEAST_MS and string.sub(key, 1, #prefix) == prefix and redis.call('TYPE', key).ok == 'hash' then
-    waiting[#waiting + 1] = {string.sub(key, #prefix + 1), redis.call('HGETALL', key)}
+  elseif lifetime > LEAST_MS and string.sub(key, 1, #prefix) == prefix then
+    local type, fields = redis.call('TYPE', key).ok, nil
+    if type == 'hash' then
+      fields = redis.call('HGETALL', key)
+    elseif type == 'string' then
+      local reply, entry = string.match(redis.call('GET', key), '^(.*)\\n(.*)$')
+      fields = reply and {'job', entry, reply, ''}
+    end
+    if fields then
+      waiting[#waiting + 1] = {string.sub(key, #prefix + 1), fields}
+    end
   end
 end
 for at = 3, #ARGV, 2 do
@@ -89,7 +98,7 @@ class State:
         capacity: worker -> how many prompts it computes at once; "" -> their sum.
         backlog: the prompts in the backlog.
         backlog_jobs: those whose jobs are stored there.
-        waiting: prompt -> its waiting key, where that is a hash.
+        waiting: prompt -> its waiting key, as a hash.
         forever: keys that do not expire.
         told: reply key -> messages that are new: their ids, and what they say.
         dead: how many dead letters there are.
