@@ -37,10 +37,11 @@ class Faulty(SyntheticBackend):
     Args:
         spoil: what becomes of a step's result.
         good: steps before that.
+        max_batch: prompts in a step.
     """
 
-    def __init__(self, spoil: Spoil, good: int = 0) -> None:
-        super().__init__(SyntheticSettings(name="syn", vocab_size=V, fail_token=FAIL))
+    def __init__(self, spoil: Spoil, good: int = 0, max_batch: int = 32) -> None:
+        super().__init__(SyntheticSettings(name="syn", vocab_size=V, fail_token=FAIL, max_batch=max_batch))
         self._spoil = spoil
         self._good = good
 
@@ -193,6 +194,31 @@ async def test_a_prompt_may_not_be_answered_again_in_a_later_step(token: int) ->
         await outcome.until(lambda: bool(outcome.broken), "the fault is told")
     assert first.digest.hex() in str(outcome.broken[0])
     assert outcome.digests() == [first.digest]
+
+
+async def test_steps_before_the_one_that_breaks_are_told_however_short_they_are() -> None:
+    good, bad = jobs(1, 2), jobs(3, 4)
+    async with stepping(Faulty(with_a_strangers_row, good=1, max_batch=2)) as (engine_thread, outcome):
+        engine_thread.submit([*good, *bad])
+        await outcome.until(lambda: bool(outcome.broken), "the fault is told")
+        assert sorted(outcome.digests()) == sorted(job.digest for job in good)
+        assert engine_thread.outstanding == {job.digest for job in bad}
+
+
+async def test_what_a_step_brings_does_not_wait_for_the_next_one_where_that_may_take_long() -> None:
+    goes_on = threading.Event()
+    first, second = jobs(1, 2)
+
+    class Waiting(SyntheticBackend):
+        def step(self) -> Finished:
+            assert self.stats().steps == 0 or goes_on.wait(DEADLINE_S)
+            return super().step()
+
+    async with stepping(Waiting(SyntheticSettings(vocab_size=V, max_batch=1, step_ms=2))) as (engine_thread, outcome):
+        engine_thread.submit([first, second])
+        await outcome.until(lambda: outcome.digests() == [first.digest], "the first is told")
+        goes_on.set()
+        await outcome.until(lambda: outcome.digests() == [first.digest, second.digest], "both are")
 
 
 async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:

@@ -43,6 +43,8 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 _FALLS = 0.9
+# Telling the event loop of a step takes as long as some steps do: of those that end within this time it is told together.
+_TOGETHER_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +276,19 @@ class EngineThread:
             self._post(self._closed.set)
 
     def _serve(self, backend: Backend) -> None:
+        steps = list[Finished]()
+        try:
+            self._step(backend, steps)
+        finally:
+            # Before the error that ends it, if there is one: then the backend is not asked for anything any more.
+            if steps:
+                self._post(self._steps_done, steps, self.stats, 0, 0)
+
+    def _step(self, backend: Backend, steps: list[Finished]) -> None:
+        """Run steps until the thread is closed. What is not told of yet is in `steps`."""
         info = backend.info
         adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
-        taken = 0
+        taken, since = 0, 0.0
         while True:
             try:
                 command = self._commands.get(block=not adapters)
@@ -287,8 +299,8 @@ class EngineThread:
                 self.call = None
                 taken += len(command) if isinstance(command, Sequence) else 0
                 if stale or isinstance(command, _Abort):  # There is room again.
-                    finished = Finished([], {}, stale=stale)
-                    self._post(self._step_done, finished, stale, backend.stats(), backend.capacity(), taken)
+                    steps.append(Finished([], {}, stale=stale))
+                    self._tell(backend, steps, taken)
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
@@ -303,7 +315,11 @@ class EngineThread:
             self._note_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
-            self._post(self._step_done, finished, answered, backend.stats(), backend.capacity(), taken)
+            since = since if steps else began
+            steps.append(finished)
+            # Where a step may take long, this one's results do not wait for it.
+            if not adapters or self.step_s >= _TOGETHER_S or began + seconds - since >= _TOGETHER_S:
+                self._tell(backend, steps, taken)
 
     def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
@@ -350,13 +366,16 @@ class EngineThread:
         if not self._ready.done():  # Who waited may have been cancelled.
             self._ready.set_result(opened)
 
-    def _step_done(
-        self, finished: Finished, done: Collection[bytes], stats: BackendStats, capacity: int, taken: int
-    ) -> None:
+    def _tell(self, backend: Backend, steps: list[Finished], taken: int) -> None:
+        self._post(self._steps_done, list(steps), backend.stats(), backend.capacity(), taken)
+        steps.clear()
+
+    def _steps_done(self, steps: Sequence[Finished], stats: BackendStats, capacity: int, taken: int) -> None:
         self._capacity, self._capacity_seen_at = capacity, taken
-        self._outstanding.difference_update(done)
         self.stats = stats
-        self._on_finished(finished)
+        for finished in steps:
+            self._outstanding.difference_update((*finished.digests, *finished.stale))
+            self._on_finished(finished)
 
     def _fail(self, error: BaseException) -> None:
         """Tell whoever waits for the backend, or whoever uses it."""
