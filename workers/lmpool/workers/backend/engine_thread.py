@@ -43,7 +43,7 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 _FALLS = 0.9
-# Telling the event loop of a step takes as long as some steps do: it is told of those together that end within this time.
+# Telling the event loop of a step takes as long as some steps do: of those that end within this time it is told at once.
 _TOGETHER_S = 0.001
 
 
