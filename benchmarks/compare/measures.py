@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import AT_ONCE, AT_ONCE_TINY, FULL_V, TINY_V
 
 _READY_S = 180.0
+# A worker is idle that takes so much of a core, for so long.
+_IDLE_S, _IDLE_SHARE = 0.5, 0.04
 _MODEL = "compared"
 _QUICK = 16
 _FIRST_ORDINARY_ID = 3
@@ -164,6 +167,7 @@ class Pool:
                 "workers": [worker.pid for worker in workers],
                 "server": [self._place.server],
             }
+            self._wait_until_idle()
             if measure.known:
                 self._client.ask("new", rows=measure.known, at_once=AT_ONCE)
             self.burst(self.draw())
@@ -183,6 +187,16 @@ class Pool:
         used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
         rate = 1 / seconds if self._measure.do == "alone" else rows / seconds
         return Burst(rate, {**used, "together": sum(used.values())})
+
+    def _wait_until_idle(self) -> None:
+        """Until the workers have done what they do at their start while they serve already, such as making memory."""
+
+        def are_idle() -> bool:
+            before = self._used()["workers"]
+            time.sleep(_IDLE_S)
+            return not self._used()["workers"] - before > _IDLE_S * _IDLE_SHARE * self._measure.workers
+
+        wait_until(are_idle, _READY_S, f"the workers of {self._environment.commit} to be idle")
 
     @property
     def _rows(self) -> int:

@@ -43,7 +43,7 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 _FALLS = 0.9
-# Telling the event loop of a step takes as long as some steps do: of those that end within this time it is told at once.
+# Telling the event loop of a step takes as long as some steps do: those that end within this time are told together.
 _TOGETHER_S = 0.001
 
 
