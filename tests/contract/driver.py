@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +38,22 @@ class Slots:
         given: what was asked for.
     """
 
+    _BYTES = 16 * 2**20
+    # A GPU that was told of some goes on writing there.
+    _all: ClassVar[list[memoryview]] = []
+
     def __init__(self) -> None:
         self.given: list[NDArray[Any]] = []
+        self._left = memoryview(mmap.mmap(-1, self._BYTES))
+        self._all.append(self._left)
 
     def __call__(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any]:
         """See `NewRows`."""
-        self.given.append(np.full((count, vocab_size + 5), 7, encoding.dtype)[:, :vocab_size])
+        stride = (vocab_size + 5) * encoding.dtype.itemsize
+        memory = np.frombuffer(self._left[: count * stride], np.uint8)
+        self._left = self._left[count * stride :]
+        memory[:] = 7
+        self.given.append(memory.view(encoding.dtype).reshape(count, vocab_size + 5)[:, :vocab_size])
         return self.given[-1]
 
     def have(self, block: RowBlock) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from lmpool.protocol.row import Encoding
+from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.queue.segment import make_segment
 from tests.contract.driver import Slots
 
 V = 300
@@ -63,3 +66,78 @@ def test_logits_that_do_not_survive_16_bits_are_computed_in_memory_for_float32()
     assert slots.have(block)
     assert len(slots.given) == 1, "slots are taken once"
     assert torch.equal(torch.from_numpy(block.numbers), torch.log_softmax(logits, -1))
+
+
+# Of a GPU: what this machine may not have is done by its CPU. On one, tests/contract does all of it.
+
+
+class Stream:
+    """In the order in which it is asked."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Gpu:
+    """Says which memory it can write to.
+
+    Args:
+        can_write: whether it can.
+
+    Attributes:
+        told: address and size of each memory that it was told of.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, can_write: bool) -> None:
+        self.told: list[tuple[int, int]] = []
+        self._can_write = can_write
+        monkeypatch.setattr(row_encoder, "_map_to_gpu", self._map)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+
+    def _map(self, address: int, size: int, device: torch.device) -> bool:
+        self.told.append((address, size))
+        return self._can_write
+
+
+@pytest.mark.parametrize(
+    ("encoding", "dtype"),
+    [(Encoding.F32, torch.float32), (Encoding.F16, torch.float16), (Encoding.BF16, torch.int16)],
+)
+def test_a_gpu_copies_rows_to_the_memory_that_is_there_for_them_and_is_told_of_it_once(
+    monkeypatch: pytest.MonkeyPatch, encoding: Encoding, dtype: torch.dtype
+) -> None:
+    gpu, encoder, slots = Gpu(monkeypatch, can_write=True), RowEncoder(torch.float32, lossy=False), Slots()
+    encoder.new_rows = slots
+    for count in (1, 4):
+        numbers = torch.randint(-30_000, 30_000, (count, V)).to(dtype)
+        rows = encoder._copied_to_new_rows(numbers, encoding)
+        assert rows is slots.given[-1]
+        assert rows.dtype == encoding.dtype
+        assert np.array_equal(rows.view(np.uint8), numbers.numpy().view(np.uint8))
+    assert len(gpu.told) == 1
+
+
+def test_what_a_gpu_cannot_write_to_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, encoder, slots = Gpu(monkeypatch, can_write=False), RowEncoder(torch.float32, lossy=False), Slots()
+    encoder.new_rows = slots
+    for _ in range(3):
+        assert encoder._copied_to_new_rows(torch.zeros(2, V), Encoding.F32) is None
+    assert len(gpu.told) == len(slots.given) == 1
+
+
+def test_a_gpu_is_told_of_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, encoder = Gpu(monkeypatch, can_write=True), RowEncoder(torch.float32, lossy=False)
+    vocab_size, size = 2000, 1 << 20
+    segment = make_segment("0" * 32, vocab_size, size, lambda: True)
+    assert segment is not None
+    try:
+        encoder.new_rows = segment.new_rows
+        for at in range(3):
+            rows = encoder._copied_to_new_rows(torch.full((2, vocab_size), float(at)), Encoding.F32)
+            assert rows is not None
+            assert (rows == at).all()
+            ((address, told),) = gpu.told
+            assert told == segment.size
+            assert address <= rows.ctypes.data < rows.ctypes.data + rows.nbytes <= address + told
+    finally:
+        segment.close()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,13 +57,15 @@ class RowEncoder:
         lossy: send rows that would travel as float32 as float16 instead, which loses bits.
 
     Attributes:
-        new_rows: gives the memory of rows that are computed on the CPU, where it has some.
+        new_rows: gives the memory of rows, where it has some: a CPU computes them there, a GPU copies them there.
     """
 
     def __init__(self, dtype: torch.dtype, *, lossy: bool) -> None:
         self._dtype = dtype
         self._lossy = lossy
         self.new_rows: NewRows = no_new_rows
+        # Address and size of memory that the GPU writes to by itself; None once there was some that it cannot write to.
+        self._mapped: set[tuple[int, int]] | None = set()
 
     def encoding_of(self, logits: Tensor) -> Encoding:
         """How logits of shape (n, V) like these would travel."""
@@ -87,9 +90,25 @@ class RowEncoder:
         if encoding is Encoding.BF16:
             # numpy has no bfloat16.
             numbers = numbers.view(torch.int16)
-        rows = _to_host(numbers).numpy().view(encoding.dtype)
+        rows = self._copied_to_new_rows(numbers, encoding) if numbers.is_cuda else None
+        if rows is None:
+            rows = _to_host(numbers).numpy().view(encoding.dtype)
         block = RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding)
         return EncodedRows(block, failures)
+
+    def _copied_to_new_rows(self, numbers: Tensor, encoding: Encoding) -> NDArray[Any] | None:
+        """Rows of a GPU, copied by it to memory that is there for them; None where it can write to none."""
+        rows = None if self._mapped is None else self.new_rows(len(numbers), numbers.shape[1], encoding)
+        if rows is None or self._mapped is None:
+            return None
+        whole = _whole_memory_of(rows)
+        if whole not in self._mapped and not _map_to_gpu(*whole, numbers.device):
+            self._mapped = None
+            return None
+        self._mapped.add(whole)
+        _copy_rows(numbers, rows)
+        torch.cuda.current_stream(numbers.device).synchronize()
+        return rows
 
     def _numbers(self, logits: Tensor) -> _Numbers:
         if self._dtype == torch.bfloat16 and logits.dtype == torch.float32 and logits.device.type == "cpu":
@@ -240,6 +259,36 @@ def _to_host(numbers: Tensor) -> Tensor:
     copied = numbers.to("cpu", non_blocking=True)
     torch.cuda.current_stream(numbers.device).synchronize()
     return copied
+
+
+def _copy_rows(numbers: Tensor, rows: NDArray[Any]) -> None:
+    """Have rows copied, each by itself: torch copies what is apart from each other by way of other memory."""
+    # Of types of 16 bits numpy lacks one.
+    memory = torch.from_numpy(rows.view(np.int16 if rows.dtype.itemsize == 2 else np.float32)).view(numbers.dtype)
+    for row, to in zip(numbers, memory, strict=True):
+        to.copy_(row, non_blocking=True)
+
+
+def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
+    """Address and size of the memory that an array is a view of."""
+    whole: Any = rows
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    if isinstance(whole.base, memoryview):
+        whole = np.frombuffer(memoryview(whole.base.obj), np.uint8)
+    return whole.ctypes.data, whole.nbytes
+
+
+def _map_to_gpu(address: int, size: int, device: torch.device) -> bool:
+    """Have a GPU write to memory of this process by itself: else each copy goes by way of memory of the driver's."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(address, size, 0))
+    if error:
+        _log.warning("rows are copied to shared memory, the GPU cannot write there: cudaHostRegister: error %d", error)
+        # CUDA tells of an error once more at the next launch, whoever launches.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
+    return not error
 
 
 def _fault(logits: Tensor) -> str:
