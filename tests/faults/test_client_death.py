@@ -18,7 +18,7 @@ from lmpool.protocol.prompt import digest_of
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.queue import consumer
 from tests.support.gate import Gate, GatedBackend, gated_worker, until_full
-from tests.support.pool import DEADLINE_S, Pool, V, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, count_waiting, until, until_async
 from tests.support.servers.clocks import SetClock
 
 QUEUED = 400
@@ -195,9 +195,8 @@ def _ids(prompt: list[int]) -> bytes:
 
 
 async def _are_two(pool: Pool, prompt: list[int]) -> bool:
-    """Whether two clients wait for a prompt; one field more says which job it is."""
-    key = pool.keys.model("syn").waiting + digest_of(_ids(prompt), "")
-    return pool.redis.type(key) == b"hash" and pool.redis.hlen(key) == 3
+    """Whether two clients wait for a prompt."""
+    return count_waiting(pool.redis, pool.keys.model("syn").waiting + digest_of(_ids(prompt), "")) == 2
 
 
 async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:

@@ -22,7 +22,16 @@ from lmpool.rows.shared_memory import SEALS, is_reference
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.queue.segment import SegmentListener
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, is_held, lmpool_command, until, until_async
+from tests.support.pool import (
+    DEADLINE_S,
+    Pool,
+    WorkerProcess,
+    count_waiting,
+    is_held,
+    lmpool_command,
+    until,
+    until_async,
+)
 
 V = 2048
 SLOT = 12_288
@@ -186,7 +195,7 @@ async def test_clients_of_two_hosts_that_wait_for_one_prompt_both_get_it(
             waiting = f"{pool.prefix}:{{syn}}:waiting:*"
 
             async def are_two(pattern: str = waiting) -> bool:
-                return any(pool.redis.hlen(key) == 3 for key in pool.redis.scan_iter(match=pattern))
+                return any(count_waiting(pool.redis, key) == 2 for key in pool.redis.scan_iter(match=pattern))
 
             await until_async(are_two, "both wait")
             gate.open()

@@ -288,6 +288,12 @@ def _client(url: str) -> redis.Redis:
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 
+def count_waiting(redis: Any, waiting: bytes) -> int:
+    """How many clients wait for the prompt of a waiting key: a string has one, a hash a field for each and one more."""
+    kind = redis.type(waiting)
+    return redis.hlen(waiting) - 1 if kind == b"hash" else int(kind == b"string")
+
+
 async def is_held(pool: Pool) -> bool:
     """Whether a worker holds prompts."""
     return pool.held() > 0

@@ -33,7 +33,7 @@ from lmpool.protocol.keys import Keys
 from lmpool.testing import MemoryPool, SyntheticModel, pool
 from lmpool.vocabulary import Vocabulary, decode_vocab
 from tests.support.models.real_tokenizers import gpt2
-from tests.support.pool import DEADLINE_S, deadline_ms, until, until_async
+from tests.support.pool import DEADLINE_S, count_waiting, deadline_ms, until, until_async
 from tests.support.trie_answers import answers_of, draw_weights, words
 
 SHORT = 0.5
@@ -137,8 +137,7 @@ async def test_what_many_ask_for_at_once_is_computed_once(memory: MemoryPool) ->
     waiting = Keys().model("synthetic").waiting + b"*"
 
     async def all_wait() -> bool:
-        # One field says which job it is, the others who waits.
-        return [memory.redis.hlen(key) for key in memory.redis.scan_iter(waiting)] == [1 + len(producers)]
+        return [count_waiting(memory.redis, key) for key in memory.redis.scan_iter(waiting)] == [len(producers)]
 
     await until_async(all_wait, "all wait for the same prompt")
     assert jobs(memory) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
 from tests.faults.hostile.commands import execute
+from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, until, until_async
 
 LEASE_S = 1.0
@@ -86,9 +88,12 @@ async def test_what_somebody_else_wrote_under_the_right_key_is_computed_anew(poo
 
 
 @pytest.mark.parametrize("carried", [b"junk", b"", ROW[:-4], hostile.encoded_row([9], V - 1), bytes(16)])
-async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, carried: bytes) -> None:
-    pool.start("--lease-s", LEASE_S, "--step-ms", 300)
-    async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
+async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, tmp_path: Path, carried: bytes) -> None:
+    gate = Gate(tmp_path / "gate")
+    async with (
+        gated_worker(pool, GatedBackend(gate)),
+        pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer,
+    ):
         asked = [asyncio.create_task(producer.logprobs([1, at])) for at in range(2)]
         await until_async(lambda: is_held(pool), "the worker holds the prompts")
         waiting = pool.keys.model("syn").waiting + name([1, 0])
@@ -96,6 +101,8 @@ async def test_a_notification_that_carries_no_row_answers_nothing(pool: Pool, ca
         reply, _ = value.split(b"\n")
         digests, fingerprint = name([1, 0]) + name([1, 1]), producer.model.fingerprint
         pool.redis.xadd(reply, {"d": digests, "f": fingerprint, "v": carried})
+        # What the worker says comes behind that.
+        gate.open()
         for at, answer in enumerate(await asyncio.gather(*asked)):
             assert np.array_equal(answer, row([1, at]))
 

@@ -23,7 +23,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.support.pool import DEADLINE_S, Pool, V, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, count_waiting, until_async
 
 
 class Evicting:
@@ -155,7 +155,7 @@ async def test_rows_that_nobody_waits_for_any_more_are_not_stored_again(own_pool
             asked.cancel()
 
             async def has_left() -> bool:
-                return own_pool.redis.type(waiting) == b"hash" and own_pool.redis.hlen(waiting) == 1
+                return bool(own_pool.redis.exists(waiting)) and not count_waiting(own_pool.redis, waiting)
 
             await until_async(has_left, "the client has left its prompt")
 
