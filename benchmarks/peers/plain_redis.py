@@ -6,8 +6,11 @@ lmpool.
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import statistics
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,6 +23,7 @@ from benchmarks.harness.lines import serve
 _PIPELINE = 32
 _KEYS = 256
 _TTL_S = 600
+_JOBS, _ANSWERS, _GROUP = "plain:jobs", "plain:answers", "workers"
 
 
 class PlainRedis:
@@ -80,6 +84,54 @@ class PlainRedis:
             taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
+    async def take_jobs(self, row_bytes: int) -> None:
+        """Be the worker of a bare queue: read jobs, have a thread make values, store and send them; never ends."""
+        loop = asyncio.get_running_loop()
+        to_make: queue.SimpleQueue[asyncio.Future[bytes]] = queue.SimpleQueue()
+
+        def make() -> None:
+            while True:
+                made = to_make.get()
+                loop.call_soon_threadsafe(made.set_result, bytes(row_bytes))
+
+        threading.Thread(target=make, daemon=True).start()
+        await self._redis.xgroup_create(_JOBS, _GROUP, id="0", mkstream=True)
+        while True:
+            taken: Any = await self._redis.xreadgroup(_GROUP, "worker", {_JOBS: ">"}, count=_PIPELINE, block=500)
+            for entry, fields in _entries(taken):
+                made = loop.create_future()
+                to_make.put(made)
+                row, name = await made, fields[b"name"]
+                pipe = self._redis.pipeline(transaction=False)
+                pipe.set(b"plain:" + name, row, ex=_TTL_S)
+                pipe.xadd(_ANSWERS, {"name": name, "row": row}, maxlen=1000)
+                pipe.xack(_JOBS, _GROUP, entry)
+                pipe.xdel(_JOBS, entry)
+                await pipe.execute()
+
+    async def through_queue(self, requests: int, job_bytes: int) -> float:
+        """Median seconds of a job alone, from a process that `take_jobs` to the value in a notification."""
+        taken, last = [], "$"
+        await self._redis.delete(_ANSWERS)
+        async with Redis.from_url(sys.argv[1]) as sender:
+            for number in range(requests):
+                start = time.perf_counter()
+                answered = asyncio.ensure_future(self._redis.xread({_ANSWERS: last if number else "0"}, block=5000))
+                await sender.xadd(_JOBS, {"name": number.to_bytes(16), "job": bytes(job_bytes)})
+                ((last, fields),) = _entries(await answered)
+                taken.append(time.perf_counter() - start)
+                if fields[b"name"] != number.to_bytes(16):
+                    raise RuntimeError("an answer to something else")
+        return statistics.median(taken)
+
+
+def _entries(reply: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
+    """Those of the one stream of a reply, in either protocol of redis-py."""
+    if not reply:
+        return []
+    entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]
+    return [(entry, fields) for entry, fields in entries]
+
 
 def _keys(start: int) -> list[str]:
     return [f"plain:{index % _KEYS}" for index in range(start, start + _PIPELINE)]
@@ -90,7 +142,8 @@ async def main() -> None:
     async with Redis.from_url(sys.argv[1]) as redis:
         await redis.ping()
         plain = PlainRedis(redis)
-        handlers = (plain.put, plain.fill, plain.get, plain.get_keys, plain.round_trip)
+        queued = (plain.take_jobs, plain.through_queue)
+        handlers = (plain.put, plain.fill, plain.get, plain.get_keys, plain.round_trip, *queued)
         await serve({handler.__name__: handler for handler in handlers})
 
 
