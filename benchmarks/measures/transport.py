@@ -15,8 +15,6 @@ TINY_V = 64
 
 AT_ONCE = 512
 AT_ONCE_TINY = 1024
-# As `hf` takes by default. The synthetic backend takes 32, so that load tests see more steps.
-_MAX_BATCH = 64
 _PRIMED_ROWS = 256
 _BATCH = 256
 
@@ -146,7 +144,6 @@ def _both(setter: Child, getter: Child, **arguments: int) -> float:
 def _new(place: Workplace, name: str, vocab_size: int, encoding: str, goal: Goal, rows: int) -> list[Result]:
     at_once = AT_ONCE_TINY if vocab_size == TINY_V else AT_ONCE
     options = ["--backend", "synthetic", "--vocab-size", str(vocab_size), "--encoding", encoding]
-    options += ["--max-batch", str(_MAX_BATCH)]
     with ExitStack() as stack:
         stack.enter_context(place.workers(name, name, *options))
         if vocab_size != TINY_V:
@@ -159,7 +156,7 @@ def _new(place: Workplace, name: str, vocab_size: int, encoding: str, goal: Goal
         samples = alternate({"pool": through_pool, "ceiling": lambda: ceiling.take(rows)}, place.repeats)
     meaning = (
         f"new rows/s through the pool, one producer process ({at_once} awaits under way) and one synthetic worker "
-        f"process ({_MAX_BATCH} prompts in a step) ÷ the ceiling: one process SETs values of the same size in pipelines of 32 while another MGETs "
+        f"process ÷ the ceiling: one process SETs values of the same size in pipelines of 32 while another MGETs "
         f"as many (redis-py asyncio, hiredis, uvloop); V = {vocab_size:,}, {encoding}"
     )
     sides = [Side(side, "rows/s", taken) for side, taken in samples.items()]
