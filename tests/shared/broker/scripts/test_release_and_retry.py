@@ -210,6 +210,20 @@ async def test_a_letter_whose_prompt_is_under_way_is_only_dropped(redis: redis_a
     assert await entries_of(redis, DEAD) == []
 
 
+@pytest.mark.parametrize("is_string", [True, False])
+async def test_what_says_nothing_of_clients_keeps_no_letter_from_being_queued(
+    redis: redis_async.Redis, is_string: bool
+) -> None:
+    letter = await bury(redis)
+    if is_string:
+        await redis.set(waiting(1), b"junk")
+    else:
+        await redis.rpush(waiting(1), b"junk")
+    assert await retry(redis, letter) == "Q"
+    ((entry, _),) = await entries_of(redis)
+    assert await registered(redis, 1) == {b"job": entry, b"keep": b""}
+
+
 async def test_a_letter_whose_prompt_has_lost_its_job_is_queued(redis: redis_async.Redis) -> None:
     letter = await bury(redis)
     await submit(redis, 1)

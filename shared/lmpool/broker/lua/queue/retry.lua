@@ -25,6 +25,10 @@ end
 local job, sole = read_waiting(waiting)
 if sole then
   expand(waiting, job, sole)
+elseif job == nil or type(job) == 'table' then
+  -- Nobody can be waiting there.
+  redis.call('UNLINK', waiting)
+  job = nil
 end
 local outcome = 'J'
 if not job or job == DONE or not is_queued(job, waiting) then
