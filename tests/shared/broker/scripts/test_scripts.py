@@ -144,15 +144,30 @@ async def test_a_client_that_asks_twice_is_told_once(redis: redis_async.Redis) -
     assert len(await told(redis, A)) == 1
 
 
-@pytest.mark.parametrize("what", [b"", b"no client", b"a\nb", b"\n" * 9])
-async def test_a_string_that_says_nothing_of_a_client_is_replaced(redis: redis_async.Redis, what: bytes) -> None:
-    await redis.set(waiting(1), what, px=60_000)
+@pytest.mark.parametrize("what", [b"", b"no client", b"a\nb", b"a\ndone", b"\n" * 9])
+@pytest.mark.parametrize("lifetime", [None, 60_000])
+async def test_a_string_that_says_nothing_of_a_client_is_replaced(
+    redis: redis_async.Redis, what: bytes, lifetime: int | None
+) -> None:
+    await redis.set(waiting(1), what, px=lifetime)
     assert await cancel(redis, 1) == 0
     assert await submit(redis, 1, again=True) == "Q"
     (entry,) = await take(redis)
     assert A in await registered(redis, 1)
     assert await finish(redis, (entry, 1, b"", False)) == 1
     await assert_queue_is_empty(redis)
+
+
+async def test_who_waits_is_kept_where_somebody_has_robbed_the_key_of_its_expiry(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2)
+    first, second = await take(redis)
+    for number in (1, 2):
+        await redis.persist(waiting(number))
+    assert await submit(redis, 1, reply=B) == "J"
+    assert await cancel(redis, 2) == 0
+    assert await registered(redis, 1) == {b"job": first, A: b"", B: b""}
+    assert await registered(redis, 2) == {b"job": second}
+    assert min([await redis.pttl(waiting(number)) for number in (1, 2)]) > 0
 
 
 async def test_asking_again_after_the_server_has_lost_everything_queues_the_job(redis: redis_async.Redis) -> None:

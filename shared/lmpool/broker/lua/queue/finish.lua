@@ -52,7 +52,7 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
   local is_stored = stored and stored.ok
   was_stored = is_stored
   local value = (is_stored or redis.call('EXISTS', row) == 1) and redis.pcall('GET', waiting)
-  local reply = type(value) == 'string' and string.match(value, '^(.*)\n')
+  local reply = type(value) == 'string' and string.match(value, '^(.-)\n')
   if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
     local extra = {}
     if host ~= '' then
@@ -146,7 +146,7 @@ for i = 1, count do
     -- A client is notified once, however many of the jobs are for the same.
     local is_told, is_elsewhere = ended[waiting], false
     if not is_told then
-      local sole = waits[i] and string.match(waits[i], '^(.*)\n')
+      local sole = waits[i] and string.match(waits[i], '^(.-)\n')
       is_told, is_elsewhere = notify_all(waiting, sole, failure, part ~= NOWHERE and part, host)
     end
     if is_told and not ended[waiting] then

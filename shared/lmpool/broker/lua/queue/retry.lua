@@ -22,13 +22,11 @@ end
 if data ~= ARGV[2] then
   return 'G'
 end
-local job, sole = read_waiting(waiting)
+local job, sole, is_junk = read_waiting(waiting)
 if sole then
   expand(waiting, job, sole)
-elseif job == nil or type(job) == 'table' then
-  -- Nobody can be waiting there.
+elseif is_junk then
   redis.call('UNLINK', waiting)
-  job = nil
 end
 local outcome = 'J'
 if not job or job == DONE or not is_queued(job, waiting) then

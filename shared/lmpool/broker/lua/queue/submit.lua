@@ -219,9 +219,8 @@ end
 
 -- Join a job that exists: J; or R when that has ended with a row, and nothing when there is none.
 local function join(waiting)
-  local job, sole = read_waiting(waiting)
-  if job == nil or type(job) == 'table' then
-    -- Nobody can be waiting there.
+  local job, sole, is_junk = read_waiting(waiting)
+  if is_junk then
     redis.call('UNLINK', waiting)
     return nil
   elseif job == DONE then
