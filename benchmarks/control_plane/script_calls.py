@@ -175,7 +175,9 @@ def _finish_behind_backlog(queue: _Queue) -> list[float]:
 def _finish_many_clients(queue: _Queue) -> list[float]:
     queue.empty()
     (digest,) = digests = _digests(1)
+    # Of two clients, for then it is a hash.
     queue.submit("a", digests, 540)
+    queue.submit("b", digests, 540)
     queue.client.hset(_MODEL.waiting + digest, mapping={_MODEL.reply(f"{i:016x}"): b"" for i in range(9_998)})
     entries = _take(queue, 1)
     return [_finish_ms(queue, entries, digests) for _ in range(5)]

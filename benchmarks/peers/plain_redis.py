@@ -111,12 +111,12 @@ class PlainRedis:
 
     async def through_queue(self, requests: int, job_bytes: int) -> float:
         """Median seconds of a job alone, from a process that `take_jobs` to the value in a notification."""
-        taken, last = [], "$"
+        taken, last = [], "0"
         await self._redis.delete(_ANSWERS)
         async with Redis.from_url(sys.argv[1]) as sender:
             for number in range(requests):
                 start = time.perf_counter()
-                answered = asyncio.ensure_future(self._redis.xread({_ANSWERS: last if number else "0"}, block=5000))
+                answered = asyncio.ensure_future(self._redis.xread({_ANSWERS: last}, block=5000))
                 await sender.xadd(_JOBS, {"name": number.to_bytes(16), "job": bytes(job_bytes)})
                 ((last, fields),) = _entries(await answered)
                 taken.append(time.perf_counter() - start)

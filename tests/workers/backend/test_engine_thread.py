@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -205,7 +206,7 @@ async def test_steps_before_the_one_that_breaks_are_told_however_short_they_are(
         assert engine_thread.outstanding == {job.digest for job in bad}
 
 
-async def test_what_a_step_brings_does_not_wait_for_the_next_one_where_that_may_take_long() -> None:
+async def test_what_a_step_brings_does_not_wait_for_the_next_one() -> None:
     goes_on = threading.Event()
     first, second = jobs(1, 2)
 
@@ -214,11 +215,35 @@ async def test_what_a_step_brings_does_not_wait_for_the_next_one_where_that_may_
             assert self.stats().steps == 0 or goes_on.wait(DEADLINE_S)
             return super().step()
 
-    async with stepping(Waiting(SyntheticSettings(vocab_size=V, max_batch=1, step_ms=2))) as (engine_thread, outcome):
+    async with stepping(Waiting(SyntheticSettings(vocab_size=V, max_batch=1))) as (engine_thread, outcome):
         engine_thread.submit([first, second])
         await outcome.until(lambda: outcome.digests() == [first.digest], "the first is told")
         goes_on.set()
         await outcome.until(lambda: outcome.digests() == [first.digest, second.digest], "both are")
+
+
+async def test_an_event_loop_that_is_busy_is_told_of_several_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, all_are_done = jobs(*range(10)), threading.Event()
+
+    class Counted(SyntheticBackend):
+        def step(self) -> Finished:
+            finished = super().step()
+            if self.stats().steps == len(asked):
+                all_are_done.set()
+            return finished
+
+    async with stepping(Counted(SyntheticSettings(vocab_size=V, max_batch=1))) as (engine_thread, outcome):
+        posts: list[object] = []
+        loop = asyncio.get_running_loop()
+        post = loop.call_soon_threadsafe
+        monkeypatch.setattr(engine_thread, "_loop", SimpleNamespace(call_soon_threadsafe=posts.append))
+        engine_thread.submit(asked)
+        assert all_are_done.wait(DEADLINE_S)
+        monkeypatch.undo()
+        assert len(posts) == 1
+        post(engine_thread._on_told)
+        await outcome.until(lambda: len(outcome.digests()) == len(asked), "all are told")
+        assert not engine_thread.is_busy
 
 
 async def test_a_prompt_that_is_asked_again_may_be_answered_again() -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -43,8 +44,6 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 _FALLS = 0.9
-# Telling the event loop of a step takes as long as some steps do: those that end within this time are told together.
-_TOGETHER_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +117,15 @@ class Call:
                 return f"submission of {len(jobs)} prompts"
 
 
+class _Told(NamedTuple):
+    """What the thread tells the event loop: what a step brought, and how the backend is after it."""
+
+    finished: Finished
+    stats: BackendStats
+    capacity: int
+    taken: int
+
+
 class EngineThread:
     """Runs a backend in a thread, so that the event loop can renew leases while a forward runs.
 
@@ -153,6 +161,8 @@ class EngineThread:
         self._closed = asyncio.Event()
         self._sent = 0
         self._outstanding: set[bytes] = set()
+        self._told: deque[_Told] = deque()
+        self._is_woken = False
         self._capacity = 0
         self._capacity_seen_at = 0
         self.batch = 1
@@ -276,19 +286,9 @@ class EngineThread:
             self._post(self._closed.set)
 
     def _serve(self, backend: Backend) -> None:
-        steps = list[Finished]()
-        try:
-            self._step(backend, steps)
-        finally:
-            # Before the error that ends it, if there is one: then the backend is not asked for anything any more.
-            if steps:
-                self._post(self._steps_done, steps, self.stats, 0, 0)
-
-    def _step(self, backend: Backend, steps: list[Finished]) -> None:
-        """Run steps until the thread is closed. What is not told of yet is in `steps`."""
         info = backend.info
         adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
-        taken, since = 0, 0.0
+        taken = 0
         while True:
             try:
                 command = self._commands.get(block=not adapters)
@@ -299,8 +299,7 @@ class EngineThread:
                 self.call = None
                 taken += len(command) if isinstance(command, Sequence) else 0
                 if stale or isinstance(command, _Abort):  # There is room again.
-                    steps.append(Finished([], {}, stale=stale))
-                    self._tell(backend, steps, taken)
+                    self._tell(Finished([], {}, stale=stale), backend, taken)
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
@@ -315,11 +314,7 @@ class EngineThread:
             self._note_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
-            since = since if steps else began
-            steps.append(finished)
-            # Where a step may take long, this one's results do not wait for it.
-            if not adapters or self.step_s >= _TOGETHER_S or began + seconds - since >= _TOGETHER_S:
-                self._tell(backend, steps, taken)
+            self._tell(finished, backend, taken)
 
     def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
@@ -366,14 +361,18 @@ class EngineThread:
         if not self._ready.done():  # Who waited may have been cancelled.
             self._ready.set_result(opened)
 
-    def _tell(self, backend: Backend, steps: list[Finished], taken: int) -> None:
-        self._post(self._steps_done, list(steps), backend.stats(), backend.capacity(), taken)
-        steps.clear()
+    def _tell(self, finished: Finished, backend: Backend, taken: int) -> None:
+        self._told.append(_Told(finished, backend.stats(), backend.capacity(), taken))
+        # Waking the event loop takes as long as some steps do: it is not woken again before it has come to look.
+        if not self._is_woken:
+            self._is_woken = True
+            self._post(self._on_told)
 
-    def _steps_done(self, steps: Sequence[Finished], stats: BackendStats, capacity: int, taken: int) -> None:
-        self._capacity, self._capacity_seen_at = capacity, taken
-        self.stats = stats
-        for finished in steps:
+    def _on_told(self) -> None:
+        # Before it looks: what is told from now on wakes it again.
+        self._is_woken = False
+        while self._told:
+            finished, self.stats, self._capacity, self._capacity_seen_at = self._told.popleft()
             self._outstanding.difference_update((*finished.digests, *finished.stale))
             self._on_finished(finished)
 

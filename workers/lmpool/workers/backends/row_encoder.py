@@ -21,6 +21,9 @@ _CACHED_NUMBERS = 1 << 19
 _SLICED_NUMBERS = 1 << 24
 """Logits whose exactness is looked at together on an accelerator (64 MiB)."""
 
+# Of CUDA: for all devices, not the current one alone; what another backend of this process has asked for before.
+_PORTABLE, _REGISTERED_ALREADY = 1, 712
+
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
 _log = logging.getLogger(__name__)
 
@@ -282,7 +285,10 @@ def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
 def _map_to_gpu(address: int, size: int, device: torch.device) -> bool:
     """Have a GPU write to memory of this process by itself: else each copy goes by way of memory of the driver's."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = int(cudart.cudaHostRegister(address, size, 0))
+    with torch.cuda.device(device):
+        error = int(cudart.cudaHostRegister(address, size, _PORTABLE))
+    if error == _REGISTERED_ALREADY:
+        error = 0
     if error:
         _log.warning("rows are copied to shared memory, the GPU cannot write there: cudaHostRegister: error %d", error)
         # CUDA tells of an error once more at the next launch, whoever launches.

@@ -476,7 +476,8 @@ class QueueMachine(RuleBasedStateMachine):
         """Somebody writes something into a waiting key."""
         self.is_sound = False
         if job is None:
-            self.redis.set(waiting(number), b"text", px=LIFETIME_MS)
+            text = reply + b"\ndone" if reply else b"text"
+            self.redis.set(waiting(number), text, px=LIFETIME_MS)
         else:
             self.redis.delete(waiting(number))
             self.redis.hset(waiting(number), mapping={b"job": job, **({reply: b""} if reply else {})})

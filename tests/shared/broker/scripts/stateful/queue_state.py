@@ -40,7 +40,7 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
       fields = redis.call('HGETALL', key)
     elseif type == 'string' then
       local reply, entry = string.match(redis.call('GET', key), '^(.*)\\n(.*)$')
-      fields = reply and {'job', entry, reply, ''}
+      fields = reply and entry ~= 'done' and {'job', entry, reply, ''}
     end
     if fields then
       waiting[#waiting + 1] = {string.sub(key, #prefix + 1), fields}
