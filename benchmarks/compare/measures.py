@@ -190,7 +190,6 @@ class Pool:
 
     def _wait_until_idle(self) -> None:
         """Until the workers have done what they do at their start while they serve already, such as making memory."""
-
         until = time.monotonic() + _MOST_IDLE_S
         while time.monotonic() < until:
             before = self._used()["workers"]

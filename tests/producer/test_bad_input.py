@@ -16,6 +16,7 @@ import torch
 from lmpool import errors
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.client.submit import Submitter
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
 
@@ -121,6 +122,34 @@ async def test_a_full_queue_is_named_at_the_deadline(pool: Pool) -> None:
             await producer.logprobs([100], timeout=6)
         for task in waiting:
             task.cancel()
+
+
+async def test_a_full_queue_is_named_also_while_the_prompt_is_sent_again(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = 0
+    call_script = Submitter._call_script
+
+    async def once(submitter: Submitter, *args: Any) -> bytes:
+        nonlocal answers
+        if answers:
+            await asyncio.Event().wait()
+        answers += 1
+        return await call_script(submitter, *args)
+
+    pool.start("--step-ms", 600_000, "--max-batch", 1, "--queue-limit", 1)
+    async with pool.producer() as producer:
+        waiting = asyncio.create_task(producer.logprobs([1]))
+
+        async def is_full() -> bool:
+            return pool.jobs() == 1
+
+        await until_async(is_full, "the queue is full")
+        monkeypatch.setattr(Submitter, "_call_script", once)
+        with pytest.raises(errors.QueueFull, match="limit of 1 prompts.*--queue-limit"):
+            await producer.logprobs([100], timeout=3)
+        waiting.cancel()
+    assert answers == 1
 
 
 async def test_a_wrong_url_fails_at_once(short_dir: Path) -> None:

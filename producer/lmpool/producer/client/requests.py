@@ -185,6 +185,8 @@ class Stage(Enum):
 
     UNSENT = auto()
     SENDING = auto()
+    # What was refused: nothing else is known of it until the server has answered.
+    SENDING_AGAIN = auto()
     REFUSED = auto()
     WAITING = auto()
 

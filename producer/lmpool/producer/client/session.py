@@ -376,7 +376,7 @@ class Session:
         connections = self._connections
         if connections.trouble is not None:
             return type(connections.trouble)(f"{text}: {connections.trouble}")
-        if request.stage is Stage.REFUSED:
+        if request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN):
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):

@@ -23,9 +23,9 @@ from lmpool.rows.cache import Found
 _FEW = 8
 # Requests that are sent while rows still come that others wait for.
 _ENOUGH = 64
-_SENT = (Stage.SENDING, Stage.WAITING)
-_HARDLY_ANY = 0.02
-_LIKELY = 0.5
+_SENDING = (Stage.SENDING, Stage.SENDING_AGAIN)
+_SENT = (*_SENDING, Stage.WAITING)
+_HARDLY_ANY, _LIKELY = 0.02, 0.5
 _HIT_RATE_WINDOW = 8
 _LEAST_PATIENCE_S = 5.0
 _MOST_PATIENCE_S = 3600.0
@@ -400,9 +400,9 @@ class Submitter:
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
         """Look for rows in the cache; ask workers for the rest."""
-        sending = Stage.SENDING
+        sending, again, refused = *_SENDING, Stage.REFUSED
         for request in requests:
-            request.stage = sending
+            request.stage = again if request.stage is refused else sending
         # A look finds no others: rows that only need to be there, answers that nobody else can have asked for.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         if sought and (found := await self._cache.find_here(sought)):
@@ -416,7 +416,7 @@ class Submitter:
         except TROUBLE as error:
             self._connections.note(error)
             for request in requests:
-                if request.stage is Stage.SENDING:
+                if request.stage in _SENDING:
                     request.stage = Stage.UNSENT
             self.retry_soon()
 

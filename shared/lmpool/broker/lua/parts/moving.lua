@@ -98,12 +98,9 @@ local function move(from_worker, worker, taken, from, to, step)
       add_job(worker, 'm', job.job, 't', job.since)
     else
       local entry = add_job(worker, 'm', job.job, 'u', job.lifetime .. ' ' .. job.digest, 't', job.since, 'h', job.home)
-      local waiting = waiting_for .. job.digest
       -- Its clients may have asked again meanwhile, and have another job; or a server that is short of memory has dropped the
       -- key, and they will.
-      if read_waiting(waiting) == job.entry then
-        place(waiting, entry, job.lifetime)
-      end
+      place(waiting_for .. job.digest, entry, job.lifetime, job.entry)
     end
   end
   count_added()

@@ -26,18 +26,21 @@ local function read_waiting(waiting)
   return job, nil, false
 end
 
--- Make a hash of a string, which lives as long.
+-- Make a hash of a string, which lives as long; without a client where the one that was there has left.
 local function expand(waiting, entry, reply)
   local lifetime = redis.call('PTTL', waiting)
   redis.call('UNLINK', waiting)
-  redis.call('HSET', waiting, 'job', entry, reply, '')
+  redis.call('HSET', waiting, 'job', entry, unpack(reply and {reply, ''} or {}))
   redis.call('PEXPIRE', waiting, lifetime > 0 and lifetime or FALLBACK_MS)
 end
 
--- Say where a prompt's job is. A server that is short of memory may have dropped the key: one that is new expires too.
-local function place(waiting, entry, lifetime)
-  local _, reply = read_waiting(waiting)
-  if reply then
+-- Say where a prompt's job is; only if it has been at `before`, where that is given. A server that is short of memory may have
+-- dropped the key: one that is new expires too.
+local function place(waiting, entry, lifetime, before)
+  local job, reply = read_waiting(waiting)
+  if before and job ~= before then
+    return
+  elseif reply then
     redis.call('SET', waiting, reply .. '\n' .. entry, 'KEEPTTL')
   elseif redis.pcall('HSET', waiting, 'job', entry) == 1 then
     redis.call('PEXPIRE', waiting, lifetime)

@@ -26,8 +26,7 @@ for i = 3, #KEYS do
         redis.call('UNLINK', waiting)
         removed = removed + 1
       elseif sole then
-        expand(waiting, job, sole)
-        redis.call('HDEL', waiting, sole)
+        expand(waiting, job)
       end
     end
   end

@@ -73,8 +73,8 @@ local function remove(waiting, entry)
 end
 
 -- A caller that may not see who waits would notify nobody.
-for command, more in pairs({GET = {}, HRANDFIELD = {1}}) do
-  local seen = redis.pcall(command, KEYS[2], unpack(more))
+for _, command in ipairs({'GET', 'HRANDFIELD'}) do
+  local seen = redis.pcall(command, KEYS[2])
   if type(seen) == 'table' and seen.err and not string.find(seen.err, 'WRONGTYPE', 1, true) then
     return seen
   end
