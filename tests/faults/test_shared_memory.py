@@ -121,6 +121,18 @@ async def test_rows_come_through_shared_memory_and_redis_has_references_that_exp
     await counted(pool, "rows", len(PROMPTS))
 
 
+async def test_a_row_that_is_used_again_is_kept(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer() as producer:
+        for _ in range(4):
+            await ask(producer)
+            await producer.logprobs(PROMPTS[0])
+        assert reads(producer) == (2 * len(PROMPTS), 0)
+        stats = producer.stats()
+        assert (stats.computed, stats.cache_hits) == (len(PROMPTS), len(PROMPTS))
+        assert stats.local_hits == 2 * len(PROMPTS) + 4
+
+
 async def test_a_cached_row_is_read_without_the_server(pool: Pool, place: Path) -> None:
     start(pool, place)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:

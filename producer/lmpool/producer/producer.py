@@ -50,7 +50,8 @@ class Producer(CopiedAsItself, PartialRows):
         redis: URL, or a redis-py client whose address and credentials are taken over; None means the
             environment's `LMPOOL_REDIS_URL`, then this user's embedded server.
         timeout: seconds that a request may take, unless the call says otherwise.
-        cache_bytes: bytes of rows that this producer keeps in its own memory; 0 for none.
+        cache_bytes: bytes of rows that this producer keeps in its own memory; 0 for none. Rows of this host's shared
+            memory are kept from their second use on.
         prefix: prefix of the pool's Redis keys.
         when_full: what a request does while the model's queue is at its limit: "wait" for room until its deadline, or
             "raise" QueueFull at once.

@@ -56,6 +56,26 @@ def test_putting_a_row_again_makes_it_the_last_to_go() -> None:
     assert keys(lru, b"a", b"b", b"c", b"d") == [b"a", b"c", b"d"]
 
 
+def test_a_row_of_shared_memory_is_kept_from_its_second_use_on() -> None:
+    lru = RowLRU(48)
+    for digest in (b"a", b"b", b"a"):
+        lru.put(digest, row(), is_shared=True)
+    lru.put(b"c", row())
+    assert keys(lru, b"a", b"b", b"c") == [b"a", b"c"]
+    lru.put(b"b", row(), is_shared=True)
+    assert keys(lru, b"a", b"b", b"c") == [b"a", b"b", b"c"]
+
+
+def test_as_many_first_uses_are_remembered_as_rows_could_be_kept() -> None:
+    lru = RowLRU(48)
+    for digest in (b"a", b"b", b"c", b"d", b"a", b"d"):
+        lru.put(digest, row(), is_shared=True)
+    assert keys(lru, b"a", b"b", b"c", b"d") == [b"d"]
+    lru.clear()
+    lru.put(b"c", row(), is_shared=True)
+    assert keys(lru, b"c", b"d") == []
+
+
 def test_looking_for_a_row_that_is_not_there_changes_nothing() -> None:
     lru = RowLRU(32)
     lru.put(b"a", row())

@@ -44,17 +44,22 @@ _ROWS_AT_ONCE, _BYTES_AT_ONCE = 8, 1_250_000
 class RowLRU:
     """The rows that a producer has used last: digest -> read-only row.
 
+    Rows of this host's shared memory are kept from their second use on: to copy one again takes some µs, but the memory
+    of one that is not kept, warm in the processor's cache, is the next row's.
+
     Args:
         limit: bytes that the rows may take together; 0 keeps nothing.
     """
 
-    __slots__ = ("_limit", "_owner", "_rows", "_size")
+    __slots__ = ("_limit", "_owner", "_rows", "_size", "_used_once")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self._size = 0
+        # Of shared memory, as many as could be kept.
+        self._used_once: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def size(self) -> int:
@@ -71,10 +76,16 @@ class RowLRU:
             self._rows.move_to_end(digest)
         return row
 
-    def put(self, digest: bytes, row: Row) -> None:
-        """Keep a row, and drop the oldest ones as long as the limit asks for it."""
+    def put(self, digest: bytes, row: Row, *, is_shared: bool = False) -> None:
+        """Keep a row, and drop the oldest ones as long as the limit asks for it.
+
+        Args:
+            digest: of its prompt.
+            row: the row.
+            is_shared: it lies in shared memory.
+        """
         size = row.nbytes
-        if size > self._limit:
+        if size > self._limit or (is_shared and self._is_first_use(digest, self._limit // size)):
             return
         if digest in self._rows:
             self._size -= self._rows.pop(digest).nbytes
@@ -82,6 +93,16 @@ class RowLRU:
         self._size += size
         while self._size > self._limit:
             self._size -= self._rows.popitem(last=False)[1].nbytes
+
+    def _is_first_use(self, digest: bytes, most: int) -> bool:
+        used = self._used_once
+        if digest in used:
+            del used[digest]
+            return False
+        used[digest] = None
+        if len(used) > most:
+            used.popitem(last=False)
+        return True
 
     def belong_to(self, fingerprint: str) -> None:
         """Keep rows of this model only; those of another are forgotten."""
@@ -92,6 +113,7 @@ class RowLRU:
     def clear(self) -> None:
         """Forget all rows."""
         self._rows.clear()
+        self._used_once.clear()
         self._size = 0
 
 
@@ -363,8 +385,8 @@ class PendingRequests:
         self._end(request)
         return True
 
-    def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found]) -> None:
-        """End the requests whose rows the pool's cache holds; what is damaged there is to be overwritten first."""
+    def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
+        """End the requests whose rows the pool's cache, or shared memory, holds; what is damaged is overwritten."""
         now, ended = monotonic(), 0
         for digest, row in zip(digests, rows, strict=True):
             request = self._requests.get(digest)
@@ -376,7 +398,7 @@ class PendingRequests:
                     self.resolve(request, row)
                 continue
             if not request.prompt.query:
-                self._cache.put(digest, row)
+                self._cache.put(digest, row, is_shared=are_shared)
             self._remove(request)
             self._answer(request, row, now)
             ended += 1
@@ -400,7 +422,7 @@ class PendingRequests:
                 if digest in self._requests and (row := read(digest)) is not None:
                     found[digest] = row
             if found:
-                self.resolve_found(list(found), list(found.values()))
+                self.resolve_found(list(found), list(found.values()), are_shared=True)
                 yield list(found)
                 size = max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // next(iter(found.values())).nbytes))
                 del row

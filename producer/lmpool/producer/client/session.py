@@ -209,7 +209,7 @@ class Session:
             began = self.loop.time()
             row = self._connections.segments.find(prompt.digest, self.info.vocab_size)
             if row is not None:
-                self._cache.put(prompt.digest, row)
+                self._cache.put(prompt.digest, row, is_shared=True)
                 self._count_found(1, self.loop.time() - began)
         return row
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
@@ -27,8 +27,7 @@ _SENDING = (Stage.SENDING, Stage.SENDING_AGAIN)
 _SENT = (*_SENDING, Stage.WAITING)
 _HARDLY_ANY, _LIKELY = 0.02, 0.5
 _HIT_RATE_WINDOW = 8
-_LEAST_PATIENCE_S = 5.0
-_MOST_PATIENCE_S = 3600.0
+_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 5.0, 3600.0
 _UPLOAD_BYTES = 4 * 1024 * 1024
 _MOST_IDS_BYTES = 512 * 1024
 _IN_THE_WAY = b"+"
@@ -170,10 +169,11 @@ class Homes:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[int, bytes] = {}
+        # Ordered: of a dict the first takes the longer to find, the more have been removed before it.
+        self._workers: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
         # How prompts of more than a block that are known begin: most that are unknown begin otherwise.
-        self._heads: dict[int, None] = {}
+        self._heads: OrderedDict[int, None] = OrderedDict()
         self.has_choice = False
         self.workers: set[bytes] = set()
 
@@ -189,16 +189,16 @@ class Homes:
         size = len(ids)
         for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:
             key = _key(ids, end, prompt.adapter)
-            known.pop(key, None)
             known[key] = worker
+            known.move_to_end(key)
             self._lengths.add(end)
         if size >= _BLOCK_BYTES:
             head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
-            self._heads.pop(head, None)
             self._heads[head] = None
+            self._heads.move_to_end(head)
         for entries in (known, self._heads):
             while len(entries) > _MOST_HOMES:
-                del entries[next(iter(entries))]
+                entries.popitem(last=False)
 
     def find(self, prompt: Prompt) -> tuple[bytes, int]:
         """The worker that has computed the longest known beginning of a prompt, or b"", and the key of that beginning.
@@ -247,7 +247,7 @@ class Homes:
         """Forget workers that are gone."""
         if workers:
             self.workers.difference_update(workers)
-            self._workers = {key: worker for key, worker in self._workers.items() if worker not in workers}
+            self._workers = OrderedDict(known for known in self._workers.items() if known[1] not in workers)
 
     def clear(self) -> None:
         """Forget all: the model has changed."""
