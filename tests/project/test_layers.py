@@ -377,6 +377,8 @@ def test_no_script_makes_a_key_of_its_own() -> None:
             names = "jobs|dead|waiting|ended|row|reply|adapters|offers|reasons"
             names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
             names += "|stream|lanes|lane_of|lane"
+            # In strings.lua: how many keys, which come from who includes it.
+            names += "|size" if path.stem == "strings" else ""
             assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
 
 

@@ -75,6 +75,7 @@ end
 
 -- include streams
 -- include notify
+-- include strings
 
 local MOST_DEAD_FIELDS, MOST_DEAD_BYTES = 16, 1048576
 local dead = KEYS[2]
@@ -117,7 +118,15 @@ end
 -- Nearly always all rows are there, which one command tells; each costs as much as a tenth of what a job does. What may stand
 -- there instead of a row its clients find, and have it replaced.
 local are_there = not is_to_store and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
-local is_refused = false
+local is_refused, are_stored = false, false
+if is_to_store and not next(failures) then
+  local rows = {}
+  for i = 1, count do
+    rows[2 * i - 1], rows[2 * i] = KEYS[2 + count + i], ARGV[HEAD + count + i]
+  end
+  -- Not where one of them is there already, or is refused: then each is tried, and told of.
+  are_stored = set_together(rows, row_ms, 'NX')
+end
 -- Who waits, where that is one client alone; what is no string is nothing here. See waiting.lua.
 local waits = redis.call('MGET', unpack(KEYS, 3, 2 + count))
 for i = 1, count do
@@ -125,9 +134,9 @@ for i = 1, count do
   local failure = failures[i] and ARGV[failures[i]]
   local part, is_stored = nil, are_there
   if is_to_store and not failure and not is_refused then
-    local outcome = redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
+    local outcome = not are_stored and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
     is_refused = outcome and outcome.err
-    is_stored = outcome and outcome.ok or was_stored
+    is_stored = are_stored or outcome and outcome.ok or was_stored
     part = is_stored and ARGV[HEAD + count + i]
     if part and host ~= '' then
       part = string.sub(part, PLACE_FIRST, PLACE_LAST)

@@ -59,6 +59,21 @@ end
 local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone()
 local is_usual = is_sole or may_be_usual and spare_capacity(shared, laned) >= count
 local outcome, queued = {}, {}
+
+-- include strings
+
+-- The waiting keys of prompts that nobody has asked for, and what they get, one after the other.
+local fresh = {}
+
+local function register_fresh()
+  if not set_together(fresh, lifetime) then
+    for at = 1, #fresh, 2 do
+      local waiting = fresh[at]
+      redis.call('SET', waiting, fresh[at + 1], 'PX', lifetime)
+    end
+  end
+end
+
 -- What the waiting key of a new prompt has before the entry. See waiting.lua.
 local sole_waiter = reply .. '\n'
 if is_usual and not has_lanes then
@@ -70,10 +85,11 @@ if is_usual and not has_lanes then
     else
       local tag = is_sole and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
       local entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
-      redis.call('SET', waiting, sole_waiter .. entry, 'PX', lifetime)
+      fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
       outcome[i], queued[waiting] = 'Q', true
     end
   end
+  register_fresh()
   return table.concat(outcome)
 end
 
@@ -98,19 +114,18 @@ local function register(waiting, entry, is_fresh)
   end
 end
 
--- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere.
-local function to_stream(i, may_go_back, is_announced, is_fresh)
+-- Queue a prompt in a lane, with its home, or in the shared stream: with its digest, where it may have to go elsewhere. Returns
+-- the entry.
+local function to_stream(i, may_go_back, is_announced)
   local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], homes[i]
-  local worker, tag, entry = choose(home, is_announced, is_sibling[i]), lifetime, nil
+  local worker, tag = choose(home, is_announced, is_sibling[i]), lifetime
   if worker or may_go_back then
     tag = lifetime .. ' ' .. string.sub(waiting, -16)
   end
   if home and home ~= '' then
-    entry = add_job(worker, 'm', job, 'u', tag, 'h', home)
-  else
-    entry = add_job(worker, 'm', job, 'u', tag)
+    return add_job(worker, 'm', job, 'u', tag, 'h', home)
   end
-  register(waiting, entry, is_fresh)
+  return add_job(worker, 'm', job, 'u', tag)
 end
 
 open_lanes(count)
@@ -126,10 +141,11 @@ if is_usual then
     if queued[waiting] then
       outcome[i] = 'J'
     else
-      to_stream(i, is_sole, announced[i], true)
+      fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. to_stream(i, is_sole, announced[i])
       outcome[i], queued[waiting] = 'Q', true
     end
   end
+  register_fresh()
   count_added()
   return table.concat(outcome)
 end
@@ -172,7 +188,7 @@ local function queue(i, is_fresh)
       redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
     end
-    to_stream(i, free <= 0, false, is_fresh)
+    register(waiting, to_stream(i, free <= 0, false), is_fresh)
     depth, free = depth + 1, free - 1
     return 'Q'
   end
