@@ -9,8 +9,9 @@
     logprobs  float32 (N, k)    of the k likeliest tokens after each one; with --full of all of them, (N, V)
     ids       int64 (N, k)      which these are; not there with --full
 
-Rows go to the file as they come, so that memory holds the tokens and one batch, however many rows there are. Needs a
-pool, such as `lmpool up .cache/models/smollm2-float32 --name smollm2`, and pip install 'lmpool[hf]'.
+One forward a text, where the backend can (`producer.model.positions`). What is wanted goes to the file as it comes, so
+that memory holds the tokens and some texts' answers, however many there are. Needs a pool, such as
+`lmpool up .cache/models/smollm2-float32 --name smollm2`, and pip install 'lmpool[hf]'.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
+from lmpool.aio import gather
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.producer import Producer
+from lmpool.producer import PositionOptions, Producer, TopK
 from lmpool.producer.tokenizer import load_tokenizer
 
-TEXTS_AT_ONCE = 32
+TEXTS_AT_ONCE = 16
 DTYPES = {"I64": "<i8", "F32": "<f4"}
 
 
@@ -77,31 +77,23 @@ async def distill(given: argparse.Namespace, texts: list[str]) -> int:
             file["tokens"][:], file["starts"][:] = np.concatenate(prompts), starts
             with Progress(console=Console(stderr=True)) as progress:
                 bar = progress.add_task("rows", total=total)
-                for some, rows in beginnings(prompts, starts):
-                    if given.full:
-                        file["logprobs"][rows] = await producer.batch_logprobs(some)
-                    else:
-                        file["logprobs"][rows], file["ids"][rows] = await producer.batch_topk(some, given.top)
-                    progress.advance(bar, len(some))
+                wanted: PositionOptions = {"full": True} if given.full else {"top": given.top}
+
+                async def fill(text: int) -> None:
+                    async for start, values in producer.stream_positions(prompts[text], **wanted):
+                        logprobs, *ids = values if isinstance(values, TopK) else (values,)
+                        rows = slice(starts[text] + start, starts[text] + start + len(logprobs))
+                        file["logprobs"][rows] = logprobs
+                        for tokens in ids:
+                            file["ids"][rows] = tokens
+                        progress.advance(bar, len(logprobs))
+
+                for first in range(0, len(prompts), TEXTS_AT_ONCE):
+                    await gather([fill(text) for text in range(first, min(first + TEXTS_AT_ONCE, len(prompts)))])
         except BaseException:
             given.output.unlink()  # Half a file would look like a whole one.
             raise
     return total
-
-
-def beginnings(
-    prompts: list[list[int]], starts: NDArray[np.int64]
-) -> Iterator[tuple[list[list[int]], NDArray[np.int64]]]:
-    """The beginnings of all prompts, some at a time, and at which entry of the file each ends.
-
-    A beginning comes after the one that it is a token longer than: the model pays for the new token only.
-    """
-    lengths = np.diff(starts)
-    for first in range(0, len(prompts), TEXTS_AT_ONCE):
-        texts = np.arange(first, min(first + TEXTS_AT_ONCE, len(prompts)))
-        for length in range(1, lengths[texts].max() + 1):
-            alive = texts[lengths[texts] >= length]
-            yield [prompts[text][:length] for text in alive], starts[alive] + length - 1
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.prompt import digest_of, encode_prompt
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob
 from tests.contract.model import V
@@ -150,6 +151,14 @@ class Opened:
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
         assert not self.failures, self.failures
         return [self.scores[job.digest] for job in jobs]
+
+    def expect(self, prompts: Sequence[Sequence[int]], query: PositionsQuery, adapter: str = "") -> list[Row]:
+        """What is wanted of every position of some prompts that run together, each (n, width)."""
+        jobs = [self.job(ids, adapter)._replace(positions=query) for ids in prompts]
+        self.backend.submit(jobs)
+        self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
+        assert not self.failures, self.failures
+        return [self.scores[job.digest].reshape(len(job.span), -1) for job in jobs]
 
     def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
         """Each score must be the reference row's entry."""

@@ -1,12 +1,15 @@
-"""Scores: the log-probabilities of a prompt's own tokens, for the backends that answer them."""
+"""Scores of a prompt's own tokens, and what is expected at every position, for the backends that answer these."""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from lmpool.protocol.adapter import name_of
+from lmpool.protocol.query import PositionsQuery, unpack_tops
+from lmpool.protocol.row import Row
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
@@ -63,6 +66,63 @@ def test_a_scored_prompt_is_counted_once_and_its_own_chunks_are_not_what_it_reus
         assert after.tokens - before.tokens == sum(map(len, prompts))
         # A few of its first tokens may be those of an earlier prompt, by chance.
         assert after.reused - before.reused < MAX_BATCH_TOKENS
+
+
+def expected(opened: Opened, ids: list[int], start: int, adapter: str = "") -> Row:
+    """The reference rows of all positions from `start` on, (n, V)."""
+    return np.stack([opened.subject.reference(ids[: at + 1], adapter) for at in range(start, len(ids))])
+
+
+def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str = "") -> None:
+    """Have prompts answered at every position together, in all three ways, and check what comes."""
+    assert opened.backend.info.positions == opened.subject.positions
+    if not opened.subject.positions:
+        return  # Others are never asked.
+    tolerance, vocab_size = opened.subject.tolerance, opened.backend.info.vocab_size
+    targets = [vocab_size - 1, 0, 7]
+    by_way = [
+        opened.expect(prompts, query, adapter)
+        for query in (
+            PositionsQuery(start),
+            PositionsQuery(start, targets=np.array(targets, "<u4").tobytes()),
+            PositionsQuery(start, 5),
+        )
+    ]
+    for ids, rows, entries, packed in zip(prompts, *by_way, strict=True):
+        reference = expected(opened, ids, start, adapter)
+        assert rows.shape == reference.shape
+        assert float(np.abs(rows - reference).max()) <= tolerance
+        assert float(np.abs(entries - reference[:, targets]).max()) <= tolerance
+        largest = unpack_tops(packed.ravel(), len(reference), vocab_size)
+        # Where two are as likely but for rounding, either may come first.
+        assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
+        own = np.take_along_axis(reference, largest.ids, axis=1)
+        assert float(np.abs(own - largest.values).max()) <= tolerance
+
+
+@pytest.mark.parametrize("start", [0, 1, 7])
+def test_at_every_position_the_row_of_its_prefix_is_expected(opened: Opened, draw: random.Random, start: int) -> None:
+    expecting(opened, [prompt(draw, draw.randint(8, 40)) for _ in range(6)], start)
+
+
+def test_positions_of_long_prompts_and_of_such_that_are_held_already(opened: Opened, draw: random.Random) -> None:
+    long = prompt(draw, 2 * MAX_BATCH_TOKENS + 5)
+    opened.ask([long[:30]])
+    expecting(opened, [long], 0)
+    expecting(opened, [long[:31]], 30)
+
+
+def test_positions_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:
+    for adapter in map(name_of, opened.backend.adapters):
+        expecting(opened, [prompt(draw, 12)], 2, adapter)
+
+
+def test_positions_scores_and_rows_do_not_disturb_each_other(opened: Opened, draw: random.Random) -> None:
+    prompts = [prompt(draw, 20 + at) for at in range(4)]
+    digests = opened.submit(prompts)
+    expecting(opened, prompts, 3)
+    scored(opened, prompts, [4] * 4)
+    opened.check(prompts, opened.finish(digests))
 
 
 def test_a_fresh_row_is_the_row(opened: Opened, draw: random.Random) -> None:

@@ -112,15 +112,16 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
 async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     # As releases without a wire version write them.
-    older, heartbeat = msgpack.packb(asdict(info)), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
+    told = {name: value for name, value in asdict(info).items() if name != "positions"}
+    older, heartbeat = msgpack.packb(told), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
     try:
         await redis.hset(pool.keys.worker("older"), mapping=heartbeat)  # type: ignore[arg-type]
         await redis.zadd(pool.keys.model("syn").workers, {"older": deadline_ms()})
         await redis.hset(pool.keys.models(), "syn", older)
-        with pytest.raises(ModelMismatch, match="served by older .* wire version 2, and this release .* speaks 5"):
+        with pytest.raises(ModelMismatch, match="served by older .* wire version 2, and this release .* speaks 6"):
             await joined(redis, pool.keys, info, "newer")
         assert await redis.hget(pool.keys.models(), "syn") == older
-        with pytest.raises(ProtocolError, match="'syn' is served with wire version 2, and this release .* speaks 5"):
+        with pytest.raises(ProtocolError, match="'syn' is served with wire version 2, and this release .* speaks 6"):
             await Discovery(redis, pool.keys).info("syn")
     finally:
         await redis.aclose()

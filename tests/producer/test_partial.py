@@ -1,10 +1,11 @@
-"""Asking for less than a row: entries, the likeliest tokens, draws, scores."""
+"""Asking for less than a row, or for those of every position: entries, the likeliest tokens, draws, scores."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from lmpool.errors import (
     WorkerError,
 )
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer import partial as partial_rows
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
-from lmpool.protocol.query import Sampling, sample, top
+from lmpool.protocol.query import Sampling, TopK, sample, top
+from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
@@ -176,11 +179,11 @@ async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, en
 
 
 class Unscoring(SyntheticBackend):
-    """Says nothing of scores, as a backend of one's own."""
+    """Says nothing of scores and positions, as a backend of one's own."""
 
     @property
     def info(self) -> ModelInfo:
-        return replace(super().info, scores=False)
+        return replace(super().info, scores=False, positions=False)
 
 
 async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
@@ -193,13 +196,78 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
         # As after another worker of the model, which does, has joined.
         session = told_otherwise._sessions.session
         assert session is not None
-        session._renew(replace(session.info, scores=True))
+        session._renew(replace(session.info, scores=True, positions=True))
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
             assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
+            await assert_positions(producer)
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
+
+
+WHOLE = [*PROMPT, *range(20, 30)]
+
+
+def behind(start: int = 0) -> Row:
+    """The rows of all positions of `WHOLE` from one on, (n, V)."""
+    return np.stack([synthetic_row(WHOLE[: at + 1], vocab_size=V) for at in range(start, len(WHOLE))])
+
+
+async def assert_positions(producer: Producer) -> None:
+    """Ask for every position in all ways, and compare with the rows of all prefixes."""
+    for start in (0, 4, len(WHOLE) - 1):
+        rows = behind(start)
+        best = await producer.positions(WHOLE, start, top=7)
+        assert isinstance(best, TopK)
+        assert best.values.dtype == np.float32
+        assert best.ids.dtype == np.int64
+        assert np.array_equal(best.values, np.stack([top(row, 7).values for row in rows]))
+        assert np.array_equal(best.ids, np.stack([top(row, 7).ids for row in rows]))
+        assert np.array_equal(await producer.positions(WHOLE, start, targets=[5, 0, V - 1]), rows[:, [5, 0, V - 1]])
+        assert np.array_equal(await producer.positions(WHOLE, start, full=True), rows)
+        parts = [part async for part in producer.stream_positions(WHOLE, start, full=True)]
+        assert parts[0].start == start
+        for part, after in pairwise(parts):
+            assert after.start == part.start + len(part.values)
+        assert np.array_equal(np.concatenate([np.asarray(part.values) for part in parts]), rows)
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16"])
+@pytest.mark.parametrize("most", [partial_rows._MOST_ANSWER, 3 * V])
+async def test_every_position_expects_what_the_row_of_its_prefix_says(
+    pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_rows, "_MOST_ANSWER", most)  # Of all positions at once, or of three.
+    pool.start("--encoding", encoding)
+    async with pool.producer() as producer:
+        assert producer.model.positions
+        await assert_positions(producer)
+        first, second = await producer.batch_positions([WHOLE, [1, 5]], 1, targets=[3])
+        assert np.array_equal(first, behind(1)[:, [3]])
+        assert np.array_equal(second, synthetic_row([1, 5], vocab_size=V)[None, [3]])
+        assert await producer.batch_positions([], top=3) == []
+
+
+async def test_every_position_costs_one_job_and_no_rows(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        await producer.positions(WHOLE, top=3)
+        assert len(pool.names("row:*")) == 1  # the answer
+        assert producer.stats().computed == 1
+
+
+async def test_a_damaged_answer_for_every_position_is_asked_for_again(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        await producer.positions(WHOLE, top=2)
+        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
+        value = pool.redis.get(key)
+        assert isinstance(value, bytes)
+        pool.redis.set(key, value[:16] + b"\xff" * (len(value) - 16))
+        best = await producer.positions(WHOLE, top=2)
+        assert isinstance(best, TopK)
+        assert np.array_equal(best.ids, np.stack([top(row, 2).ids for row in behind()]))
 
 
 async def test_scoring_costs_one_job_and_no_rows(pool: Pool) -> None:
@@ -383,6 +451,17 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("sample", {"seed": -1}, SettingsError, "seed: -1 must be from 0 to"),
     ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
     ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
+    ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\] and full=True"),
+    ("positions", {"top": 1, "full": True}, SettingsError, "give just one of"),
+    ("positions", {"top": 0}, SettingsError, f"top: 0 must be a whole number from 1 to {V}"),
+    ("positions", {"top": V + 1}, SettingsError, f"top: {V + 1} must be"),
+    ("positions", {"full": 1}, SettingsError, "full: 1 must be True or False"),
+    ("positions", {"targets": []}, NotTokenIds, "targets: .* at least 1 token id"),
+    ("positions", {"targets": [V]}, TokenOutOfRange, f"token id {V} is out of range"),
+    ("positions", {"top": 1, "start": 3}, SettingsError, "start: 3 must be a whole number from 0 to 2, the last"),
+    ("positions", {"top": 1, "start": -1}, SettingsError, "start: -1 must be"),
+    ("positions", {"top": 1, "start": 1.0}, SettingsError, "start: 1.0 must be"),
+    ("positions", {"k": 5}, SettingsError, "k: not an option; there are top, targets, full, adapter, timeout"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
     ("score", {"continuation": "text"}, NotTokenIds, "text"),
     ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),
@@ -396,9 +475,12 @@ async def test_bad_input_is_refused_before_anything_is_sent(pool: Pool) -> None:
         for method, arguments, error, message in BAD:
             with pytest.raises(error, match=message):
                 await getattr(producer, method)(PROMPT, **arguments)
-            if method in ("topk", "sample"):
+            if method in ("topk", "sample", "positions"):
                 with pytest.raises(error, match=message):
                     await getattr(producer, f"batch_{method}")([PROMPT], **arguments)
+            if method == "positions":
+                with pytest.raises(error, match=message):
+                    await anext(producer.stream_positions(PROMPT, **arguments))
         with pytest.raises(SettingsError, match="targets: 1 lists for 2 prompts"):
             await producer.batch_logprobs([PROMPT, PROMPT], targets=[[1]])
         with pytest.raises(SettingsError, match="continuations: 1 for 2 prompts"):
@@ -415,6 +497,7 @@ async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
             producer.topk([13], 2),
             producer.sample([13]),
             producer.score([1], [13, 1]),
+            producer.positions([1, 13], top=2),
             producer.warm([13]),
             producer.logprobs([13], fresh=True),
         ):
@@ -425,6 +508,7 @@ async def test_failures_and_deadlines_are_those_of_rows(pool: Pool) -> None:
             producer.logprobs([1], targets=[1]),
             producer.topk([1], 2),
             producer.score([1], [2]),
+            producer.positions([1, 2], full=True),
         ):
             with pytest.raises(NoWorker):
                 await ask
@@ -471,6 +555,11 @@ def test_without_asyncio_too(pool: Pool) -> None:
         assert producer.batch_sample([PROMPT], seed=1).tolist() == [sample(ROW, Sampling(1.0, 1.0, 1))]
         assert producer.score(PROMPT, [4])[0] == ROW[4]
         assert producer.batch_score([PROMPT], [[4]])[0][0] == ROW[4]
+        assert np.array_equal(producer.positions(WHOLE, full=True), behind())
+        assert np.array_equal(producer.batch_positions([WHOLE], targets=[4])[0], behind()[:, [4]])
+        (part,) = producer.stream_positions(WHOLE, 2, full=True)
+        assert part.start == 2
+        assert np.array_equal(np.asarray(part.values), behind(2))
         producer.warm(OTHERS[0])
         producer.clear_cache()
 

@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from examples.distill import TEXTS_AT_ONCE, beginnings
 from safetensors.numpy import load_file
 
 from lmpool.embedded import EmbeddedServer
@@ -173,26 +172,11 @@ def test_teacher_rows_are_the_rows_after_every_token(
     rows = producer.batch_logprobs([prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)])
     if "--full" in options:
         assert sorted(file) == ["logprobs", "starts", "tokens"]
-        np.testing.assert_array_equal(file["logprobs"], rows)
+        np.testing.assert_allclose(file["logprobs"], rows, atol=3e-4, rtol=0)
     else:
         assert file["ids"].shape == (len(rows), 4)
-        np.testing.assert_array_equal(file["logprobs"], -np.sort(-rows, axis=1)[:, :4])
-        np.testing.assert_array_equal(np.take_along_axis(rows, file["ids"], 1), file["logprobs"])
-
-
-def test_distill_asks_for_every_beginning_once_and_never_before_a_shorter_one() -> None:
-    lengths = np.random.default_rng(1).integers(1, 9, 2 * TEXTS_AT_ONCE + 5)
-    prompts = [[100 * text + place for place in range(length)] for text, length in enumerate(lengths.tolist())]
-    starts = np.cumsum([0, *lengths])
-    seen: dict[int, list[int]] = {}
-    for some, rows in beginnings(prompts, starts):
-        assert len(some) <= TEXTS_AT_ONCE
-        for prompt, row in zip(some, rows.tolist(), strict=True):
-            assert row not in seen
-            assert len(prompt) == 1 or seen[row - 1] == prompt[:-1]
-            seen[row] = prompt
-    expected = [prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)]
-    assert [seen[row] for row in sorted(seen)] == expected
+        np.testing.assert_allclose(file["logprobs"], -np.sort(-rows, axis=1)[:, :4], atol=3e-4, rtol=0)
+        np.testing.assert_allclose(np.take_along_axis(rows, file["ids"], 1), file["logprobs"], atol=3e-4, rtol=0)
 
 
 def test_distill_leaves_no_half_file(
@@ -201,7 +185,7 @@ def test_distill_leaves_no_half_file(
     texts, target = tmp_path / "texts.txt", tmp_path / "rows.safetensors"
     texts.write_text("Hi", "utf-8")
     error = ended(monkeypatch, "distill.py", texts, target, "--top", 0, "--redis", url)
-    assert str(error.code).startswith("error: k: 0 ")
+    assert str(error.code).startswith("error: top: 0 ")
     assert "rows" in capsys.readouterr().err  # It had begun.
     assert not target.exists()
 

@@ -1,7 +1,7 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
 from lmpool.producer.client.requests import ProducerStats
-from lmpool.producer.partial import SampleOptions
+from lmpool.producer.partial import PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
@@ -9,6 +9,8 @@ from lmpool.protocol.query import TopK
 
 __all__ = [
     "PooledTrie",
+    "PositionOptions",
+    "Positions",
     "Producer",
     "ProducerStats",
     "SampleOptions",

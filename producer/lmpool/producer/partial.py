@@ -1,11 +1,11 @@
-"""Less than a row: some entries, the likeliest tokens, a draw, the scores of a continuation; only that travels."""
+"""Less than a row, or more: entries, likeliest tokens, a draw, scores, every position; only what is wanted travels."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, l
 from lmpool.protocol.query import (
     MOST_SEED,
     FreshQuery,
+    PositionsQuery,
     SampleQuery,
     Sampling,
     ScoreQuery,
@@ -39,11 +40,15 @@ from lmpool.protocol.query import (
     top,
     unpack_token,
     unpack_top,
+    unpack_tops,
 )
 from lmpool.protocol.row import Row, check_logprobs, check_row
 from lmpool.settings import shown
 
 T = TypeVar("T")
+
+_MOST_ANSWER = 1 << 21
+"""Numbers of one answer (8 MiB); what is wanted of more positions comes in several."""
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
@@ -70,6 +75,46 @@ class SampleOptions(TypedDict, total=False):
 
 
 _OPTIONS = SampleOptions.__optional_keys__
+
+
+Expected = TopK | NDArray[np.float32]
+"""What is wanted of n positions: the likeliest tokens of each, (n, k), or float32 log-probabilities of shape (n, m)."""
+
+
+class PositionOptions(TypedDict, total=False):
+    """Options of `Producer.positions`, `batch_positions` and `stream_positions`.
+
+    Attributes:
+        top: so many of the likeliest tokens are wanted, 1 to V.
+        targets: or the entries of these token ids.
+        full: or whole rows.
+        adapter: as `Producer.logprobs`.
+        timeout: as `Producer.logprobs`.
+    """
+
+    top: int
+    targets: Any
+    full: bool
+    adapter: str
+    timeout: float | None
+
+
+class Positions(NamedTuple):
+    """A part of what `Producer.stream_positions` brings: what is wanted of the positions from `start` on."""
+
+    start: int
+    values: Expected
+
+
+class _Wanted(NamedTuple):
+    """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows."""
+
+    top: int = 0
+    targets: tuple[int, ...] = ()
+
+    def query(self, start: int) -> PositionsQuery:
+        """The query for it."""
+        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes())
 
 
 class PartialRows:
@@ -192,6 +237,67 @@ class PartialRows:
 
         return await self._request(adapter, timeout, ask)
 
+    async def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
+        """What the model expects behind every token of a text from position `start` on: at i, after ids[: i + 1].
+
+        Workers of backends that can (`model.positions`) run one forward for it; otherwise each position is a prompt of
+        its own. Forwards of different lengths round differently: expect what rows say to about 1e-4 in float32.
+
+        Args:
+            ids: a text of N tokens, as a prompt for `Producer.logprobs`.
+            start: the first position, 0 to N - 1.
+            options: see `PositionOptions`; one of `top`, `targets` and `full` says what is wanted.
+
+        Returns:
+            with `top` log-probabilities, float32 (n, top), and token ids, int64 (n, top), n = N - start, likeliest
+            first, of equal ones the lowest id first; else log-probabilities, float32 (n, m) or (n, V).
+
+        Raises:
+            SettingsError: `start` or `top` is out of range, or not just one of the three is given.
+            NotTokenIds, TokenOutOfRange: `targets` are no token ids of the model.
+        """
+        (found,) = await self.batch_positions([ids], start, **options)
+        return found
+
+    async def batch_positions(
+        self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
+    ) -> list[Expected]:
+        """As `positions`, for several texts, each from `start` on."""
+        listed = list_prompts(texts)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> list[Expected]:
+            wanted = _read_wanted(options, session)
+            encoded = [_check_start(start, session.encode(ids, name)) for ids in listed]
+            return await gather([ask_positions(session, text, start, wanted, deadline) for text in encoded])
+
+        return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
+
+    async def stream_positions(
+        self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]
+    ) -> AsyncIterator[Positions]:
+        """As `positions`, in parts of 8 MiB at most, in order, for what is too large for memory.
+
+        Args:
+            ids: as for `positions`.
+            start: as for `positions`.
+            options: as for `positions`, but `timeout` is for each part.
+        """
+
+        async def plan(session: Session, name: str, deadline: Deadline) -> list[range]:
+            text = _check_start(start, session.encode(ids, name))
+            return _parts(session, text, start, _read_wanted(options, session))
+
+        def asking(part: range) -> Callable[[Session, str, Deadline], Coroutine[Any, Any, Expected]]:
+            async def ask(session: Session, name: str, deadline: Deadline) -> Expected:
+                text, wanted = session.encode(ids, name), _read_wanted(options, session)
+                return await _ask_part(session, _beginning(text, part.stop), part, wanted, deadline)
+
+            return ask
+
+        adapter, timeout = options.get("adapter", ""), options.get("timeout")
+        for part in await self._request(adapter, timeout, plan):
+            yield Positions(part.start, await self._request(adapter, timeout, asking(part)))
+
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.
 
@@ -217,11 +323,32 @@ class PartialRows:
         return await self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
 
 
-def _check_k(k: Any, session: Session) -> int:
+def _check_k(k: Any, session: Session, name: str = "k") -> int:
     vocab_size = session.info.vocab_size
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= vocab_size:
-        raise SettingsError(f"k: {shown(k)} must be a whole number from 1 to {vocab_size}, the model's V")
+        raise SettingsError(f"{name}: {shown(k)} must be a whole number from 1 to {vocab_size}, the model's V")
     return int(k)
+
+
+def _read_wanted(options: PositionOptions, session: Session) -> _Wanted:
+    """Check what is wanted of every position."""
+    if unknown := options.keys() - PositionOptions.__optional_keys__:
+        raise SettingsError(f"{min(unknown)}: not an option; there are {', '.join(PositionOptions.__annotations__)}")
+    top, targets, full = options.get("top"), options.get("targets"), options.get("full", False)
+    if type(full) is not bool:
+        raise SettingsError(f"full: {shown(full)} must be True or False")
+    if (top is not None) + (targets is not None) + full != 1:
+        raise SettingsError("positions: give just one of top=k, targets=[ids] and full=True")
+    if top is not None:
+        return _Wanted(_check_k(top, session, "top"))
+    return _Wanted() if full else _Wanted(targets=tuple(read_targets(targets, session.info.vocab_size)))
+
+
+def _check_start(start: Any, text: Prompt) -> Prompt:
+    length = len(text.ids) // 4
+    if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start < length:
+        raise SettingsError(f"start: {shown(start)} must be a whole number from 0 to {length - 1}, the last position")
+    return text
 
 
 def read_targets(targets: Any, vocab_size: int) -> list[int]:
@@ -388,6 +515,56 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
     pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
     scores = await gather([ask_entries(session, prefix, [token], deadline) for prefix, token in pairs])
     return np.concatenate(scores)
+
+
+def _beginning(text: Prompt, length: int) -> Prompt:
+    """The first tokens of a prompt."""
+    ids = text.ids[: 4 * length]
+    return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
+
+
+def _parts(session: Session, text: Prompt, start: int, wanted: _Wanted) -> list[range]:
+    """The positions of a text from `start` on, in parts whose answers are not too large for one reply."""
+    width = wanted.query(0).width(session.info.vocab_size)
+    length, size = len(text.ids) // 4, max(1, _MOST_ANSWER // width)
+    return [range(at, min(at + size, length)) for at in range(start, length, size)]
+
+
+async def ask_positions(session: Session, text: Prompt, start: int, wanted: _Wanted, deadline: Deadline) -> Expected:
+    """What is wanted of every position of a text from `start` on."""
+    parts = _parts(session, text, start, wanted)
+    answers = await gather([_ask_part(session, _beginning(text, part.stop), part, wanted, deadline) for part in parts])
+    if len(answers) == 1:
+        return answers[0]
+    tops = [answer for answer in answers if isinstance(answer, TopK)]
+    if tops:
+        return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
+    return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
+
+
+async def _ask_part(session: Session, text: Prompt, part: range, wanted: _Wanted, deadline: Deadline) -> Expected:
+    """`ask_positions` of the last positions of a text."""
+    count, vocab_size = len(part), session.info.vocab_size
+    query = wanted.query(part.start)
+
+    def read(answer: Row) -> Expected:
+        if wanted.top:
+            return unpack_tops(answer, count, vocab_size)
+        return check_logprobs(answer).reshape(count, -1)
+
+    if session.info.positions:
+        with_query = text.with_query(query.pack(), count * query.width(vocab_size))
+        try:
+            return await _answer(session, with_query, deadline, read)
+        except SourceMissing:
+            pass  # Another worker of this model does not.
+    prompts = [_beginning(text, at + 1) for at in part]
+    if wanted.top:
+        tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
+        return TopK(np.stack([best.values for best in tops]), np.stack([best.ids for best in tops]))
+    if wanted.targets:
+        return await ask_entries_of_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
+    return await session.answer_all(prompts, deadline)
 
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
-from lmpool.producer.partial import SampleOptions
+from lmpool.producer.partial import Expected, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
@@ -198,6 +198,26 @@ class SyncProducer(CopiedAsItself):
         """As `Producer.batch_score`."""
         work = self._producer.batch_score(prompts, continuations, adapter=adapter, timeout=timeout)
         return self._wait_for(work)
+
+    def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
+        """As `Producer.positions`."""
+        return self._wait_for(self._producer.positions(ids, start, **options))
+
+    def batch_positions(
+        self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
+    ) -> list[Expected]:
+        """As `Producer.batch_positions`."""
+        return self._wait_for(self._producer.batch_positions(texts, start, **options))
+
+    def stream_positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Iterator[Positions]:
+        """As `Producer.stream_positions`."""
+        parts = self._producer.stream_positions(ids, start, **options)
+
+        async def following() -> Positions | None:
+            return await anext(parts, None)
+
+        while (part := self._wait_for(following())) is not None:
+            yield part
 
     def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """As `Producer.warm`."""

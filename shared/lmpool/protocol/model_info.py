@@ -36,6 +36,9 @@ _VERSION_FIELD = "wire_version"
 _VERSION_WITHOUT_FIELD = 2
 """The wire version of the last releases whose infos did not tell it."""
 
+_FIELDS_SINCE_THEN = {"positions"}
+"""What their infos did not have either."""
+
 # What programs and people know a model by; the other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")
 _CONTROL = re.compile(f"[{CONTROLS}]")
@@ -64,6 +67,7 @@ class ModelInfo:
         vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`), which the pool has; or "".
         answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
         scores: its workers answer what a continuation's tokens score from one forward.
+        positions: they answer what the model expects at every position from one forward.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -83,6 +87,7 @@ class ModelInfo:
     vocabulary: str = ""
     answers_tries: bool = False
     scores: bool = False
+    positions: bool = False
     note: str = ""
     queue_limit: Annotated[int, _limited("queue_limit")] = 100_000
     lease_s: Annotated[float, _limited("lease_s")] = 15.0
@@ -158,7 +163,8 @@ class ModelInfo:
             raise ProtocolError(f"a model info does not decode: {error}") from error
         version = None
         if isinstance(values, dict):
-            version = values.pop(_VERSION_FIELD, _VERSION_WITHOUT_FIELD if values.keys() == _TYPES.keys() else None)
+            is_older = values.keys() == _TYPES.keys() - _FIELDS_SINCE_THEN
+            version = values.pop(_VERSION_FIELD, _VERSION_WITHOUT_FIELD if is_older else None)
         if type(version) is int and version != WIRE_VERSION:
             raise ProtocolError(other_version(f"the model {shown(values.get('name'))} is served with", version))
         if type(version) is not int or values.keys() != _TYPES.keys():

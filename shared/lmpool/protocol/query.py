@@ -126,6 +126,30 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
     return TopK(values, ids)
 
 
+def pack_tops(largest: TopK) -> NDArray[np.float32]:
+    """Those of n positions as an answer travels: float32 (n, 2k), of each the values and then the bits of the ids."""
+    return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=1)
+
+
+def unpack_tops(answer: NDArray[np.float32], count: int, vocab_size: int) -> TopK:
+    """Read what `pack_tops` made of `count` positions.
+
+    Raises:
+        ProtocolError: as `unpack_top`.
+    """
+    each = answer.reshape(count, -1)
+    k = each.shape[1] // 2
+    values, ids = each[:, :k].copy(), np.ascontiguousarray(each[:, k:]).view("<u4").astype(np.int64)
+    ordered = np.sort(ids, axis=1)
+    # In this form it refuses NaN too.
+    is_falling = (values[:, 1:] <= values[:, :-1]).all()
+    if not is_falling or ids.max() >= vocab_size or (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ProtocolError(f"these are not the largest entries of rows of {vocab_size}")
+    for largest in (values[:, 0].min(), values[:, 0].max()):
+        check_largest(largest, vocab_size)
+    return TopK(values, ids)
+
+
 def pack_token(token: int) -> NDArray[np.float32]:
     """A token id as an answer travels: float32 of shape (1,), the bits of the id."""
     return np.array([token], "<u4").view(np.float32)
@@ -220,6 +244,38 @@ class ScoreQuery(Message, frozen=True, tag="score"):
     start: Annotated[int, Meta(ge=1)]
 
 
+class PositionsQuery(Message, frozen=True, tag="positions"):
+    """What the model expects behind each of the prompt's tokens from position `start` on.
+
+    One forward answers it: float32 of shape (n * width,), n = length of the prompt - start, position after position.
+
+    Attributes:
+        start: the first position. At position i is wanted what comes after the tokens 0 to i.
+        top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_tops` packs them; 0 for none.
+        targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
+    """
+
+    start: Annotated[int, Meta(ge=0)]
+    top: Annotated[int, Meta(ge=0)] = 0
+    targets: bytes = b""
+
+    @property
+    def target_ids(self) -> NDArray[np.int64]:
+        """The ids of `targets`, int64 (m,)."""
+        return np.frombuffer(self.targets, "<u4").astype(np.int64)
+
+    def width(self, vocab_size: int) -> int:
+        """Numbers of each position."""
+        return 2 * self.top or len(self.targets) // 4 or vocab_size
+
+    def of(self, rows: Row) -> NDArray[np.float32]:
+        """What is wanted of rows, float32 (n, V): float32 (n, width)."""
+        if self.top:
+            tops = [top(row, self.top) for row in rows]
+            return pack_tops(TopK(np.stack([best.values for best in tops]), np.stack([best.ids for best in tops])))
+        return rows[:, self.target_ids] if self.targets else rows
+
+
 class FreshQuery(Message, frozen=True, tag="fresh"):
     """The row, computed by a forward of its own from nothing that is kept.
 
@@ -233,7 +289,7 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
 PickQuery = TopQuery | SampleQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | ScoreQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | ScoreQuery | PositionsQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -249,6 +305,8 @@ def unpack_query(data: bytes) -> Query:
             return checked(SampleQuery, values, "a query")
         case ["score", *_] as values:
             return checked(ScoreQuery, values, "a query")
+        case ["positions", int(), int(), bytes(targets)] as values if len(targets) % 4 == 0:
+            return checked(PositionsQuery, values, "a query")
         case ["fresh", *_] as values:
             return checked(FreshQuery, values, "a query")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from lmpool.protocol.job import WIRE_VERSION, Failure, Job
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import OPS, FreshQuery, SampleQuery, Sampling, ScoreQuery, TopQuery, TrieQuery
+from lmpool.protocol.query import (
+    OPS,
+    FreshQuery,
+    PositionsQuery,
+    SampleQuery,
+    Sampling,
+    ScoreQuery,
+    TopQuery,
+    TrieQuery,
+)
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
 from lmpool.vocabulary import Vocabulary
@@ -78,6 +87,7 @@ valid_queries = st.one_of(
     st.builds(TopQuery, st.integers(1, 600)),
     samplings.map(lambda how: SampleQuery(*how)),
     st.builds(ScoreQuery, st.integers(1, 9)),
+    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), st.sampled_from([b"", b"\1\0\0\0"])),
     st.builds(FreshQuery, digests),
     trie_queries,
 ).map(lambda query: query.pack())
@@ -85,6 +95,7 @@ wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
     st.builds(ScoreQuery, numbers).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9)).map(lambda query: query.pack()),
     st.builds(FreshQuery, noise).map(lambda query: query.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),
 )

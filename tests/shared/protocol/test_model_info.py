@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "vocabulary": "2b" * 16,
     "answers_tries": True,
     "scores": True,
+    "positions": True,
     "note": "a note",
     "queue_limit": 5,
     "lease_s": 2.5,
@@ -260,27 +261,27 @@ OLDER = bytes.fromhex(
 
 def test_the_info_of_a_release_without_a_wire_version_is_refused_by_name_and_version() -> None:
     with pytest.raises(
-        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 5: run the"
+        ProtocolError, match="the model 'm' is served with wire version 2, and this release of lmpool speaks 6: run the"
     ):
         ModelInfo.unpack(OLDER)
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
 def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_it_has(more: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 6, and this .* speaks 5"):
-        ModelInfo.unpack(packed(wire_version=6, **more))
+    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 7, and this .* speaks 6"):
+        ModelInfo.unpack(packed(wire_version=7, **more))
 
 
 def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
     # It compares the fields with its own, and then says "do all sides run the same one?".
     new, old = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
-    assert new.keys() - old.keys() == {"wire_version"}
+    assert new.keys() - old.keys() == {"positions", "wire_version"}
     assert {name: value for name, value in new.items() if name in old} == old
 
 
 def test_workers_of_another_wire_version_serve_something_else_although_its_rows_are_the_same() -> None:
     # Releases without a wire version have the fingerprint alone in their heartbeats, and compare it.
-    assert INFO.service_fingerprint == f"5-{INFO.fingerprint}"
+    assert INFO.service_fingerprint == f"6-{INFO.fingerprint}"
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,21 @@ from lmpool.broker.registries import look_up, register
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.protocol.prompt import digest_of, encode_prompt, query_digest
-from lmpool.protocol.query import FreshQuery, Query, SampleQuery, ScoreQuery, TopQuery, TrieQuery, unpack_query
+from lmpool.protocol.query import (
+    FreshQuery,
+    PositionsQuery,
+    Query,
+    SampleQuery,
+    ScoreQuery,
+    TopK,
+    TopQuery,
+    TrieQuery,
+    pack_tops,
+    top,
+    unpack_query,
+    unpack_tops,
+)
+from lmpool.protocol.row import Row
 from lmpool.vocabulary import Vocabulary
 from tests.support.pool import Pool
 
@@ -32,6 +47,9 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         SampleQuery(0.7, 0.9, 2**64 - 1),
         ScoreQuery(1),
         FreshQuery(b"n" * 16),
+        PositionsQuery(0),
+        PositionsQuery(5, 32),
+        PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
     ],
 )
 def test_an_ask_survives_the_wire(query: Query) -> None:
@@ -43,6 +61,7 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
     assert ScoreQuery(3).pack().hex() == "92a573636f726503"
+    assert PositionsQuery(3, 5, b"\1\0\0\0").pack().hex() == "94a9706f736974696f6e730305c40401000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
     assert QUERY.pack() == msgpack.packb(["sum", "0" * 32, "nodes", QUERY.nodes, "f" * 32, b"s" * 16])
 
@@ -79,6 +98,13 @@ def test_a_malformed_query_is_refused_with_what_is_wrong(changes: dict[str, obje
         ["top", 1, 1],
         ["score", 0],
         ["score", b"1"],
+        ["positions", -1, 0, b""],
+        ["positions", 0, -1, b""],
+        ["positions", 0, 0, b"123"],
+        ["positions", 0, 0, "1234"],
+        ["positions", 0, 1.5, b""],
+        ["positions", 0, 0],
+        ["positions", 0, 0, b"", 1],
         ["fresh", b"n" * 15],
         ["fresh", "n" * 16],
         ["fresh", "bm5ubm5ubm5ubm5ubm5ubg=="],
@@ -103,6 +129,35 @@ def test_a_malformed_query_is_refused_with_what_is_wrong(changes: dict[str, obje
 def test_a_malformed_pick_is_refused(fields: list[object]) -> None:
     with pytest.raises(ProtocolError):
         unpack_query(msgpack.packb(fields))
+
+
+def rows_of(count: int, vocab_size: int) -> Row:
+    """Rows with many equal entries."""
+    logits = np.random.default_rng(count).integers(0, 5, (count, vocab_size)).astype(np.float32)
+    return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), np.float32)
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
+    rows = rows_of(4, 9)
+    packed = PositionsQuery(0, k).of(rows)
+    assert packed.shape == (4, PositionsQuery(0, k).width(9))
+    largest = unpack_tops(packed.ravel(), 4, 9)
+    for at, row in enumerate(rows):
+        assert np.array_equal(largest.values[at], top(row, k).values)
+        assert np.array_equal(largest.ids[at], top(row, k).ids)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "what"),
+    [(0, -9.0, "values"), (1, np.nan, "values"), (0, 5.0, "values"), (0, 9, "ids"), (1, 8, "ids"), (0, -1e9, "values")],
+)
+def test_what_cannot_be_the_largest_entries_is_refused(at: int, value: float, what: str) -> None:
+    largest = TopK(np.array([[-0.5, -2.0], [-0.5, -2.0]], np.float32), np.array([[8, 3], [8, 3]]))
+    assert np.array_equal(unpack_tops(pack_tops(largest).ravel(), 2, 9).ids, largest.ids)
+    getattr(largest, what)[1, at] = value
+    with pytest.raises(ProtocolError):
+        unpack_tops(pack_tops(largest).ravel(), 2, 9)
 
 
 @given(st.binary(max_size=200))

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding
 from lmpool.workers.backends import row_encoder
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
 from lmpool.workers.queue.segment import make_segment
 from tests.contract.driver import Slots
 
@@ -141,3 +142,13 @@ def test_a_gpu_is_told_of_the_whole_segment(monkeypatch: pytest.MonkeyPatch) -> 
             assert address <= rows.ctypes.data < rows.ctypes.data + rows.nbytes <= address + told
     finally:
         segment.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [1, 3, 11, 12])
+def test_of_equal_entries_those_with_the_lowest_ids_are_expected(dtype: torch.dtype, k: int) -> None:
+    """Torch does not say which of them it takes."""
+    logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
+    query = PositionsQuery(0, k)
+    rows = torch.log_softmax(logits.float(), dim=-1).numpy()
+    assert np.array_equal(expected_at(logits, query), query.of(rows))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
@@ -37,6 +38,23 @@ def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind:
     for scored, ids, start in zip(jobs, prompts, starts, strict=True):
         expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("logits", [7, 1 << 20])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_every_architecture_answers_for_every_position(tiny: Tiny, kind: str, logits: int) -> None:
+    backend = tiny.backend(kind)
+    backend._rules = backend._rules._replace(logits=logits)
+    prompts, starts = random_prompts(3, (40, 50)), (0, 30, 1)
+    jobs = [job(ids)._replace(positions=PositionsQuery(start)) for ids, start in zip(prompts, starts, strict=True)]
+    backend.submit(jobs)
+    answers: dict[bytes, Logprobs] = {}
+    for finished in drain(backend):
+        if finished.answers is not None:
+            answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    for asked, ids, start in zip(jobs, prompts, starts, strict=True):
+        expected = np.stack([tiny.reference(kind).row(ids[: at + 1]) for at in range(start, len(ids))])
+        np.testing.assert_allclose(answers[asked.digest].reshape(expected.shape), expected, atol=1e-4, rtol=0)
 
 
 def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

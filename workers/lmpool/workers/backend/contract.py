@@ -11,6 +11,7 @@ import numpy as np
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.vocabulary import Vocabulary
 
@@ -26,6 +27,8 @@ class BackendJob(NamedTuple):
         score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
             `Finished.answers`; 0 for the row. Only backends whose info says that they score are asked.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
+        positions: not the row is wanted but this of every position, in `Finished.answers`; None for the row. Only
+            backends whose info says so are asked.
     """
 
     digest: bytes
@@ -34,6 +37,21 @@ class BackendJob(NamedTuple):
     payload: object | None = None
     score_from: int = 0
     fresh: bool = False
+    positions: PositionsQuery | None = None
+
+    @property
+    def span(self) -> range:
+        """The positions whose logits are wanted: that of token i is i, and its logits are of what comes after it."""
+        length = len(self.ids) // 4
+        if self.positions is not None:
+            return range(self.positions.start, length)
+        # A token's score is that of what was expected one position before it.
+        return range(self.score_from - 1, length - 1) if self.score_from else range(length - 1, length)
+
+    @property
+    def wants_vector(self) -> bool:
+        """Whether something else than a row is wanted."""
+        return self.positions is not None or self.score_from > 0
 
 
 class Finished(NamedTuple):

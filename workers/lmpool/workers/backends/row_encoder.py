@@ -1,4 +1,4 @@
-"""From logits to rows that lose nothing that the model computed, to tokens' scores, and the torch device for it."""
+"""From logits to rows that lose nothing that the model computed, to what is wanted of them, and the torch device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import SettingsError
+from lmpool.protocol.query import PositionsQuery, TopK, pack_tops, top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 
 _CACHED_NUMBERS = 1 << 19
@@ -170,6 +171,40 @@ def scores_of(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float32]:
     losses = [torch.nn.functional.cross_entropy(part.float(), wanted, reduction="none") for part, wanted in parts]
     scores: NDArray[np.float32] = (-torch.cat(losses)).cpu().numpy()
     return scores
+
+
+def expected_at(logits: Tensor, query: PositionsQuery) -> NDArray[np.float32]:
+    """What is wanted of positions that have these logits.
+
+    Args:
+        logits: tensor of shape (m, V) of any float dtype, on any device.
+        query: says what.
+
+    Returns:
+        float32 of shape (m, width); NaN where logits are no distribution.
+    """
+    rows = max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // logits.shape[1])
+    targets = torch.from_numpy(query.target_ids).to(logits.device)
+    parts = []
+    for part in torch.split(logits, rows):
+        logprobs = torch.log_softmax(part.float(), dim=-1)
+        if query.top:
+            parts.append(pack_tops(_largest_of(logprobs, query.top)))
+        else:
+            parts.append((logprobs[:, targets] if query.targets else logprobs).cpu().numpy())
+    return np.concatenate(parts)
+
+
+def _largest_of(rows: Tensor, k: int) -> TopK:
+    """The `k` largest entries of each of some rows, as `lmpool.protocol.query.top` orders them."""
+    found = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
+    values, ids = found.values.cpu().numpy(), found.indices.cpu().numpy()
+    order = np.lexsort((ids[:, :k], -values[:, :k]), axis=-1)
+    largest = TopK(np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1))
+    # Torch does not say which of equal ones it takes.
+    for at in np.flatnonzero(values[:, k] == values[:, k - 1]) if values.shape[1] > k else ():
+        largest.values[at], largest.ids[at] = top(rows[at].cpu().numpy(), k)
+    return largest
 
 
 def pick_device(name: str) -> torch.device:

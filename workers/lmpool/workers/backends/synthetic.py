@@ -210,6 +210,7 @@ class SyntheticBackend:
             dtype="float32",
             encoding=settings.encoding,
             scores=True,
+            positions=True,
             note="rows are drawn from a generator, not computed by a model",
         )
 
@@ -247,8 +248,8 @@ class SyntheticBackend:
         batch = dict(islice(self._jobs.items(), self._settings.max_batch))
         failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
         good = {digest: job for digest, job in batch.items() if digest not in failures}
-        rows = {digest: job for digest, job in good.items() if not job.score_from}
-        scores = {digest: self._score(job) for digest, job in good.items() if job.score_from}
+        rows = {digest: job for digest, job in good.items() if not job.wants_vector}
+        vectors = {digest: self._vector(job) for digest, job in good.items() if job.wants_vector}
         blocks = [self._draw(rows)] if rows else []
         self.abort(batch)
         tokens = sum(len(job.ids) // _ID_BYTES for job in good.values())
@@ -260,14 +261,13 @@ class SyntheticBackend:
         rest = pretended_ms / 1000 - (time.monotonic() - started)
         if rest > 0:
             time.sleep(rest)
-        return Finished(blocks, failures, VectorBlock(list(scores), list(scores.values())) if scores else None)
+        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _reuse(self, job: BackendJob) -> int:
         """Tokens of a prompt that need not be computed: at least those are whose logits are wanted."""
         if self._memory is None or job.fresh:
             return 0
-        length = len(job.ids) // _ID_BYTES
-        return min(self._memory.note(job.ids, job.adapter), (job.score_from or length) - 1)
+        return min(self._memory.note(job.ids, job.adapter), job.span.start)
 
     def _draw(self, jobs: dict[bytes, BackendJob]) -> RowBlock:
         if self._settings.vocab_size <= FEW_TOKENS and len(jobs) >= _TOGETHER:
@@ -298,14 +298,16 @@ class SyntheticBackend:
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
 
-    def _score(self, job: BackendJob) -> NDArray[np.float32]:
-        tokens, row = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.float32)
-        scores = np.empty(len(tokens) - job.score_from, np.float32)
-        for index, at in enumerate(range(job.score_from, len(tokens))):
-            base, shifts = self._drawn(job.ids[: 4 * at], job.adapter)
-            fill(row, base.logprobs, shifts)
-            scores[index] = row[tokens[at]]
-        return scores
+    def _vector(self, job: BackendJob) -> NDArray[np.float32]:
+        """What is wanted of each position: of the row, or of the token that follows."""
+        tokens, row = decode_ids(job.ids), np.empty((1, self._settings.vocab_size), np.float32)
+        parts = []
+        for at in job.span:
+            base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
+            fill(row[0], base.logprobs, shifts)
+            wanted = row[:, tokens[at + 1]] if job.positions is None else job.positions.of(row)
+            parts.append(wanted.copy().ravel())
+        return np.concatenate(parts)
 
     def _fault(self, ids: bytes) -> str | None:
         """Do what the settings say of a prompt's ids; returns why it fails, if it does."""

@@ -29,7 +29,16 @@ from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
 from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
 from lmpool.protocol.model_info import LIMITS, ModelInfo
 from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
-from lmpool.protocol.query import FreshQuery, PickQuery, Query, ScoreQuery, TopQuery, TrieQuery, unpack_query
+from lmpool.protocol.query import (
+    FreshQuery,
+    PickQuery,
+    PositionsQuery,
+    Query,
+    ScoreQuery,
+    TopQuery,
+    TrieQuery,
+    unpack_query,
+)
 from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
@@ -490,6 +499,8 @@ class Consumer:
         """What the backend is to compute, and the query that is then answered from the row."""
         if isinstance(query, ScoreQuery):
             return BackendJob(digest, job.ids, job.adapter, score_from=query.start), None
+        if isinstance(query, PositionsQuery):
+            return BackendJob(digest, job.ids, job.adapter, positions=query), None
         if isinstance(query, FreshQuery):
             return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
@@ -524,11 +535,18 @@ class Consumer:
         if isinstance(query, TopQuery) and query.k > info.vocab_size:
             text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
-        if isinstance(query, ScoreQuery):
-            if not info.scores:
-                return Failure(SourceMissing.__name__, "this worker does not score: ask for the rows of all prefixes")
-            if query.start >= len(job.ids) // 4:
-                text = f"scores from position {query.start} on, of a prompt of {len(job.ids) // 4} tokens"
+        if isinstance(query, ScoreQuery | PositionsQuery):
+            is_score, length = isinstance(query, ScoreQuery), len(job.ids) // 4
+            if not (info.scores if is_score else info.positions):
+                what = "score" if is_score else "answer for every position"
+                return Failure(SourceMissing.__name__, f"this worker does not {what}: ask for the rows of all prefixes")
+            if query.start >= length:
+                text = f"{'scores' if is_score else 'positions'} from {query.start} on, of a prompt of {length} tokens"
+                return Failure(ProtocolError.__name__, text)
+        if isinstance(query, PositionsQuery):
+            largest = max(query.top - 1, *query.target_ids.tolist(), 0)
+            if largest >= info.vocab_size:
+                text = f"entry {largest} of rows that have {info.vocab_size}"
                 return Failure(ProtocolError.__name__, text)
         return None
 

@@ -34,7 +34,7 @@ from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, 
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.requirements import first_line
-from lmpool.workers.backends.row_encoder import RowEncoder, scores_of
+from lmpool.workers.backends.row_encoder import RowEncoder, expected_at, scores_of
 from lmpool.workers.backends.settings import HfSettings
 
 _log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ _NO_PROGRESS = Progress()
 
 
 class _Answer(NamedTuple):
-    """What became of a batch: rows, digest -> message of prompts that failed, digest -> scores."""
+    """What became of a batch: rows, digest -> message of prompts that failed, digest -> vector."""
 
     block: RowBlock | None
     failures: dict[bytes, str]
-    scores: dict[bytes, NDArray[np.float32]]
+    vectors: dict[bytes, NDArray[np.float32]]
 
 
 class HfBackend:
@@ -109,6 +109,7 @@ class HfBackend:
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             scores=True,
+            positions=True,
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
             source=checkpoint_source(settings.model),
             gguf_file=settings.gguf_file or "",
@@ -200,11 +201,11 @@ class HfBackend:
         if self._pool is not None:
             self._pool.held = next((chunk.path for chunk in waiting.values() if chunk.begun), [])
         answers = self._answer(shorter or batch)
-        scores = {digest: vector for answer in answers for digest, vector in answer.scores.items()}
+        vectors = {digest: vector for answer in answers for digest, vector in answer.vectors.items()}
         finished = Finished(
             [answer.block for answer in answers if answer.block is not None],
             {digest: text for answer in answers for digest, text in answer.failures.items()},
-            VectorBlock(list(scores), list(scores.values())) if scores else None,
+            VectorBlock(list(vectors), list(vectors.values())) if vectors else None,
         )
         self.abort(finished.digests)
         return finished
@@ -227,14 +228,14 @@ class HfBackend:
         length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
-        if job.score_from:
-            kind, start = "score", job.score_from + sum(map(len, progress.scores))
+        if job.wants_vector:
+            kind, start = "vector", job.span.start + sum(map(len, progress.parts))
             most = rules.logits if length > longest else min(rules.logits, rules.chunk)
-            stop = min(length, start + most)
-            if start <= rules.horizon:
+            end = min(job.span.stop, start + most)
+            if start < rules.horizon:
                 # A longer chunk gives its prefixes other logits than they have alone, so none crosses the horizon.
-                stop = min(stop, rules.horizon + 1)
-            end, kept, later = stop - 1, stop - start, length - stop
+                end = min(end, rules.horizon)
+            kept, later = end - start, job.span.stop - end
         if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
             return Chunk(end, [], kept, kind, job.adapter, None, shared_prefix(job.ids, end, 0), later)
         if not job.fresh:
@@ -250,7 +251,7 @@ class HfBackend:
         if progress.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
             kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
         shared = shared_prefix(job.ids, end, len(path))
-        begun = progress.reached > 0 or bool(progress.scores)
+        begun = progress.reached > 0 or bool(progress.parts)
         return Chunk(end, path, kept, kind, job.adapter, root, shared, later, begun)
 
     def _answer(self, batch: Mapping[bytes, Chunk]) -> list[_Answer]:
@@ -293,8 +294,8 @@ class HfBackend:
             self._progress[digests[0]] = progress._replace(reached=first.end, computed=progress.computed + new)
             self._stats = self._stats._replace(steps=self._stats.steps + 1)
             return _Answer(None, {}, {})
-        if first.kind == "score":
-            answer = self._score(batch, logits)
+        if first.kind == "vector":
+            answer = self._take(batch, logits)
         else:
             answer = _Answer(*self._encoder.encode(digests, logits[:, -1]), {})
         self._limit.fitted(len(batch))
@@ -323,22 +324,26 @@ class HfBackend:
         rows = ended - len(answer.failures)
         self._stats = BackendStats(stats.steps + 1, stats.rows + rows, stats.tokens + tokens, stats.reused + reused)
 
-    def _score(self, batch: Mapping[bytes, Chunk], logits: Tensor) -> _Answer:
+    def _take(self, batch: Mapping[bytes, Chunk], logits: Tensor) -> _Answer:
+        """Take what is wanted of the positions of each chunk; vectors of the prompts that have all of theirs."""
         answer = _Answer(None, {}, {})
         # All of them before the first is noted: memory may run out, and then they are computed again.
-        scored = {}
+        taken = {}
         for (digest, chunk), rows in zip(batch.items(), logits, strict=True):
-            # A position's logits predict the token after it.
-            targets = _ids(self._waiting[digest])[chunk.end - chunk.kept + 1 : chunk.end + 1]
-            scored[digest] = scores_of(rows[-chunk.kept :], targets.tolist())
-        for digest, scores in scored.items():
-            if np.isnan(scores).any():
+            job, kept = self._waiting[digest], rows[-chunk.kept :]
+            if job.positions is not None:
+                taken[digest] = expected_at(kept, job.positions)
+            else:
+                # A position's logits predict the token after it.
+                taken[digest] = scores_of(kept, _ids(job)[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist())
+        for digest, part in taken.items():
+            if np.isnan(part).any():
                 answer.failures[digest] = "the model returned logits that are no distribution: NaN or infinite"
                 continue
             progress = self._progress.get(digest, _NO_PROGRESS)
-            self._progress[digest] = progress = progress._replace(scores=(*progress.scores, scores))
+            self._progress[digest] = progress = progress._replace(parts=(*progress.parts, part))
             if not batch[digest].later:
-                answer.scores[digest] = np.concatenate(progress.scores)
+                answer.vectors[digest] = np.concatenate(progress.parts).ravel()
         return answer
 
     def _free_memory(self) -> None:

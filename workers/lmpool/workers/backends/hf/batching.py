@@ -30,20 +30,20 @@ _STEPS_TO_GROW = 32
 class Progress(NamedTuple):
     """How far a job has come that takes several steps.
 
-    A long prompt is computed a chunk at a time, so that others go between, and its tokens are scored so too, for the
-    logits of all positions at once would take too much memory; the keys and values of one chunk serve the next.
+    A long prompt is computed a chunk at a time, so that others go between, and what is wanted of its positions is taken
+    so too, for the logits of all at once would take too much memory; the keys and values of one chunk serve the next.
 
     Attributes:
         reached: up to which token the KV pool has been filled by chunks for which no logits are wanted.
-        computed: tokens that its chunks have computed, scored or not.
+        computed: tokens that its chunks have computed, whatever is wanted of them.
         root: of a long fresh prompt in the KV pool, where nobody else finds it; None before its first chunk.
-        scores: of the tokens that have been scored, an array a chunk.
+        parts: what is wanted of the positions that have been computed, an array a chunk: float32 (n,) or (n, width).
     """
 
     reached: int = 0
     computed: int = 0
     root: int | None = None
-    scores: tuple[NDArray[np.float32], ...] = ()
+    parts: tuple[NDArray[np.float32], ...] = ()
 
 
 class Chunk(NamedTuple):
