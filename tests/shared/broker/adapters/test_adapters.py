@@ -240,10 +240,11 @@ async def test_a_worker_whose_adapter_has_other_weights_may_not_join(
 
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
     """Frameworks ask whether to await them; those that take `adapter` are wrapped."""
-    others = {"clear_cache", "close_soon", "stats"}
+    others, streams = {"clear_cache", "close_soon", "stats"}, {"stream_positions"}
     for name, call in inspect.getmembers(Producer, inspect.isfunction):
         if not name.startswith("_"):
-            assert inspect.iscoroutinefunction(call) == (name not in others), name
+            assert inspect.iscoroutinefunction(call) == (name not in others | streams), name
+            assert inspect.isasyncgenfunction(call) == (name in streams), name
 
 
 async def test_a_deadline_is_told_as_the_caller_gave_it(pool: Pool, folders: list[str]) -> None:
