@@ -146,7 +146,7 @@ class Opened:
     def score(self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "") -> list[Row]:
         """What the tokens of some prompts score from these positions on; the prompts run together."""
         pairs = zip(prompts, starts, strict=True)
-        jobs = [self.job(ids, adapter)._replace(score_from=start) for ids, start in pairs]
+        jobs = [self.job(ids, adapter)._replace(positions=PositionsQuery.scores_from(start)) for ids, start in pairs]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
         assert not self.failures, self.failures

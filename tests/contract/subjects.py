@@ -58,7 +58,6 @@ class Subject:
         has_adapters: whether it serves the adapters that it is started with.
         loads_adapters: whether it loads others while it serves.
         narrow: whether it can compute in bfloat16.
-        scores: whether it scores prompts' own tokens.
         positions: whether it answers for every position.
         command: what stands for `lmpool` where a worker is started.
         environment: of that worker.
@@ -73,7 +72,6 @@ class Subject:
     has_adapters: bool = False
     loads_adapters: bool = False
     narrow: bool = True
-    scores: bool = False
     positions: bool = False
     command: Callable[[], list[str]] = lmpool_command
     environment: dict[str, str] = field(default_factory=dict)
@@ -100,9 +98,7 @@ def _synthetic() -> Subject:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS), *named]
 
-    return Subject(
-        "synthetic", make, options, reference, has_adapters=True, loads_adapters=True, scores=True, positions=True
-    )
+    return Subject("synthetic", make, options, reference, has_adapters=True, loads_adapters=True, positions=True)
 
 
 @cache
@@ -170,9 +166,7 @@ def _hf() -> Subject:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return [*as_options(settings(folder, "float32")), *named]
 
-    return Subject(
-        "hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, scores=True, positions=True
-    )
+    return Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True)
 
 
 @contextmanager

@@ -8,20 +8,16 @@ import numpy as np
 import pytest
 
 from lmpool.protocol.adapter import name_of
-from lmpool.protocol.query import PositionsQuery, unpack_tops
+from lmpool.protocol.query import PositionsQuery, unpack_top
 from lmpool.protocol.row import Row
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
 
-def test_a_backend_says_whether_it_scores(opened: Opened) -> None:
-    assert opened.backend.info.scores == opened.subject.scores
-
-
 def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
     """Have prompts scored together, and check what comes; others than those that score are never asked."""
-    if not opened.subject.scores:
-        assert not opened.backend.info.scores
+    assert opened.backend.info.positions == opened.subject.positions
+    if not opened.subject.positions:
         return
     for ids, start, scores in zip(prompts, starts, opened.score(prompts, starts), strict=True):
         opened.check_scores(ids, start, scores)
@@ -48,7 +44,7 @@ def test_a_scored_prompt_may_be_as_long_as_the_longest(opened: Opened, draw: ran
 
 
 def test_scores_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:
-    if opened.subject.scores:
+    if opened.subject.positions:
         for adapter in map(name_of, opened.backend.adapters):
             ids = prompt(draw, 15)
             (scores,) = opened.score([ids], [3], adapter)
@@ -61,7 +57,7 @@ def test_a_scored_prompt_is_counted_once_and_its_own_chunks_are_not_what_it_reus
     prompts = [prompt(draw, 2 * MAX_BATCH_TOKENS + 20), prompt(draw, 9)]
     before = opened.backend.stats()
     scored(opened, prompts, [10, 3])
-    if opened.subject.scores:
+    if opened.subject.positions:
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, prompts))
         # A few of its first tokens may be those of an earlier prompt, by chance.
@@ -93,7 +89,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert rows.shape == reference.shape
         assert float(np.abs(rows - reference).max()) <= tolerance
         assert float(np.abs(entries - reference[:, targets]).max()) <= tolerance
-        largest = unpack_tops(packed.ravel(), len(reference), vocab_size)
+        largest = unpack_top(packed, vocab_size)
         # Where two are as likely but for rounding, either may come first.
         assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
         own = np.take_along_axis(reference, largest.ids, axis=1)

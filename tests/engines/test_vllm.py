@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
+from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.vllm import engine
@@ -184,13 +185,16 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
 
 
 def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend) -> None:
-    assert backend.info.scores
+    assert backend.info.positions
     # Long ones are computed in chunks, and beside them prompts whose rows are wanted.
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
     for _ in range(2):  # What is held of them the second time must not be used.
         rows = [job(ids) for ids in prompts]
-        jobs = [job(ids, "score")._replace(score_from=at) for ids, at in zip(prompts, starts, strict=True)]
+        jobs = [
+            job(ids, "score")._replace(positions=PositionsQuery.scores_from(at))
+            for ids, at in zip(prompts, starts, strict=True)
+        ]
         backend.submit([queued for pair in zip(jobs, rows, strict=True) for queued in pair])
         answers: dict[bytes, Any] = {}
         while len(answers) < len(jobs) + len(rows):
@@ -208,7 +212,7 @@ def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend
 
 
 def test_dropped_scores_leave_nothing(backend: VllmBackend) -> None:
-    scored = job(draw(58, 150), "score")._replace(score_from=3)
+    scored = job(draw(58, 150), "score")._replace(positions=PositionsQuery.scores_from(3))
     backend.submit([scored])
     backend.step()
     backend.abort([scored.digest])
@@ -410,7 +414,7 @@ def test_a_logits_processor_that_is_named_is_part_of_the_fingerprint(
         shifted -= np.logaddexp.reduce(shifted)
         np.testing.assert_allclose(blocks[0].numbers[0], shifted, atol=3e-4)
         assert made.info.fingerprint != backend.info.fingerprint
-        assert not made.info.scores, "vLLM scores without them"
+        assert not made.info.positions, "vLLM scores without them"
     finally:
         made.close()
 

@@ -16,16 +16,18 @@ from lmpool.broker.server import Server
 from lmpool.errors import (
     EmptyPrompt,
     LMPoolError,
+    ModelMismatch,
     NotTokenIds,
     NoWorker,
     PromptTooLong,
+    ProtocolError,
     SettingsError,
     TokenOutOfRange,
     UnknownAdapter,
     WorkerError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.producer import partial as partial_rows
+from lmpool.protocol import query
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
@@ -164,7 +166,7 @@ async def _count(pool: Pool, pattern: str, count: int) -> bool:
 async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, encoding: str) -> None:
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
-        assert producer.model.scores
+        assert producer.model.positions
         whole = [*PROMPT, *range(20, 30)]
         expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, len(whole))]
         for _ in range(2):
@@ -183,7 +185,7 @@ class Unscoring(SyntheticBackend):
 
     @property
     def info(self) -> ModelInfo:
-        return replace(super().info, scores=False, positions=False)
+        return replace(super().info, positions=False)
 
 
 async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Pool) -> None:
@@ -196,7 +198,7 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
         # As after another worker of the model, which does, has joined.
         session = told_otherwise._sessions.session
         assert session is not None
-        session._renew(replace(session.info, scores=True, positions=True))
+        session._renew(replace(session.info, positions=True))
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
@@ -234,11 +236,11 @@ async def assert_positions(producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
-@pytest.mark.parametrize("most", [partial_rows._MOST_ANSWER, 3 * V])
+@pytest.mark.parametrize("most", [query.MOST_ANSWER, 3 * V])
 async def test_every_position_expects_what_the_row_of_its_prefix_says(
     pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partial_rows, "_MOST_ANSWER", most)  # Of all positions at once, or of three.
+    monkeypatch.setattr(query, "MOST_ANSWER", most)  # Of all positions at once, or of three.
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
         assert producer.model.positions
@@ -247,6 +249,33 @@ async def test_every_position_expects_what_the_row_of_its_prefix_says(
         assert np.array_equal(first, behind(1)[:, [3]])
         assert np.array_equal(second, synthetic_row([1, 5], vocab_size=V)[None, [3]])
         assert await producer.batch_positions([], top=3) == []
+
+
+async def test_a_stream_ends_when_the_model_changes_between_its_parts(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
+    pool.start()
+    async with pool.producer() as producer:
+        parts = producer.stream_positions(WHOLE, full=True)
+        assert (await anext(parts)).start == 0
+        session = producer._sessions.session
+        assert session is not None
+        session._renew(replace(session.info, revision="seed-7"))  # As after all workers were replaced.
+        with pytest.raises(ModelMismatch, match="the model or its adapter has changed before position 3: ask again"):
+            await anext(parts)
+
+
+async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start("--vocab-size", str(1 << 18))
+    async with pool.producer() as producer:
+        monkeypatch.setattr(query, "MOST_ANSWER", 1 << 30)  # As a client that does not care.
+        with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 of what is wanted of them"):
+            await producer.positions(WHOLE, full=True)
+        monkeypatch.undo()
+        assert np.shape(await producer.positions(WHOLE, 5, full=True)) == (8, 1 << 18)
 
 
 async def test_every_position_costs_one_job_and_no_rows(pool: Pool) -> None:

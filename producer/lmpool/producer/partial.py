@@ -33,22 +33,18 @@ from lmpool.protocol.query import (
     PositionsQuery,
     SampleQuery,
     Sampling,
-    ScoreQuery,
     TopK,
     TopQuery,
     sample,
+    stack_tops,
     top,
     unpack_token,
     unpack_top,
-    unpack_tops,
 )
 from lmpool.protocol.row import Row, check_logprobs, check_row
 from lmpool.settings import shown
 
 T = TypeVar("T")
-
-_MOST_ANSWER = 1 << 21
-"""Numbers of one answer (8 MiB); what is wanted of more positions comes in several."""
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
@@ -159,8 +155,7 @@ class PartialRows:
             encoded = [session.encode(ids, name) for ids in listed]
             count = _check_k(k, session)
             tops = await gather([ask_top(session, prompt, count, deadline) for prompt in encoded])
-            values = np.array([best.values for best in tops], np.float32).reshape(-1, count)
-            return TopK(values, np.array([best.ids for best in tops], np.int64).reshape(-1, count))
+            return stack_tops(tops, count)
 
         return await self._request(adapter, timeout, ask)
 
@@ -203,7 +198,7 @@ class PartialRows:
     ) -> NDArray[np.float32]:
         """What each token of a continuation scores: its log-probability after the prompt and the tokens before it.
 
-        Workers of backends that can (`model.scores`) run one forward for it; otherwise the rows of all prefixes are
+        Workers of backends that can (`model.positions`) run one forward for it; otherwise the rows of all prefixes are
         computed. Forwards of different lengths round differently: expect what rows say to about 1e-4 in float32.
 
         Args:
@@ -281,21 +276,27 @@ class PartialRows:
             ids: as for `positions`.
             start: as for `positions`.
             options: as for `positions`, but `timeout` is for each part.
+
+        Raises:
+            ModelMismatch: the model, or the adapter, is another one than for the parts before.
         """
 
-        async def plan(session: Session, name: str, deadline: Deadline) -> list[range]:
-            text = _check_start(start, session.encode(ids, name))
-            return _parts(session, text, start, _read_wanted(options, session))
+        async def plan(session: Session, name: str, deadline: Deadline) -> tuple[Prompt, _Wanted, list[range], str]:
+            text, wanted = _check_start(start, session.encode(ids, name)), _read_wanted(options, session)
+            return text, wanted, _parts(session, text, start, wanted), session.info.fingerprint
+
+        adapter, timeout = options.get("adapter", ""), options.get("timeout")
+        text, wanted, parts, fingerprint = await self._request(adapter, timeout, plan)
 
         def asking(part: range) -> Callable[[Session, str, Deadline], Coroutine[Any, Any, Expected]]:
             async def ask(session: Session, name: str, deadline: Deadline) -> Expected:
-                text, wanted = session.encode(ids, name), _read_wanted(options, session)
+                if (session.info.fingerprint, name) != (fingerprint, text.adapter):
+                    raise ModelMismatch(f"the model or its adapter has changed before position {part.start}: ask again")
                 return await _ask_part(session, _beginning(text, part.stop), part, wanted, deadline)
 
             return ask
 
-        adapter, timeout = options.get("adapter", ""), options.get("timeout")
-        for part in await self._request(adapter, timeout, plan):
+        for part in parts:
             yield Positions(part.start, await self._request(adapter, timeout, asking(part)))
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
@@ -502,10 +503,10 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
         raise PromptTooLong(
             f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
         )
-    if info.scores:
+    if info.positions:
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
-            query = whole.with_query(ScoreQuery(start).pack(), end - start)
+            query = whole.with_query(PositionsQuery.scores_from(start).pack(), end - start)
             return await _answer(session, query, deadline, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
@@ -525,8 +526,7 @@ def _beginning(text: Prompt, length: int) -> Prompt:
 
 def _parts(session: Session, text: Prompt, start: int, wanted: _Wanted) -> list[range]:
     """The positions of a text from `start` on, in parts whose answers are not too large for one reply."""
-    width = wanted.query(0).width(session.info.vocab_size)
-    length, size = len(text.ids) // 4, max(1, _MOST_ANSWER // width)
+    length, size = len(text.ids) // 4, wanted.query(start).most_positions(session.info.vocab_size)
     return [range(at, min(at + size, length)) for at in range(start, length, size)]
 
 
@@ -549,7 +549,7 @@ async def _ask_part(session: Session, text: Prompt, part: range, wanted: _Wanted
 
     def read(answer: Row) -> Expected:
         if wanted.top:
-            return unpack_tops(answer, count, vocab_size)
+            return unpack_top(answer.reshape(count, -1), vocab_size)
         return check_logprobs(answer).reshape(count, -1)
 
     if session.info.positions:
@@ -561,7 +561,7 @@ async def _ask_part(session: Session, text: Prompt, part: range, wanted: _Wanted
     prompts = [_beginning(text, at + 1) for at in part]
     if wanted.top:
         tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
-        return TopK(np.stack([best.values for best in tops]), np.stack([best.ids for best in tops]))
+        return stack_tops(tops, wanted.top)
     if wanted.targets:
         return await ask_entries_of_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
     return await session.answer_all(prompts, deadline)

@@ -66,8 +66,8 @@ class ModelInfo:
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         vocabulary: digest of the byte strings of its tokens (`lmpool.vocabulary`), which the pool has; or "".
         answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
-        scores: its workers answer what a continuation's tokens score from one forward.
-        positions: they answer what the model expects at every position from one forward.
+        positions: its workers answer what the model expects at every position of a text, and so what a continuation's
+            tokens score, from one forward.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -86,7 +86,6 @@ class ModelInfo:
     gguf_file: str = ""
     vocabulary: str = ""
     answers_tries: bool = False
-    scores: bool = False
     positions: bool = False
     note: str = ""
     queue_limit: Annotated[int, _limited("queue_limit")] = 100_000

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from msgspec import Meta
@@ -26,6 +27,9 @@ Op = Literal["sum", "max", "logsumexp"]
 OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
+
+MOST_ANSWER = 1 << 21
+"""Numbers of an answer for several positions (8 MiB): more would fill a worker's memory, or the server's, at once."""
 
 SECRET_SIZE = 16
 """Bytes of the secret that is stored before the encoding of weights."""
@@ -105,8 +109,8 @@ def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
 
 
 def pack_top(largest: TopK) -> NDArray[np.float32]:
-    """A result as an answer travels: float32 of shape (2k,), the values and then the bits of the ids."""
-    return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)))
+    """A result as an answer travels: float32 of shape (2k,) or (n, 2k), the values and then the bits of the ids."""
+    return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
 def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
@@ -116,38 +120,22 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
         ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
             order.
     """
-    k = len(answer) // 2
-    values, ids = answer[:k].copy(), answer[k:].view("<u4").astype(np.int64)
+    k = answer.shape[-1] // 2
+    values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
+    ordered = np.sort(ids, axis=-1)
     # In this form it refuses NaN too.
-    is_falling = (values[1:] <= values[:-1]).all()
-    if not is_falling or ids.max() >= vocab_size or len(np.unique(ids)) < k:
+    is_falling = (values[..., 1:] <= values[..., :-1]).all()
+    if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
-    check_largest(values[0], vocab_size)
+    for most in (values[..., 0].min(), values[..., 0].max()):
+        check_largest(most, vocab_size)
     return TopK(values, ids)
 
 
-def pack_tops(largest: TopK) -> NDArray[np.float32]:
-    """Those of n positions as an answer travels: float32 (n, 2k), of each the values and then the bits of the ids."""
-    return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=1)
-
-
-def unpack_tops(answer: NDArray[np.float32], count: int, vocab_size: int) -> TopK:
-    """Read what `pack_tops` made of `count` positions.
-
-    Raises:
-        ProtocolError: as `unpack_top`.
-    """
-    each = answer.reshape(count, -1)
-    k = each.shape[1] // 2
-    values, ids = each[:, :k].copy(), np.ascontiguousarray(each[:, k:]).view("<u4").astype(np.int64)
-    ordered = np.sort(ids, axis=1)
-    # In this form it refuses NaN too.
-    is_falling = (values[:, 1:] <= values[:, :-1]).all()
-    if not is_falling or ids.max() >= vocab_size or (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ProtocolError(f"these are not the largest entries of rows of {vocab_size}")
-    for largest in (values[:, 0].min(), values[:, 0].max()):
-        check_largest(largest, vocab_size)
-    return TopK(values, ids)
+def stack_tops(tops: Sequence[TopK], k: int) -> TopK:
+    """The largest entries of n rows, `k` of each, in arrays of shape (n, k)."""
+    values = np.array([best.values for best in tops], np.float32).reshape(-1, k)
+    return TopK(values, np.array([best.ids for best in tops], np.int64).reshape(-1, k))
 
 
 def pack_token(token: int) -> NDArray[np.float32]:
@@ -235,29 +223,28 @@ class SampleQuery(Message, frozen=True, tag="sample"):
         return Sampling(self.temperature, self.top_p, self.seed)
 
 
-class ScoreQuery(Message, frozen=True, tag="score"):
-    """The log-probabilities of the prompt's own tokens from position `start` on, each after those before it.
-
-    A forward of its own answers it, not the row: float32 of shape (length of the prompt - start,).
-    """
-
-    start: Annotated[int, Meta(ge=1)]
-
-
 class PositionsQuery(Message, frozen=True, tag="positions"):
     """What the model expects behind each of the prompt's tokens from position `start` on.
 
-    One forward answers it: float32 of shape (n * width,), n = length of the prompt - start, position after position.
+    A forward of its own answers it, not the row: float32 of shape (n * width,), position after position.
 
     Attributes:
         start: the first position. At position i is wanted what comes after the tokens 0 to i.
-        top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_tops` packs them; 0 for none.
-        targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
+        top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
+        targets: otherwise these entries, little-endian uint32 ids.
+        scores: otherwise of each position the entry of the token that follows it; the last position has none.
+            If nothing of these is said, whole rows.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
+    scores: bool = False
+
+    @classmethod
+    def scores_from(cls, start: int) -> Self:
+        """What the prompt's own tokens from `start` on score, which must not be the first."""
+        return cls(start - 1, scores=True)
 
     @property
     def target_ids(self) -> NDArray[np.int64]:
@@ -266,13 +253,22 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def width(self, vocab_size: int) -> int:
         """Numbers of each position."""
-        return 2 * self.top or len(self.targets) // 4 or vocab_size
+        return 2 * self.top or len(self.targets) // 4 or (1 if self.scores else vocab_size)
 
-    def of(self, rows: Row) -> NDArray[np.float32]:
-        """What is wanted of rows, float32 (n, V): float32 (n, width)."""
+    def span(self, length: int) -> range:
+        """The positions of a prompt of so many tokens that are asked for."""
+        return range(self.start, length - 1 if self.scores else length)
+
+    def most_positions(self, vocab_size: int) -> int:
+        """So many positions one job may ask for."""
+        return max(1, MOST_ANSWER // self.width(vocab_size))
+
+    def of(self, rows: Row, following: NDArray[Any]) -> NDArray[np.float32]:
+        """What is wanted of rows, float32 (n, V), and the tokens that follow: float32 (n, width)."""
         if self.top:
-            tops = [top(row, self.top) for row in rows]
-            return pack_tops(TopK(np.stack([best.values for best in tops]), np.stack([best.ids for best in tops])))
+            return pack_top(stack_tops([top(row, self.top) for row in rows], self.top))
+        if self.scores:
+            return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
         return rows[:, self.target_ids] if self.targets else rows
 
 
@@ -289,7 +285,7 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
 PickQuery = TopQuery | SampleQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | ScoreQuery | PositionsQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | PositionsQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -303,9 +299,10 @@ def unpack_query(data: bytes) -> Query:
             return checked(TopQuery, values, "a query")
         case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["score", *_] as values:
-            return checked(ScoreQuery, values, "a query")
-        case ["positions", int(), int(), bytes(targets)] as values if len(targets) % 4 == 0:
+        case ["positions", int(), int(), bytes(targets), bool(scores)] as values:
+            # One of them at most, or clients would read the answer as something else.
+            if len(targets) % 4 or (values[2] > 0) + bool(targets) + scores > 1:
+                raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["fresh", *_] as values:
             return checked(FreshQuery, values, "a query")

@@ -19,7 +19,6 @@ from lmpool.protocol.query import (
     PositionsQuery,
     SampleQuery,
     Sampling,
-    ScoreQuery,
     TopQuery,
     TrieQuery,
 )
@@ -86,16 +85,16 @@ samplings = st.builds(Sampling, st.floats(0, 1e6), st.floats(1e-300, 1.0), st.in
 valid_queries = st.one_of(
     st.builds(TopQuery, st.integers(1, 600)),
     samplings.map(lambda how: SampleQuery(*how)),
-    st.builds(ScoreQuery, st.integers(1, 9)),
-    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), st.sampled_from([b"", b"\1\0\0\0"])),
+    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3)),
+    st.builds(PositionsQuery, st.integers(0, 9), st.just(0), st.just(b"\1\0\0\0")),
+    st.builds(PositionsQuery, st.integers(0, 9), scores=st.booleans()),
     st.builds(FreshQuery, digests),
     trie_queries,
 ).map(lambda query: query.pack())
 wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(ScoreQuery, numbers).map(lambda query: query.pack()),
-    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9)).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), st.booleans()).map(lambda query: query.pack()),
     st.builds(FreshQuery, noise).map(lambda query: query.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),
 )

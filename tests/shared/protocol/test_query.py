@@ -18,14 +18,13 @@ from lmpool.protocol.query import (
     PositionsQuery,
     Query,
     SampleQuery,
-    ScoreQuery,
     TopK,
     TopQuery,
     TrieQuery,
-    pack_tops,
+    pack_top,
     top,
     unpack_query,
-    unpack_tops,
+    unpack_top,
 )
 from lmpool.protocol.row import Row
 from lmpool.vocabulary import Vocabulary
@@ -45,11 +44,11 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         TopQuery(2**31),
         SampleQuery(0.0, 1.0, 0),
         SampleQuery(0.7, 0.9, 2**64 - 1),
-        ScoreQuery(1),
         FreshQuery(b"n" * 16),
         PositionsQuery(0),
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
+        PositionsQuery(5, scores=True),
     ],
 )
 def test_an_ask_survives_the_wire(query: Query) -> None:
@@ -60,8 +59,9 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     # The name of an answer is made from these bytes.
     assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
-    assert ScoreQuery(3).pack().hex() == "92a573636f726503"
-    assert PositionsQuery(3, 5, b"\1\0\0\0").pack().hex() == "94a9706f736974696f6e730305c40401000000"
+    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400c2"
+    assert PositionsQuery(3, 0, b"\1\0\0\0").pack().hex() == "95a9706f736974696f6e730300c40401000000c2"
+    assert PositionsQuery(3, scores=True).pack().hex() == "95a9706f736974696f6e730300c400c3"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
     assert QUERY.pack() == msgpack.packb(["sum", "0" * 32, "nodes", QUERY.nodes, "f" * 32, b"s" * 16])
 
@@ -140,9 +140,9 @@ def rows_of(count: int, vocab_size: int) -> Row:
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
     rows = rows_of(4, 9)
-    packed = PositionsQuery(0, k).of(rows)
+    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.uint32))
     assert packed.shape == (4, PositionsQuery(0, k).width(9))
-    largest = unpack_tops(packed.ravel(), 4, 9)
+    largest = unpack_top(packed, 9)
     for at, row in enumerate(rows):
         assert np.array_equal(largest.values[at], top(row, k).values)
         assert np.array_equal(largest.ids[at], top(row, k).ids)
@@ -154,10 +154,10 @@ def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
 )
 def test_what_cannot_be_the_largest_entries_is_refused(at: int, value: float, what: str) -> None:
     largest = TopK(np.array([[-0.5, -2.0], [-0.5, -2.0]], np.float32), np.array([[8, 3], [8, 3]]))
-    assert np.array_equal(unpack_tops(pack_tops(largest).ravel(), 2, 9).ids, largest.ids)
+    assert np.array_equal(unpack_top(pack_top(largest), 9).ids, largest.ids)
     getattr(largest, what)[1, at] = value
     with pytest.raises(ProtocolError):
-        unpack_tops(pack_tops(largest).ravel(), 2, 9)
+        unpack_top(pack_top(largest), 9)
 
 
 @given(st.binary(max_size=200))

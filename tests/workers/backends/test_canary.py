@@ -29,7 +29,7 @@ class Rowed(SyntheticBackend):
 
     @property
     def info(self) -> ModelInfo:
-        return replace(super().info, scores=False)
+        return replace(super().info, positions=False)
 
 
 class Faulty(Rowed):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import EmptyPrompt, InvalidPrompt, SettingsError, TokenOutOfRange
 from lmpool.protocol.prompt import encode_prompt
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, decode_row
 from lmpool.synthetic import FEW_TOKENS, synthetic_row, synthetic_vocabulary
 from lmpool.vocabulary import MAX_BYTES, MAX_TOKENS
@@ -349,8 +350,12 @@ def test_a_step_takes_longer_for_each_token_that_it_computes(monkeypatch: pytest
 def test_a_score_computes_all_tokens_that_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     served = backend(token_ms=1.0)
     pretended_ms(served, monkeypatch, [prompt_job(40)])
-    assert pretended_ms(served, monkeypatch, [prompt_job(40, score_from=30)]) == pytest.approx(40 - 29)
-    assert pretended_ms(served, monkeypatch, [prompt_job(40, 2, score_from=40)]) == pytest.approx(2)
+    assert pretended_ms(
+        served, monkeypatch, [prompt_job(40, positions=PositionsQuery.scores_from(30))]
+    ) == pytest.approx(40 - 29)
+    assert pretended_ms(
+        served, monkeypatch, [prompt_job(40, 2, positions=PositionsQuery.scores_from(40))]
+    ) == pytest.approx(2)
 
 
 def test_adapters_and_fresh_prompts_have_nothing_in_common_with_others(monkeypatch: pytest.MonkeyPatch) -> None:

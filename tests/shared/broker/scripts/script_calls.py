@@ -16,6 +16,7 @@ ROWS = Keys("test").row("fp")
 JOBS, DEAD = MODEL.jobs, MODEL.dead
 LEASE_MS = 15_000
 LIFETIME_MS = 100_000
+ROW_MS = 60_000
 FAILURE = Failure("WorkerError", "no").pack()
 A, B, C = (MODEL.reply(name) for name in "abc")
 
@@ -160,3 +161,12 @@ async def registered(redis: redis_async.Redis, number: int) -> dict[bytes, bytes
 async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
     reply: Any = await redis.hgetall(key)
     return dict(reply)
+
+
+async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], host: bytes = b"") -> bytes:
+    """As `finish_checked` of the prompts 1, 2, …, with small rows, or references, that are to be stored."""
+    numbers = range(1, len(entries) + 1)
+    keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
+    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=ROW_MS, host=host)
+    outcome: bytes = await scripts.FINISH(redis, keys, args)
+    return outcome

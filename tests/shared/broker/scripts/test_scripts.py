@@ -35,6 +35,7 @@ from tests.shared.broker.scripts.script_calls import (
     fall_silent,
     finish,
     finish_args,
+    finish_storing,
     pending,
     register,
     registered,
@@ -335,15 +336,6 @@ async def test_a_job_whose_row_is_not_there_is_left_for_its_worker(redis: redis_
     assert await finish_checked(redis, endings[1]) == b"1"
     assert (await told(redis, A))[-1] == {b"d": digest(2), b"f": b"fp", b"w": b"w1"}
     await assert_queue_is_empty(redis)
-
-
-async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], host: bytes = b"") -> bytes:
-    """As `finish_checked` of the prompts 1, 2, …, with small rows, or references, that are to be stored."""
-    numbers = range(1, len(entries) + 1)
-    keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
-    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=60_000, host=host)
-    outcome: bytes = await scripts.FINISH(redis, keys, args)
-    return outcome
 
 
 async def test_small_rows_come_along_to_each_client_that_waits_for_them(redis: redis_async.Redis) -> None:

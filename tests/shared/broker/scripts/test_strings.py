@@ -16,11 +16,13 @@ from tests.shared.broker.scripts.script_calls import (
     DEAD,
     JOBS,
     LIFETIME_MS,
+    ROW_MS,
     ROWS,
     A,
     digest,
     entries_of,
     finish_args,
+    finish_storing,
     register,
     registered,
     submit,
@@ -31,7 +33,6 @@ from tests.shared.broker.scripts.script_calls import (
 from tests.shared.broker.scripts.script_fixtures import script_server  # noqa: F401
 
 USERS = Path(__file__).parents[4] / "docker/redis/users.acl"
-ROW_MS = 60_000
 
 
 async def has_command(redis: redis_async.Redis) -> bool:
@@ -103,13 +104,6 @@ async def test_prompts_that_nobody_has_asked_for_are_registered_together(
         assert known.keys() == {b"job", A}
         assert has_lanes or known[b"job"] == entries[b"job-%d" % number]
         assert 0 < await redis.pttl(waiting(number)) <= LIFETIME_MS
-
-
-async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes]) -> bytes:
-    numbers = range(1, len(entries) + 1)
-    keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
-    args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=ROW_MS)
-    return bytes(await scripts.FINISH(redis, keys, args))
 
 
 async def test_rows_are_stored_together(admin: redis_async.Redis, redis: redis_async.Redis) -> None:

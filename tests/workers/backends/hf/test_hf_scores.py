@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
+from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends import row_encoder
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.forward import Forward
@@ -22,19 +23,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tmp_path_factory.mktemp("tiny"))
 
 
+def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
+    """The vectors that steps have brought, by digest."""
+    vectors: dict[bytes, Logprobs] = {}
+    for answers in (step.answers for step in steps if step.answers):
+        vectors.update(zip(answers.digests, answers.vectors, strict=True))
+    return vectors
+
+
 @pytest.mark.parametrize("logits", [7, 1 << 20])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind: str, logits: int) -> None:
     backend = tiny.backend(kind)
     backend._rules = backend._rules._replace(logits=logits)
     prompts, starts = random_prompts(3, (40, 50)), (2, 30, 1)
-    jobs = [job(ids)._replace(score_from=start) for ids, start in zip(prompts, starts, strict=True)]
+    jobs = [
+        job(ids)._replace(positions=PositionsQuery.scores_from(start))
+        for ids, start in zip(prompts, starts, strict=True)
+    ]
     backend.submit(jobs)
     steps = drain(backend)
     assert len(steps) > 7 if logits == 7 else len(steps) <= 4
-    scores: dict[bytes, Logprobs] = {}
-    for answers in (step.answers for step in steps if step.answers):
-        scores.update(zip(answers.digests, answers.vectors, strict=True))
+    scores = vectors_of(steps)
     for scored, ids, start in zip(jobs, prompts, starts, strict=True):
         expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
@@ -48,10 +58,7 @@ def test_every_architecture_answers_for_every_position(tiny: Tiny, kind: str, lo
     prompts, starts = random_prompts(3, (40, 50)), (0, 30, 1)
     jobs = [job(ids)._replace(positions=PositionsQuery(start)) for ids, start in zip(prompts, starts, strict=True)]
     backend.submit(jobs)
-    answers: dict[bytes, Logprobs] = {}
-    for finished in drain(backend):
-        if finished.answers is not None:
-            answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    answers = vectors_of(drain(backend))
     for asked, ids, start in zip(jobs, prompts, starts, strict=True):
         expected = np.stack([tiny.reference(kind).row(ids[: at + 1]) for at in range(start, len(ids))])
         np.testing.assert_allclose(answers[asked.digest].reshape(expected.shape), expected, atol=1e-4, rtol=0)
@@ -61,7 +68,7 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
     backend = tiny.backend()
     forward = Forward.last_logits
     monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
-    scored = job((1, 2, 3))._replace(score_from=1)
+    scored = job((1, 2, 3))._replace(positions=PositionsQuery.scores_from(1))
     backend.submit([scored])
     (finished,) = drain(backend)
     assert finished.failures == {scored.digest: "the model returned logits that are no distribution: NaN or infinite"}
@@ -70,24 +77,22 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
 def test_scores_that_memory_did_not_suffice_for_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def scores_of(logits: Tensor, tokens: Sequence[int]) -> Logprobs:
+    def failing_once(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> Logprobs:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return found_by_model(logits, tokens)
+        return found_by_model(logits, query, following)
 
-    found_by_model = row_encoder.scores_of
-    monkeypatch.setattr(hf_backend, "scores_of", scores_of)
+    found_by_model = row_encoder.expected_at
+    monkeypatch.setattr(hf_backend, "expected_at", failing_once)
     backend = tiny.backend()
     prompts = random_prompts(3, (10, 10))
-    jobs = [job(ids)._replace(score_from=4) for ids in prompts]
+    jobs = [job(ids)._replace(positions=PositionsQuery.scores_from(4)) for ids in prompts]
     backend.submit(jobs)
-    scores: dict[bytes, Logprobs] = {}
-    for finished in drain(backend):
-        assert not finished.failures
-        if finished.answers is not None:
-            scores.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    steps = drain(backend)
+    assert not any(step.failures for step in steps)
+    scores = vectors_of(steps)
     for scored, ids in zip(jobs, prompts, strict=True):
         expected = [tiny.reference("llama").row(ids[:at])[ids[at]] for at in range(4, 10)]
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)

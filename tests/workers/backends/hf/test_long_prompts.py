@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lmpool.broker.server import Server
+from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import Finished
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.forward import Forward
@@ -87,7 +88,7 @@ def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length
     backend = tiny.backend("llama", chunked_prefill_size=8, max_batch=1)
     (long,) = random_prompts(1, (length, length))
     short = iter(random_prompts(20, (1, 1), seed=3))
-    backend.submit([job(long)._replace(score_from=score_from)])
+    backend.submit([job(long)._replace(positions=PositionsQuery.scores_from(score_from) if score_from else None)])
     waits = 0
     while not answered(backend):
         waits += 1
@@ -198,7 +199,10 @@ def test_a_long_fresh_prompt_uses_and_leaves_nothing_that_others_find(tiny: Tiny
 def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8)
     text, far = random_prompts(2, (60, 60), seed=7)
-    jobs = [job(text)._replace(score_from=1), job(far)._replace(score_from=50)]
+    jobs = [
+        job(text)._replace(positions=PositionsQuery.scores_from(1)),
+        job(far)._replace(positions=PositionsQuery.scores_from(50)),
+    ]
     backend.submit(jobs)
     order: list[bytes] = []
     scores: dict[bytes, Any] = {}
@@ -214,7 +218,7 @@ def test_a_text_that_is_scored_lets_short_prompts_by(tiny: Tiny) -> None:
     assert order[0] == job((1, 2, 3)).digest
     row = tiny.reference("llama").row
     for scored, ids in zip(jobs, (text, far), strict=True):
-        expected = [row(ids[:at])[ids[at]] for at in range(scored.score_from, 60)]
+        expected = [row(ids[:at])[ids[at]] for at in range(scored.span.start + 1, 60)]
         np.testing.assert_allclose(scores[scored.digest], expected, atol=1e-4, rtol=0)
 
 

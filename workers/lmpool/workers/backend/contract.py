@@ -24,8 +24,6 @@ class BackendJob(NamedTuple):
         ids: the token ids as little-endian uint32 bytes (`lmpool.protocol.prompt.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
         payload: what else the job comes with, which only its maker and its backend know; None for a prompt.
-        score_from: not the row is wanted but the log-probabilities of the prompt's own tokens from this position on, in
-            `Finished.answers`; 0 for the row. Only backends whose info says that they score are asked.
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
         positions: not the row is wanted but this of every position, in `Finished.answers`; None for the row. Only
             backends whose info says so are asked.
@@ -35,7 +33,6 @@ class BackendJob(NamedTuple):
     ids: bytes
     adapter: str = ""
     payload: object | None = None
-    score_from: int = 0
     fresh: bool = False
     positions: PositionsQuery | None = None
 
@@ -43,15 +40,7 @@ class BackendJob(NamedTuple):
     def span(self) -> range:
         """The positions whose logits are wanted: that of token i is i, and its logits are of what comes after it."""
         length = len(self.ids) // 4
-        if self.positions is not None:
-            return range(self.positions.start, length)
-        # A token's score is that of what was expected one position before it.
-        return range(self.score_from - 1, length - 1) if self.score_from else range(length - 1, length)
-
-    @property
-    def wants_vector(self) -> bool:
-        """Whether something else than a row is wanted."""
-        return self.positions is not None or self.score_from > 0
+        return range(length - 1, length) if self.positions is None else self.positions.span(length)
 
 
 class Finished(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, decode_row
 from lmpool.workers.backend.contract import Backend, BackendJob, check_answers
 
@@ -72,18 +73,19 @@ def check_canary(backend: Backend) -> None:
     for end in range(max(1, length - 2), length + 1):
         grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
     _check_agree(backend, grown, batched[0], "when it grows token by token")
-    if info.scores and length > 1:
-        _check_score(backend, long)
+    if info.positions and length > 1:
+        _check_entry(backend, long, PositionsQuery(length - 2, scores=True))
+        _check_entry(backend, long, PositionsQuery(length - 2, targets=np.array(long[-1:], "<u4").tobytes()))
     # Of few tokens, rows may be alike by chance.
     if info.vocab_size >= _LEAST_V and np.array_equal(batched[0], batched[1]):
         raise _wrong(backend, "two prompts whose last tokens differ have the same row")
 
 
-def _check_score(backend: Backend, ids: list[int]) -> None:
-    """The score of a prompt's last token must be its entry in the row of what comes before it."""
-    row = _rows(backend, [_Prompt(ids[:-1])], "scored")[0]
+def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
+    """What is first told of a prompt's last token must be its entry in the row of what comes before it."""
+    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.scores}")[0]
     encoded = np.asarray(ids, "<u4").tobytes()
-    job = BackendJob(digest_of(encoded, "canary score"), encoded, score_from=len(ids) - 1)
+    job = BackendJob(digest_of(encoded, f"canary score {query.scores}"), encoded, positions=query)
     backend.submit([job])
     for _ in range(_MOST_STEPS):
         finished = backend.step()
@@ -92,7 +94,7 @@ def _check_score(backend: Backend, ids: list[int]) -> None:
         if finished.answers is not None:
             scores, entry, spread = finished.answers.vectors[0], row[ids[-1]], float(row[np.isfinite(row)].std())
             tolerance = _ROW_TOLERANCE.get(backend.info.dtype, 0.25) * spread + 1e-6
-            if scores.shape != (1,) or not abs(scores[0] - entry) <= tolerance:
+            if scores.shape != (len(query.span(len(ids))),) or not abs(scores[0] - entry) <= tolerance:
                 raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
             return
     raise _wrong(backend, f"it has not scored a plain prompt after {_MOST_STEPS} steps")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.query import PositionsQuery, TopK, pack_tops, top
+from lmpool.protocol.query import PositionsQuery, TopK, pack_top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 
 _CACHED_NUMBERS = 1 << 19
@@ -154,57 +154,63 @@ class RowEncoder:
         return narrow if is_exact else None
 
 
-def scores_of(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """What tokens score after the prefixes that gave these logits.
-
-    Args:
-        logits: tensor of shape (m, V) of any float dtype, on any device.
-        tokens: the token that followed each prefix, m ids.
-
-    Returns:
-        float32 log-probabilities of shape (m,); NaN where logits are no distribution.
-    """
+def _scores(logits: Tensor, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """What tokens score after the prefixes that gave these logits, float32 (m,); it takes no row of float32."""
     targets = torch.tensor(tokens, device=logits.device)
-    # Some at a time, so that they stay in the processor's cache.
-    rows = max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // logits.shape[1])
+    rows = _rows_at_once(logits)
     parts = zip(torch.split(logits, rows), torch.split(targets, rows), strict=True)
     losses = [torch.nn.functional.cross_entropy(part.float(), wanted, reduction="none") for part, wanted in parts]
     scores: NDArray[np.float32] = (-torch.cat(losses)).cpu().numpy()
     return scores
 
 
-def expected_at(logits: Tensor, query: PositionsQuery) -> NDArray[np.float32]:
+def expected_at(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
     """What is wanted of positions that have these logits.
 
     Args:
         logits: tensor of shape (m, V) of any float dtype, on any device.
         query: says what.
+        following: the tokens that come after the positions.
 
     Returns:
         float32 of shape (m, width); NaN where logits are no distribution.
     """
-    rows = max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // logits.shape[1])
+    if query.scores:
+        return _scores(logits, following)[:, None]
     targets = torch.from_numpy(query.target_ids).to(logits.device)
     parts = []
-    for part in torch.split(logits, rows):
+    for part in torch.split(logits, _rows_at_once(logits)):
         logprobs = torch.log_softmax(part.float(), dim=-1)
         if query.top:
-            parts.append(pack_tops(_largest_of(logprobs, query.top)))
+            parts.append(pack_top(_largest_of(logprobs, query.top)))
         else:
             parts.append((logprobs[:, targets] if query.targets else logprobs).cpu().numpy())
     return np.concatenate(parts)
 
 
+def _rows_at_once(logits: Tensor) -> int:
+    """So many that they stay in the processor's cache."""
+    return max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // logits.shape[1])
+
+
 def _largest_of(rows: Tensor, k: int) -> TopK:
     """The `k` largest entries of each of some rows, as `lmpool.protocol.query.top` orders them."""
-    found = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
-    values, ids = found.values.cpu().numpy(), found.indices.cpu().numpy()
-    order = np.lexsort((ids[:, :k], -values[:, :k]), axis=-1)
-    largest = TopK(np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1))
-    # Torch does not say which of equal ones it takes.
-    for at in np.flatnonzero(values[:, k] == values[:, k - 1]) if values.shape[1] > k else ():
-        largest.values[at], largest.ids[at] = top(rows[at].cpu().numpy(), k)
-    return largest
+    values, ids = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
+    least = values[:, k - 1 : k]
+    # Torch does not say which of equal ones it takes: where some that equal the least are left out, the lowest ids
+    # count.
+    is_unsure = (values[:, k:] == least).any(dim=1)
+    values, ids = values[:, :k], ids[:, :k]
+    if is_unsure.any():
+        count = torch.arange(rows.shape[1], device=rows.device)
+        equal = torch.where(rows[is_unsure] == least[is_unsure], count, rows.shape[1])
+        lowest = torch.topk(equal, k, dim=-1, largest=False, sorted=True).values
+        above = (values[is_unsure] > least[is_unsure]).sum(dim=1, keepdim=True)
+        place = count[:k] - above
+        ids[is_unsure] = torch.where(place < 0, ids[is_unsure], lowest.gather(1, place.clamp(min=0)))
+    found = TopK(values.cpu().numpy(), ids.cpu().numpy())
+    order = np.lexsort((found.ids, -found.values), axis=-1)
+    return TopK(np.take_along_axis(found.values, order, axis=1), np.take_along_axis(found.ids, order, axis=1))
 
 
 def pick_device(name: str) -> torch.device:

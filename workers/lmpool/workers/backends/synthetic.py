@@ -23,6 +23,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows
 from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
@@ -209,7 +210,6 @@ class SyntheticBackend:
             revision=f"seed-{settings.seed}",
             dtype="float32",
             encoding=settings.encoding,
-            scores=True,
             positions=True,
             note="rows are drawn from a generator, not computed by a model",
         )
@@ -248,8 +248,8 @@ class SyntheticBackend:
         batch = dict(islice(self._jobs.items(), self._settings.max_batch))
         failures = {digest: text for digest, job in batch.items() if (text := self._fault(job.ids))}
         good = {digest: job for digest, job in batch.items() if digest not in failures}
-        rows = {digest: job for digest, job in good.items() if not job.wants_vector}
-        vectors = {digest: self._vector(job) for digest, job in good.items() if job.wants_vector}
+        rows = {digest: job for digest, job in good.items() if job.positions is None}
+        vectors = {digest: self._vector(job, query) for digest, job in good.items() if (query := job.positions)}
         blocks = [self._draw(rows)] if rows else []
         self.abort(batch)
         tokens = sum(len(job.ids) // _ID_BYTES for job in good.values())
@@ -298,15 +298,14 @@ class SyntheticBackend:
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
 
-    def _vector(self, job: BackendJob) -> NDArray[np.float32]:
-        """What is wanted of each position: of the row, or of the token that follows."""
+    def _vector(self, job: BackendJob, query: PositionsQuery) -> NDArray[np.float32]:
+        """What is wanted of each position."""
         tokens, row = decode_ids(job.ids), np.empty((1, self._settings.vocab_size), np.float32)
         parts = []
         for at in job.span:
             base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
             fill(row[0], base.logprobs, shifts)
-            wanted = row[:, tokens[at + 1]] if job.positions is None else job.positions.of(row)
-            parts.append(wanted.copy().ravel())
+            parts.append(query.of(row, tokens[at + 1 : at + 2]).copy().ravel())
         return np.concatenate(parts)
 
     def _fault(self, ids: bytes) -> str | None:

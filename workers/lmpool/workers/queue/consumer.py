@@ -34,7 +34,6 @@ from lmpool.protocol.query import (
     PickQuery,
     PositionsQuery,
     Query,
-    ScoreQuery,
     TopQuery,
     TrieQuery,
     unpack_query,
@@ -497,8 +496,6 @@ class Consumer:
         self, job: Job, prompt: bytes, digest: bytes, query: Query | None
     ) -> tuple[BackendJob, TrieQuery | PickQuery | None]:
         """What the backend is to compute, and the query that is then answered from the row."""
-        if isinstance(query, ScoreQuery):
-            return BackendJob(digest, job.ids, job.adapter, score_from=query.start), None
         if isinstance(query, PositionsQuery):
             return BackendJob(digest, job.ids, job.adapter, positions=query), None
         if isinstance(query, FreshQuery):
@@ -535,20 +532,24 @@ class Consumer:
         if isinstance(query, TopQuery) and query.k > info.vocab_size:
             text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
-        if isinstance(query, ScoreQuery | PositionsQuery):
-            is_score, length = isinstance(query, ScoreQuery), len(job.ids) // 4
-            if not (info.scores if is_score else info.positions):
-                what = "score" if is_score else "answer for every position"
-                return Failure(SourceMissing.__name__, f"this worker does not {what}: ask for the rows of all prefixes")
-            if query.start >= length:
-                text = f"{'scores' if is_score else 'positions'} from {query.start} on, of a prompt of {length} tokens"
-                return Failure(ProtocolError.__name__, text)
-        if isinstance(query, PositionsQuery):
-            largest = max(query.top - 1, *query.target_ids.tolist(), 0)
-            if largest >= info.vocab_size:
-                text = f"entry {largest} of rows that have {info.vocab_size}"
-                return Failure(ProtocolError.__name__, text)
-        return None
+        return self._positions_refusal(query, len(job.ids) // 4) if isinstance(query, PositionsQuery) else None
+
+    def _positions_refusal(self, query: PositionsQuery, length: int) -> Failure | None:
+        """Why what is asked of the positions of a prompt of so many tokens cannot be answered here, if so."""
+        info, span = self._info, query.span(length)
+        most, largest = query.most_positions(info.vocab_size), max(query.top - 1, int(query.target_ids.max(initial=0)))
+        if not info.positions:
+            text = "this worker does not answer for several positions: ask for the rows of all prefixes"
+            return Failure(SourceMissing.__name__, text)
+        if not span:
+            text = f"positions from {query.start} on, of a prompt of {length} tokens"
+        elif len(span) > most:
+            text = f"{len(span)} positions in one job: at most {most} of what is wanted of them"
+        elif largest >= info.vocab_size:
+            text = f"entry {largest} of rows that have {info.vocab_size}"
+        else:
+            return None
+        return Failure(ProtocolError.__name__, text)
 
 
 def _decoded(data: bytes) -> Job | ProtocolError:

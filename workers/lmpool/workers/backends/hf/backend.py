@@ -34,7 +34,7 @@ from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, 
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.requirements import first_line
-from lmpool.workers.backends.row_encoder import RowEncoder, expected_at, scores_of
+from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
 from lmpool.workers.backends.settings import HfSettings
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,6 @@ class HfBackend:
             revision=loaded.revision,
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
-            scores=True,
             positions=True,
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
             source=checkpoint_source(settings.model),
@@ -228,7 +227,7 @@ class HfBackend:
         length = end = len(job.ids) // 4
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
-        if job.wants_vector:
+        if job.positions is not None:
             kind, start = "vector", job.span.start + sum(map(len, progress.parts))
             most = rules.logits if length > longest else min(rules.logits, rules.chunk)
             end = min(job.span.stop, start + most)
@@ -331,11 +330,10 @@ class HfBackend:
         taken = {}
         for (digest, chunk), rows in zip(batch.items(), logits, strict=True):
             job, kept = self._waiting[digest], rows[-chunk.kept :]
-            if job.positions is not None:
-                taken[digest] = expected_at(kept, job.positions)
-            else:
-                # A position's logits predict the token after it.
-                taken[digest] = scores_of(kept, _ids(job)[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist())
+            assert job.positions is not None
+            # A position's logits predict the token after it.
+            following = _ids(job)[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()
+            taken[digest] = expected_at(kept, job.positions, following)
         for digest, part in taken.items():
             if np.isnan(part).any():
                 answer.failures[digest] = "the model returned logits that are no distribution: NaN or infinite"

@@ -80,7 +80,7 @@ class VllmBackend:
             source=engine.source,
             # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
             # Logits processors never see them.
-            scores=not engine.adapter_slots and not settings.logits_processors,
+            positions=not engine.adapter_slots and not settings.logits_processors,
         )
         try:
             self._info = completed_info(self)
@@ -134,7 +134,7 @@ class VllmBackend:
                 self._submit(job)
 
     def _submit(self, job: BackendJob) -> None:
-        if job.score_from or job.fresh:
+        if job.positions or job.fresh:
             self._request(job, None, is_session=False)
             return
         session = self._sessions.take(job.adapter, job.ids)
@@ -157,9 +157,9 @@ class VllmBackend:
             ignore_eos=True,
             detokenize=False,
             # 0 means the prompt's own tokens only.
-            prompt_logprobs=0 if job.score_from else None,
-            skip_reading_prefix_cache=True if job.score_from or job.fresh else None,
-            extra_args=None if job.score_from else {KEY: job.digest},
+            prompt_logprobs=0 if job.positions else None,
+            skip_reading_prefix_cache=True if job.positions or job.fresh else None,
+            extra_args=None if job.positions else {KEY: job.digest},
         )
         self._core.add_request(
             EngineCoreRequest(
@@ -198,9 +198,9 @@ class VllmBackend:
         for digest in failures:
             self._engine.captured.drop(digest)
             self._scores.pop(digest, None)
-        rows = [job.digest for job, text in ended if not text and not job.score_from]
+        rows = [job.digest for job, text in ended if not text and not job.positions]
         blocks, unsound = self._engine.captured.take(rows)
-        scores, unscored = self._take_scores([job for job, text in ended if not text and job.score_from])
+        scores, unscored = self._take_scores([job for job, text in ended if not text and job.positions])
         self._make_room(bool(outputs))
         self._count(blocks)
         return Finished(blocks, failures | unsound | unscored, scores)
@@ -241,7 +241,7 @@ class VllmBackend:
             logprobs = self._scores.pop(job.digest, None)
             if logprobs is None or len(logprobs) != len(job.ids) // 4 - 1:
                 raise WorkerError("vLLM has ended a prompt without scoring its tokens")
-            vector = np.ascontiguousarray(logprobs[job.score_from - 1 :])
+            vector = np.ascontiguousarray(logprobs[job.positions.start :])
             if np.isnan(vector).any():
                 failures[job.digest] = "the model returned logits that are no distribution: NaN or infinite"
             else:
