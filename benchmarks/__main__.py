@@ -60,6 +60,7 @@ _TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
 _GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
     "targets": picks.targets,
     "score": picks.score,
+    "generate": picks.generate,
     "smc": smc.smc,
 }
 _GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}

@@ -23,8 +23,17 @@ class Client(Bursts):
 
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
-        ours: list[Handler] = [self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
-        return [*super().handlers(), *ours, self.particles, self.steadily, self.again_in_batches, self.alone_again]
+        ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
+        return [
+            *super().handlers(),
+            *ours,
+            self.grow,
+            self.beside,
+            self.particles,
+            self.steadily,
+            self.again_in_batches,
+            self.alone_again,
+        ]
 
     async def again_in_batches(self, times: int, size: int) -> float:
         """Seconds for the rows of the last `new` this many times over, in batches."""
@@ -65,6 +74,25 @@ class Client(Bursts):
     async def scored(self, prompts: list[Ids], tokens: int) -> float:
         """Median seconds of scoring the last `tokens` tokens of a prompt after those before, one after the other."""
         return await self.median(self._producer.score(ids[:-tokens], ids[-tokens:]) for ids in prompts)
+
+    async def generated(self, prompts: list[Ids], tokens: int) -> float:
+        """Seconds for a continuation of each prompt, all at once, each in one request."""
+        start = time.perf_counter()
+        made = await self._producer.batch_generate(prompts, tokens, seed=int(self._random.integers(2**32)))
+        if {len(continuation.ids) for continuation in made} != {tokens}:
+            raise RuntimeError(f"not every continuation has {tokens} tokens")
+        return time.perf_counter() - start
+
+    async def sampled(self, prompts: list[Ids], tokens: int) -> float:
+        """As `generated`, but each token of each is a request of its own."""
+        start, seed = time.perf_counter(), int(self._random.integers(2**32))
+
+        async def grow(at: int, ids: Ids) -> None:
+            for place in range(tokens):
+                ids = [*ids, await self._producer.sample(ids, seed=seed + (at << 32) + place)]
+
+        await asyncio.gather(*[grow(at, ids) for at, ids in enumerate(prompts)])
+        return time.perf_counter() - start
 
     async def keys(self) -> list[str]:
         """Where the rows of the last `new` are: Redis keys in hexadecimal."""

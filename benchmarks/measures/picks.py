@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from benchmarks.harness.pairs import Goal, Result, Side
 from benchmarks.harness.workplace import Workplace
@@ -13,6 +15,9 @@ from benchmarks.measures.transport import FULL_V
 _TARGETS = 4
 _AT_ONCE = 256
 _PROMPT, _CONTINUATION = 32, 64
+_CONTINUATIONS, _GENERATED = 16, 32
+_SMALL_V, _STEP_MS = 8192, 2
+_LEAST_V = 49_152
 
 
 def targets(place: Workplace) -> list[Result]:
@@ -61,3 +66,37 @@ def score(place: Workplace) -> list[Result]:
     )
     sides = [Side(name, "s", taken) for name, taken in samples.items()]
     return [Result("score", meaning, Goal(1.5, at_most=True), *sides)]
+
+
+def generate(place: Workplace) -> list[Result]:
+    """Continuations in one request each, against a request for each of their tokens."""
+    asked, results = Asked(), []
+    for name, goal, described, options in (
+        ("generate", Goal(1.05), "SmolLM2-135M f32, hf", (str(smollm2_folder()), "--backend", "hf", "--device", "cpu")),
+        (
+            "generate-fast",
+            Goal(2),
+            f"synthetic rows of V = {_SMALL_V:,}, steps of {_STEP_MS} ms",
+            ("synthetic", "--backend", "synthetic", "--vocab-size", str(_SMALL_V), "--step-ms", str(_STEP_MS)),
+        ),
+    ):
+        with ExitStack() as stack:
+            stack.enter_context(place.workers(name, *options))
+            client = stack.enter_context(place.producer(name))
+
+            vocab_size = _SMALL_V if name == "generate-fast" else _LEAST_V
+
+            def rate(call: str, client: Any, vocab_size: int) -> float:
+                prompts = [[token % vocab_size for token in ids] for ids in asked.fresh(_CONTINUATIONS, _PROMPT)]
+                return _CONTINUATIONS * _GENERATED / float(client.ask(call, prompts=prompts, tokens=_GENERATED))
+
+            ways = {"generate": "generated", "sample": "sampled"}
+            samples = alternated(
+                {side: partial(rate, call, client, vocab_size) for side, call in ways.items()}, place.repeats
+            )
+        meaning = (
+            f"tokens/s of {_CONTINUATIONS} continuations of {_GENERATED} tokens at once, {described} ÷ the same by one "
+            "`sample` for each token"
+        )
+        results.append(Result(name, meaning, goal, *[Side(side, "tokens/s", taken) for side, taken in samples.items()]))
+    return results

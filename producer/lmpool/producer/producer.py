@@ -18,8 +18,8 @@ from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
-from lmpool.producer.partial import (
-    PartialRows,
+from lmpool.producer.partial import PartialRows
+from lmpool.producer.queries import (
     ask_entries,
     ask_entries_of_all,
     ask_fresh,

@@ -23,11 +23,11 @@ from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
-from lmpool.producer.partial import Expected, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
+from lmpool.producer.queries import Expected, GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import TopK
+from lmpool.protocol.query import Continuation, TopK
 from lmpool.protocol.row import Values
 from lmpool.vocabulary import Vocabulary
 
@@ -185,6 +185,18 @@ class SyncProducer(CopiedAsItself):
     def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
         """As `Producer.batch_sample`."""
         return self._wait_for(self._producer.batch_sample(prompts, **options))
+
+    def generate(
+        self, ids: Any, max_tokens: int, *, n: int = 1, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """As `Producer.generate`."""
+        return self._wait_for(self._producer.generate(ids, max_tokens, n=n, **options))
+
+    def batch_generate(
+        self, prompts: Iterable[Any], max_tokens: int, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """As `Producer.batch_generate`."""
+        return self._wait_for(self._producer.batch_generate(prompts, max_tokens, **options))
 
     def score(
         self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
