@@ -83,9 +83,12 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
             PositionsQuery(start),
             PositionsQuery(start, targets=np.array(targets, "<u4").tobytes()),
             PositionsQuery(start, 5),
+            PositionsQuery(start, values="logits"),
+            PositionsQuery(start, values="logz"),
+            PositionsQuery(start, 3, values="logits"),
         )
     ]
-    for ids, rows, entries, packed in zip(prompts, *by_way, strict=True):
+    for ids, rows, entries, packed, logits, log_z, packed_logits in zip(prompts, *by_way, strict=True):
         reference = expected(opened, ids, start, adapter)
         assert rows.shape == reference.shape
         assert float(np.abs(rows - reference).max()) <= tolerance
@@ -95,6 +98,9 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
         own = np.take_along_axis(reference, largest.ids, axis=1)
         assert float(np.abs(own - largest.values).max()) <= tolerance
+        assert float(np.abs(logits - log_z - reference).max()) <= tolerance
+        likeliest = unpack_top(packed_logits, vocab_size, of_logits=True).values
+        assert float(np.abs(likeliest - -np.sort(-logits)[:, :3]).max()) <= tolerance
 
 
 @pytest.mark.parametrize("start", [0, 1, 7])

@@ -417,7 +417,7 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     calls = {name for name in dir(lmpool.producer.Producer) if not name.startswith("_")}
     rows = {"logprobs", "batch_logprobs", "warm", "clear_cache", "trie"}
     picks = {"topk", "batch_topk", "sample", "batch_sample", "score", "batch_score"}
-    picks |= {"positions", "batch_positions", "stream_positions", "generate", "batch_generate"}
+    picks |= {"positions", "batch_positions", "stream_positions", "generate", "batch_generate", "logz", "batch_logz"}
     adapters = {"adapters", "add_adapter", "remove_adapter"}
     assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon"}
     # That one connects when it is made, and its calls wait.

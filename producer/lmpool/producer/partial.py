@@ -17,11 +17,13 @@ from lmpool.producer.deadline import Deadline
 from lmpool.producer.queries import (
     Expected,
     GenerateOptions,
+    Mode,
     PositionOptions,
     Positions,
     SampleOptions,
     Wanted,
     ask_continuation,
+    ask_last,
     ask_part,
     ask_positions,
     ask_sample,
@@ -30,6 +32,7 @@ from lmpool.producer.queries import (
     beginning,
     check_k,
     check_known,
+    check_mode,
     check_room,
     check_start,
     parts_of,
@@ -58,36 +61,42 @@ class PartialRows:
     _sessions: SessionPerLoop
     _timeout: float
 
-    async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+    async def topk(
+        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+    ) -> TopK:
         """The `k` likeliest tokens, likeliest first; of equal ones the lowest id first.
 
         Args:
             ids: a prompt, as for `Producer.logprobs`.
             k: how many, 1 to V.
+            mode: as `Producer.logprobs`.
 
         Returns:
-            log-probabilities, float32 of shape (k,), and token ids, int64 of shape (k,).
+            log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
 
         Raises:
             SettingsError: `k` is out of range.
         """
 
-        def ask(session: Session, name: str, deadline: Deadline) -> Coroutine[Any, Any, TopK]:
-            return ask_top(session, session.encode(ids, name), check_k(k, session), deadline)
-
-        return await self._request(adapter, timeout, ask)
+        best = await self.batch_topk([ids], k, mode=mode, adapter=adapter, timeout=timeout)
+        return TopK(best.values[0], best.ids[0])
 
     async def batch_topk(
-        self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        k: int,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> TopK:
         """As `topk`, for n prompts: both arrays have the shape (n, k)."""
-        listed = list_prompts(prompts)
+        listed, values = list_prompts(prompts), check_mode(mode)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
             encoded = [session.encode(ids, name) for ids in listed]
             count = check_k(k, session)
-            tops = await gather([ask_top(session, prompt, count, deadline) for prompt in encoded])
-            return stack_tops(tops, count)
+            return stack_tops(await gather([ask_top(session, ids, count, deadline, values) for ids in encoded]), count)
 
         return await self._request(adapter, timeout, ask)
 
@@ -274,6 +283,27 @@ class PartialRows:
 
         for part in parts:
             yield Positions(part.start, await self._request(adapter, timeout, asking(part)))
+
+    async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """The logarithm of the sum of the exponentials of the logits after a prompt: logits less this are its row.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+        """
+        return float((await self.batch_logz([ids], adapter=adapter, timeout=timeout))[0])
+
+    async def batch_logz(
+        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `logz`, for n prompts: float32 (n,)."""
+        listed = list_prompts(prompts)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
+            encoded = [session.encode(ids, name) for ids in listed]
+            wanted = Wanted(values="logz")
+            return np.array(await gather([ask_last(session, ids, wanted, deadline) for ids in encoded]), np.float32)
+
+        return await self._request(adapter, timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,
     PositionsQuery,
+    PositionValues,
     SampleQuery,
     Sampling,
     TopK,
@@ -45,12 +46,16 @@ from lmpool.protocol.query import (
     unpack_top,
 )
 from lmpool.protocol.row import Row, check_logprobs, check_row
-from lmpool.settings import shown
+from lmpool.settings import check_choice, shown
 
 T = TypeVar("T")
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
+
+
+Mode = Literal["logprobs", "logits"]
+"""Whether values are log-probabilities, or the logits that the model computed them from."""
 
 
 class SampleOptions(TypedDict, total=False):
@@ -99,6 +104,8 @@ class PositionOptions(TypedDict, total=False):
         top: so many of the likeliest tokens are wanted, 1 to V.
         targets: or the entries of these token ids.
         full: or whole rows.
+        logz: or the logarithm of the sum of the exponentials of the logits, float32 (n,).
+        mode: "logits" for these as the model computed them, in place of log-probabilities ("logprobs", the default).
         adapter: as `Producer.logprobs`.
         timeout: as `Producer.logprobs`.
     """
@@ -106,6 +113,8 @@ class PositionOptions(TypedDict, total=False):
     top: int
     targets: Any
     full: bool
+    logz: bool
+    mode: Mode
     adapter: str
     timeout: float | None
 
@@ -122,10 +131,11 @@ class Wanted(NamedTuple):
 
     top: int = 0
     targets: tuple[int, ...] = ()
+    values: PositionValues = "logprobs"
 
     def query(self, start: int) -> PositionsQuery:
         """The query for it."""
-        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes())
+        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes(), self.values)
 
 
 def check_known(options: Mapping[str, object], kind: Any) -> None:
@@ -148,14 +158,28 @@ def check_k(k: Any, session: Session, name: str = "k") -> int:
 def read_wanted(options: PositionOptions, session: Session) -> Wanted:
     """Check what is wanted of every position."""
     check_known(options, PositionOptions)
-    top, targets, full = options.get("top"), options.get("targets"), options.get("full", False)
-    if type(full) is not bool:
-        raise SettingsError(f"full: {shown(full)} must be True or False")
-    if (top is not None) + (targets is not None) + full != 1:
-        raise SettingsError("positions: give just one of top=k, targets=[ids] and full=True")
+    top, targets, mode = options.get("top"), options.get("targets"), check_mode(options.get("mode", "logprobs"))
+    full, logz = options.get("full", False), options.get("logz", False)
+    for name, value in (("full", full), ("logz", logz)):
+        if type(value) is not bool:
+            raise SettingsError(f"{name}: {shown(value)} must be True or False")
+    if (top is not None) + (targets is not None) + full + logz != 1:
+        raise SettingsError("positions: give just one of top=k, targets=[ids], full=True and logz=True")
     if top is not None:
-        return Wanted(check_k(top, session, "top"))
-    return Wanted() if full else Wanted(targets=tuple(read_targets(targets, session.info.vocab_size)))
+        return Wanted(check_k(top, session, "top"), values=mode)
+    if targets is not None:
+        return Wanted(targets=tuple(read_targets(targets, session.info.vocab_size)), values=mode)
+    return Wanted(values="logz" if logz else mode)
+
+
+def check_mode(mode: Any) -> Mode:
+    """Check whether log-probabilities or logits are wanted.
+
+    Raises:
+        SettingsError: neither.
+    """
+    check_choice("mode", mode, get_args(Mode))
+    return mode  # type: ignore[no-any-return]  # that is known now
 
 
 def check_start(start: Any, text: Prompt) -> Prompt:
@@ -324,8 +348,12 @@ async def _answer(
         raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
 
 
-async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) -> TopK:
+async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline, values: Mode = "logprobs") -> TopK:
     """The `k` largest entries of a row."""
+    if values == "logits":
+        best = await ask_last(session, prompt, Wanted(k, values=values), deadline)
+        assert isinstance(best, TopK)
+        return best
     row = session.cached(prompt)
     if row is not None:
         return top(row, k)
@@ -406,8 +434,12 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
 
     def read(answer: Row) -> Expected:
         if wanted.top:
-            return unpack_top(answer.reshape(count, -1), vocab_size)
-        return check_logprobs(answer).reshape(count, -1)
+            return unpack_top(answer.reshape(count, -1), vocab_size, of_logits=wanted.values == "logits")
+        if wanted.values == "logprobs":
+            return check_logprobs(answer).reshape(count, -1)
+        if not answer.max() < np.inf:
+            raise ProtocolError(f"the largest of {len(answer)} logits is {answer.max()}")
+        return answer if wanted.values == "logz" else answer.reshape(count, -1)
 
     if session.info.positions:
         with_query = text.with_query(query.pack(), count * query.width(vocab_size))
@@ -415,13 +447,25 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
             return await _answer(session, with_query, deadline, read)
         except SourceMissing:
             pass  # Another worker of this model does not.
+    if wanted.values != "logprobs":
+        raise SettingsError(
+            f"{'logz' if wanted.values == 'logz' else 'mode'}: the workers of {session.info.name!r} tell "
+            f"log-probabilities only: their backend {session.info.backend!r} does not answer for positions"
+        )
     prompts = [beginning(text, at + 1) for at in part]
     if wanted.top:
         tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
         return stack_tops(tops, wanted.top)
     if wanted.targets:
-        return await ask_entries_of_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
+        return await ask_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
     return await session.answer_all(prompts, deadline)
+
+
+async def ask_last(session: Session, prompt: Prompt, wanted: Wanted, deadline: Deadline) -> Expected:
+    """As `ask_positions`, of the last position of a prompt, whose first axis is left out."""
+    last = len(prompt.ids) // 4 - 1
+    found = await ask_part(session, prompt, range(last, last + 1), wanted, deadline)
+    return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
 
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
@@ -430,14 +474,26 @@ async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row
     return await _answer(session, query, deadline, check_row, private=True)
 
 
-async def ask_entries_of_all(
-    session: Session, prompts: Sequence[Prompt], targets: Sequence[list[int]], count: int, deadline: Deadline
+async def ask_logits(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
+    """The logits after a prompt, float32 (V,), or some of them, (k,)."""
+    found = await ask_last(session, prompt, Wanted(targets=tuple(targets), values="logits"), deadline)
+    assert not isinstance(found, TopK)
+    return found
+
+
+async def ask_all(
+    session: Session,
+    prompts: Sequence[Prompt],
+    targets: Sequence[list[int]],
+    count: int,
+    deadline: Deadline,
+    ask_one: Callable[[Session, Prompt, list[int], Deadline], Coroutine[Any, Any, Row]] = ask_entries,
 ) -> NDArray[np.float32]:
     """Some entries of each of several rows, `count` each: float32 (n, count)."""
     out = np.empty((len(prompts), count), np.float32)
 
     async def ask(at: int) -> None:
-        out[at] = await ask_entries(session, prompts[at], targets[at], deadline)
+        out[at] = await ask_one(session, prompts[at], targets[at], deadline)
 
     await gather([ask(at) for at in range(len(prompts))])
     return out

@@ -28,6 +28,9 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
 
+PositionValues = Literal["logprobs", "logits", "scores", "logz"]
+"""What is told of positions; see `PositionsQuery`."""
+
 MOST_ANSWER = 1 << 21
 """Numbers of an answer for several positions (8 MiB): more would fill a worker's memory, or the server's, at once."""
 
@@ -42,6 +45,8 @@ MOST_STOP_NUMBERS = 1 << 17
 
 # Where a continuation has ended before its longest: no vocabulary is so large.
 _NO_TOKEN = 0xFFFFFFFF
+# One number of each position.
+_SINGLE = ("scores", "logz")
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
@@ -153,8 +158,8 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
     return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
-def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
-    """Read what `pack_top` made.
+def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool = False) -> TopK:
+    """Read what `pack_top` made, of log-probabilities or of logits.
 
     Raises:
         ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
@@ -168,7 +173,10 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
-        check_largest(most, vocab_size)
+        if not of_logits:
+            check_largest(most, vocab_size)
+        elif not np.isfinite(most):
+            raise ProtocolError(f"the largest of {vocab_size} logits is {most}")
     return TopK(values, ids)
 
 
@@ -301,20 +309,20 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     Attributes:
         start: the first position. At position i is wanted what comes after the tokens 0 to i.
         top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
-        targets: otherwise these entries, little-endian uint32 ids.
-        scores: otherwise of each position the entry of the token that follows it; the last position has none.
-            If nothing of these is said, whole rows.
+        targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
+        values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
+            position has none. "logz": the logarithm of the sum of the exponentials of the logits.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
-    scores: bool = False
+    values: PositionValues = "logprobs"
 
     @classmethod
     def scores_from(cls, start: int) -> Self:
         """What the prompt's own tokens from `start` on score, which must not be the first."""
-        return cls(start - 1, scores=True)
+        return cls(start - 1, values="scores")
 
     @property
     def target_ids(self) -> NDArray[np.int64]:
@@ -323,21 +331,32 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def width(self, vocab_size: int) -> int:
         """Numbers of each position."""
-        return 2 * self.top or len(self.targets) // 4 or (1 if self.scores else vocab_size)
+        return 2 * self.top or len(self.targets) // 4 or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
         """The positions of a prompt of so many tokens that are asked for."""
-        return range(self.start, length - 1 if self.scores else length)
+        return range(self.start, length - 1 if self.values == "scores" else length)
 
     def most_positions(self, vocab_size: int) -> int:
         """So many positions one job may ask for."""
         return max(1, MOST_ANSWER // self.width(vocab_size))
 
-    def of(self, rows: Row, following: NDArray[Any]) -> NDArray[np.float32]:
-        """What is wanted of rows, float32 (n, V), and the tokens that follow: float32 (n, width)."""
+    def of(
+        self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
+    ) -> NDArray[np.float32]:
+        """What is wanted of positions: float32 (n, width).
+
+        Args:
+            logits: float32 (n, V).
+            log_z: float32 (n,), the logarithms of the sums of their exponentials.
+            following: the tokens that follow, (n,).
+        """
+        if self.values == "logz":
+            return log_z[:, None]
+        rows = logits if self.values == "logits" else logits - log_z[:, None]
         if self.top:
             return pack_top(stack_tops([top(row, self.top) for row in rows], self.top))
-        if self.scores:
+        if self.values == "scores":
             return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
         return rows[:, self.target_ids] if self.targets else rows
 
@@ -418,9 +437,9 @@ def unpack_query(data: bytes) -> Query:
             return checked(TopQuery, values, "a query")
         case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(), bytes(targets), bool(scores)] as values:
+        case ["positions", int(), int(k), bytes(targets), str(kind)] as values:
             # One of them at most, or clients would read the answer as something else.
-            if len(targets) % 4 or (values[2] > 0) + bool(targets) + scores > 1:
+            if len(targets) % 4 or (k > 0) + bool(targets) + (kind in _SINGLE) > 1:
                 raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:

@@ -89,7 +89,8 @@ valid_queries = st.one_of(
     samplings.map(lambda how: SampleQuery(*how)),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3)),
     st.builds(PositionsQuery, st.integers(0, 9), st.just(0), st.just(b"\1\0\0\0")),
-    st.builds(PositionsQuery, st.integers(0, 9), scores=st.booleans()),
+    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), values=st.just("logits")),
+    st.builds(PositionsQuery, st.integers(0, 9), values=st.sampled_from(["scores", "logz"])),
     st.builds(FreshQuery, digests),
     st.builds(
         GenerateQuery,
@@ -104,7 +105,7 @@ valid_queries = st.one_of(
 wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), st.booleans()).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names).map(lambda query: query.pack()),
     st.builds(GenerateQuery, numbers, st.floats(), st.floats(), numbers, st.binary(max_size=20)).map(
         lambda query: query.pack()
     ),

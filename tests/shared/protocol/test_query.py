@@ -56,7 +56,9 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         PositionsQuery(0),
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
-        PositionsQuery(5, scores=True),
+        PositionsQuery(5, values="scores"),
+        PositionsQuery(0, 3, values="logits"),
+        PositionsQuery(2**32, values="logz"),
     ],
 )
 def test_an_ask_survives_the_wire(query: Query) -> None:
@@ -67,9 +69,10 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     # The name of an answer is made from these bytes.
     assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
-    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400c2"
-    assert PositionsQuery(3, 0, b"\1\0\0\0").pack().hex() == "95a9706f736974696f6e730300c40401000000c2"
-    assert PositionsQuery(3, scores=True).pack().hex() == "95a9706f736974696f6e730300c400c3"
+    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400a86c6f6770726f6273"
+    wanted = PositionsQuery(3, 0, b"\1\0\0\0", "logits").pack().hex()
+    assert wanted == "95a9706f736974696f6e730300c40401000000a66c6f67697473"
+    assert PositionsQuery(3, values="scores").pack().hex() == "95a9706f736974696f6e730300c400a673636f726573"
     made = GenerateQuery(3, 0.5, 1.0, 7, pack_stops([[9]])).pack().hex()
     assert made == "96a867656e657261746503cb3fe0000000000000cb3ff000000000000007c4080100000009000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
@@ -150,7 +153,7 @@ def rows_of(count: int, vocab_size: int) -> Row:
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
     rows = rows_of(4, 9)
-    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.uint32))
+    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.float32), np.zeros(4, np.uint32))
     assert packed.shape == (4, PositionsQuery(0, k).width(9))
     largest = unpack_top(packed, 9)
     for at, row in enumerate(rows):

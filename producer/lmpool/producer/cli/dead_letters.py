@@ -501,8 +501,7 @@ def _describe(query: Query | None) -> str:
             return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
         case PositionsQuery():
             what = f"{query.top} likeliest tokens" if query.top else "targets" if query.targets else "rows"
-            what = "next token" if query.scores else what
-            return f"{what} at every position from {query.start} on"
+            return f"{what} ({query.values}) at every position from {query.start} on"
         case GenerateQuery():
             how = f"temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed}"
             return f"continuation of {query.most} tokens ({how})"
