@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import VectorBlock
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.row_encoder import expected_at
 
@@ -97,22 +96,16 @@ class PositionAnswers:
                     raise WorkerError(f"the engine has computed position {position}, and not {held.missing.start}")
                 _add(held, logits[begin - first : end - first])
 
-    def take(self, requests: Sequence[str]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-        """The answers of requests that the engine has ended, and failures.
+    def take(self, request: str) -> NDArray[np.float32] | None:
+        """The answer of a request that the engine has ended, float32 (n * width,); None if its logits were NaN.
 
         Raises:
-            WorkerError: it has not computed all positions of one.
+            WorkerError: not all of the positions were computed.
         """
-        answers, failures = {}, {}
-        for request in requests:
-            held = self._open.pop(request)
-            if not held.is_sound:
-                failures[held.job.digest] = NO_DISTRIBUTION
-            elif held.missing:
-                raise WorkerError(f"the engine has ended a prompt without position {held.missing.start}")
-            else:
-                answers[held.job.digest] = np.concatenate(held.parts).ravel()
-        return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
+        held = self._open.pop(request)
+        if held.is_sound and held.missing:
+            raise WorkerError(f"the engine has ended a prompt without position {held.missing.start}")
+        return np.concatenate(held.parts).ravel() if held.is_sound else None
 
 
 def _add(held: _Open, logits: Tensor) -> None:

@@ -19,6 +19,7 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import read_vocabulary
+from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.capture import KEY
@@ -198,13 +199,16 @@ class VllmBackend:
         good = {name: job for name, (job, text) in ended.items() if not text}
         blocks, unsound = self._engine.captured.take([job.digest for job in good.values() if job.positions is None])
         failures |= unsound
-        answers = None
-        if (positions := self._engine.positions) is not None:
-            answers, unsound = positions.take([name for name, job in good.items() if job.positions is not None])
-            failures |= unsound
+        vectors = {}
+        for name, job in good.items():
+            if job.positions is not None and self._engine.positions is not None:
+                if (answer := self._engine.positions.take(name)) is None:
+                    failures[job.digest] = NO_DISTRIBUTION
+                else:
+                    vectors[job.digest] = answer
         self._make_room(bool(outputs))
-        self._count(blocks, answers)
-        return Finished(blocks, failures, answers)
+        self._count(blocks, len(vectors))
+        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _drop(self, name: str, digest: bytes) -> None:
         """Forget what was taken for a request that is not answered."""
@@ -280,9 +284,9 @@ class VllmBackend:
                 self._request(request.job, None, is_session=False)
                 return
 
-    def _count(self, blocks: list[RowBlock], answers: VectorBlock | None) -> None:
+    def _count(self, blocks: list[RowBlock], further: int) -> None:
         stats = self._stats
-        rows = sum(len(block.digests) for block in blocks) + len(answers.digests if answers is not None else ())
+        rows = sum(len(block.digests) for block in blocks) + further
         self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + rows)
 
     def abort(self, digests: Collection[bytes]) -> None:

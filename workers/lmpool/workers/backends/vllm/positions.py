@@ -7,16 +7,17 @@ adapter for each prompt of the batch (`punica_wrapper.sampler_indices`), and is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.lora.layers import LogitsProcessorWithLoRA
 
 from lmpool.errors import WorkerError
-from lmpool.protocol.row import VectorBlock
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends.positions import Piece, PositionAnswers
 
@@ -69,11 +70,10 @@ class PositionCapture:
         self.answers.drop(request)
         self._lora_ids.pop(request, None)
 
-    def take(self, requests: Sequence[str]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+    def take(self, request: str) -> NDArray[np.float32] | None:
         """See `PositionAnswers.take`."""
-        for request in requests:
-            self._lora_ids.pop(request, None)
-        return self.answers.take(requests)
+        del self._lora_ids[request]
+        return self.answers.take(request)
 
     def _cached_before_what_is_wanted(self, request: Any) -> Any:
         """What the prefix cache has of a prompt, up to the first position that must be computed."""
