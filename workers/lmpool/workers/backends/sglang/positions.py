@@ -41,7 +41,10 @@ class PositionTap:
 
     def _run_noted(self, batch: Any, *more: Any, **named: Any) -> Any:
         self._batch = batch
-        return self._run(batch, *more, **named)
+        try:
+            return self._run(batch, *more, **named)
+        finally:
+            self._batch = None  # It holds memory.
 
     def _forward(self, forward: Callable[..., Any], **named: Any) -> Any:
         """In place of the processor's own: the same, but for a look at the logits."""

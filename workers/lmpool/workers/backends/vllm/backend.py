@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
@@ -199,16 +201,24 @@ class VllmBackend:
         good = {name: job for name, (job, text) in ended.items() if not text}
         blocks, unsound = self._engine.captured.take([job.digest for job in good.values() if job.positions is None])
         failures |= unsound
-        vectors = {}
-        for name, job in good.items():
+        vectors, unsound = self._take_positions(good)
+        failures |= unsound
+        self._make_room(bool(outputs))
+        self._count(blocks, len(vectors))
+        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
+
+    def _take_positions(
+        self, ended: dict[str, BackendJob]
+    ) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
+        """What was wanted of the positions of prompts that have ended, and failures."""
+        vectors, failures = {}, {}
+        for name, job in ended.items():
             if job.positions is not None and self._engine.positions is not None:
                 if (answer := self._engine.positions.take(name)) is None:
                     failures[job.digest] = NO_DISTRIBUTION
                 else:
                     vectors[job.digest] = answer
-        self._make_room(bool(outputs))
-        self._count(blocks, len(vectors))
-        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
+        return vectors, failures
 
     def _drop(self, name: str, digest: bytes) -> None:
         """Forget what was taken for a request that is not answered."""

@@ -47,7 +47,7 @@ class PositionCapture:
     def __init__(self, core: Any, vocab_size: int) -> None:
         self.answers = PositionAnswers()
         self._vocab_size = vocab_size
-        self._lora_ids: dict[str, int] = {}
+        self._lora_ids: dict[str, int] = {}  # Request -> vLLM's number of its adapter, or 0.
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         modules = runner.get_model().modules()
         self._head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)
@@ -82,7 +82,7 @@ class PositionCapture:
         return self._cached(request if first is None else _Beginning(request, first + 1))
 
     def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
-        if any(name in self.answers for name in scheduled):
+        if self._lora_ids:
             self._take(hidden, self._computed_by_v1(scheduled))
         return self._then(hidden, scheduled)
 
@@ -94,7 +94,7 @@ class PositionCapture:
                 yield _Computed(name, range(at, at + count), int(runner.query_start_loc.np[place]))
 
     def _after_step_of_v2(self, compute_logits: Any, hidden: Tensor, batch: Any, *more: Any) -> Any:
-        if any(name in self.answers for name in batch.req_ids):
+        if self._lora_ids:
             self._take(hidden, self._computed_by_v2(batch))
         return self._then(compute_logits, hidden, batch, *more)
 
