@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from vllm.config import KVTransferConfig
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from lmpool.errors import WorkerError
@@ -197,11 +198,27 @@ def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, m
     backend._core.abort_requests([name])
 
 
-def test_with_fast_prefill_nothing_is_told_of_positions(
-    model_folder: Path, backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "option", "value"),
+    [("cache_config", "kv_sharing_fast_prefill", True), (None, "kv_transfer_config", KVTransferConfig())],
+)
+def test_where_positions_are_left_out_nothing_is_told_of_them(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, part: str | None, option: str, value: object
 ) -> None:
-    made = settings(model_folder, engine_args=["kv_sharing_fast_prefill=true"]).open()
-    try:
-        assert not made.info.positions
-    finally:
-        made.close()
+    core: Any = backend._core.engine_core
+    monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
+    assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+
+
+def test_a_release_that_is_built_otherwise_is_served_without(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core: Any = backend._core.engine_core
+    manager = core.scheduler.kv_cache_manager
+    monkeypatch.delattr(manager, "get_computed_blocks")
+    monkeypatch.delattr(type(manager), "get_computed_blocks")
+    with caplog.at_level("WARNING"):
+        assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+    assert "does not tell of positions, which come from rows" in caplog.text
+    monkeypatch.undo()
+    finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

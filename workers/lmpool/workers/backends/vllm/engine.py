@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -54,6 +55,8 @@ START_ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError,
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
@@ -320,7 +323,11 @@ def _positions(core: InprocClient, config: Any, has_processors: bool) -> Positio
     # from elsewhere skip them.
     if has_processors or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config is not None:
         return None
-    return PositionCapture(core.engine_core, config.model_config.get_vocab_size())
+    try:
+        return PositionCapture(core.engine_core, config.model_config.get_vocab_size())
+    except AttributeError as error:
+        _log.warning("vLLM %s does not tell of positions, which come from rows: %s", vllm_version, first_line(error))
+        return None
 
 
 def _load_adapter(core: InprocClient, name: str, request: LoRARequest) -> None:
