@@ -14,6 +14,7 @@ from benchmarks.harness.lines import Handler
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.prompt import encode_prompt
 
+_TOGETHER = 32
 _UNDER_WAY_S = 0.5
 """By then a worker computes what was asked."""
 
@@ -24,16 +25,8 @@ class Client(Bursts):
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
-        return [
-            *super().handlers(),
-            *ours,
-            self.grow,
-            self.beside,
-            self.particles,
-            self.steadily,
-            self.again_in_batches,
-            self.alone_again,
-        ]
+        ours += [self.told, self.told_by_prefixes, self.grow, self.beside, self.particles, self.steadily]
+        return [*super().handlers(), *ours, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
         """Seconds for the rows of the last `new` this many times over, in batches."""
@@ -93,6 +86,21 @@ class Client(Bursts):
 
         await asyncio.gather(*[grow(at, ids) for at, ids in enumerate(prompts)])
         return time.perf_counter() - start
+
+    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """Seconds for the likeliest tokens at every position of texts, and the values at the last one."""
+        start = time.perf_counter()
+        values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
+        return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
+
+    async def told_by_prefixes(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `told`, by a prompt for each position; the texts have one length, and `_TOGETHER` grow in lock step."""
+        start = time.perf_counter()
+        for first in range(0, len(texts), _TOGETHER):
+            some = texts[first : first + _TOGETHER]
+            for length in range(1, len(some[0]) + 1):
+                values, _ = await self._producer.batch_topk([ids[:length] for ids in some], top)
+        return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def keys(self) -> list[str]:
         """Where the rows of the last `new` are: Redis keys in hexadecimal."""

@@ -536,7 +536,12 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("positions", {"top": 1, "start": 3}, SettingsError, "start: 3 must be a whole number from 0 to 2, the last"),
     ("positions", {"top": 1, "start": -1}, SettingsError, "start: -1 must be"),
     ("positions", {"top": 1, "start": 1.0}, SettingsError, "start: 1.0 must be"),
-    ("positions", {"k": 5}, SettingsError, "k: not an option; there are top, targets, full, logz, mode, adapter, timeout"),
+    (
+        "positions",
+        {"k": 5},
+        SettingsError,
+        "k: not an option; there are top, targets, full, logz, mode",
+    ),
     ("positions", {"logz": True, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
