@@ -77,7 +77,7 @@ class Recorder:
 def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlightJobs]:
     """A dispatcher, and the jobs that it holds."""
     in_flight, ends = InFlightJobs(), cast(Any, recorder)
-    queries = QueryAnswerer(cast(Any, None), ends, INFO)
+    queries = QueryAnswerer(cast(Any, None), ends, INFO, cast(Any, None))
     return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS, NO_SEGMENT), in_flight
 
 

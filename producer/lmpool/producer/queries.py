@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from lmpool.aio import gather
 from lmpool.errors import (
     CorruptRow,
-    InvalidPrompt,
     ModelMismatch,
     NotTokenIds,
     PromptTooLong,
@@ -21,6 +21,7 @@ from lmpool.errors import (
     SettingsError,
     SourceMissing,
     TokenOutOfRange,
+    UnknownTokenSet,
 )
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
@@ -32,20 +33,25 @@ from lmpool.protocol.query import (
     Continuation,
     FreshQuery,
     GenerateQuery,
+    MassQuery,
     PositionsQuery,
     PositionValues,
     SampleQuery,
     Sampling,
     TopK,
     TopQuery,
+    mass_of,
     sample,
+    sample_of,
     stack_tops,
     top,
+    top_of,
     unpack_continuation,
     unpack_token,
     unpack_top,
 )
 from lmpool.protocol.row import Row, check_logprobs, check_row
+from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, shown
 
 T = TypeVar("T")
@@ -58,8 +64,8 @@ Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits that the model computed them from."""
 
 
-class SampleOptions(TypedDict, total=False):
-    """Options of `Producer.sample` and `Producer.batch_sample`.
+class DrawOptions(TypedDict, total=False):
+    """How tokens are drawn.
 
     Attributes:
         temperature: divides the log-probabilities (default 1); 0 takes the likeliest token.
@@ -78,16 +84,23 @@ class SampleOptions(TypedDict, total=False):
     timeout: float | None
 
 
-class GenerateOptions(SampleOptions, total=False):
-    """Options of `Producer.generate` and `Producer.batch_generate`.
+class SampleOptions(DrawOptions, total=False):
+    """Options of `Producer.sample` and `Producer.batch_sample`: those of `DrawOptions`, and one more.
 
     Attributes:
-        temperature: as `SampleOptions`.
-        top_p: as `SampleOptions`.
-        seed: as `SampleOptions`: the token at place i is what `Producer.sample` draws with `seed` + i.
+        allowed: which tokens, as for `Producer.topk`: drawn as if these were all.
+    """
+
+    allowed: Any
+
+
+class GenerateOptions(DrawOptions, total=False):
+    """Options of `Producer.generate` and `Producer.batch_generate`: those of `DrawOptions`, and one more.
+
+    The token at place i is what `Producer.sample` draws with `seed` + i; `timeout` is for the whole continuation.
+
+    Attributes:
         stop: what ends a continuation, and is its end then: token ids, or sequences of them.
-        adapter: as `Producer.logprobs`.
-        timeout: as `Producer.logprobs`, for the whole continuation.
     """
 
     stop: Sequence[int | Sequence[int]]
@@ -126,6 +139,18 @@ class Positions(NamedTuple):
     values: Expected
 
 
+class Allowed(NamedTuple):
+    """Which tokens are allowed.
+
+    Attributes:
+        packed: the set as queries carry it (`TokenSet.packed`); b"" for all.
+        tokens: it, unless the caller has given a name only.
+    """
+
+    packed: bytes = b""
+    tokens: TokenSet | None = None
+
+
 class Wanted(NamedTuple):
     """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows."""
 
@@ -136,6 +161,9 @@ class Wanted(NamedTuple):
     def query(self, start: int) -> PositionsQuery:
         """The query for it."""
         return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes(), self.values)
+
+
+_ALL = Allowed()
 
 
 def check_known(options: Mapping[str, object], kind: Any) -> None:
@@ -189,7 +217,7 @@ def check_start(start: Any, text: Prompt) -> Prompt:
     return text
 
 
-def read_targets(targets: Any, vocab_size: int) -> list[int]:
+def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:
     """Check which entries of a row a caller wants.
 
     Raises:
@@ -198,8 +226,8 @@ def read_targets(targets: Any, vocab_size: int) -> list[int]:
     """
     # Ids in a list, as nearly always: numpy would cost several times as much.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
-        targets = _read_ids(targets, 1).tolist()
-    _check_range(min(targets), max(targets), vocab_size)
+        targets = _read_ids(targets, 1, name).tolist()
+    _check_range(min(targets), max(targets), vocab_size, name)
     return list(targets)
 
 
@@ -209,7 +237,7 @@ def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[
     Returns:
         the targets of each prompt, and how many each has.
     """
-    ids = _read_ids(targets, 2)
+    ids = _read_ids(targets, 2, "targets")
     if ids.ndim == 1:
         return [read_targets(ids.tolist(), vocab_size)] * count, len(ids)
     if len(ids) != count:
@@ -217,7 +245,7 @@ def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[
     return [read_targets(listed, vocab_size) for listed in ids.tolist()], ids.shape[1]
 
 
-def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
+def _read_ids(targets: Any, most_axes: int, name: str) -> NDArray[Any]:
     try:
         ids = np.asarray(targets)
         # numpy makes integers of bools that stand among them.
@@ -225,18 +253,84 @@ def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
             isinstance(target, (bool, np.bool_)) for target in targets
         )
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
+        raise NotTokenIds(f"{name}: {shown(targets)} are no token ids: {error}") from error
     if has_bools or not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
-        raise NotTokenIds(f"targets: {shown(targets)} must be a list of at least 1 token id")
+        raise NotTokenIds(f"{name}: {shown(targets)} must be a list of at least 1 token id")
     return ids
 
 
-def _check_range(low: int, high: int, vocab_size: int) -> None:
+def _check_range(low: int, high: int, vocab_size: int, name: str) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise TokenOutOfRange(
-            f"targets: token id {shown(wrong)} is out of range: this model's go from 0 to {vocab_size - 1}"
+            f"{name}: token id {shown(wrong)} is out of range: this model's go from 0 to {vocab_size - 1}"
         )
+
+
+def read_allowed(allowed: Any, vocab_size: int) -> Allowed:
+    """Check which tokens are allowed; None for all.
+
+    Args:
+        allowed: a `TokenSet`, or its name, 32 hexadecimal digits; or bools (V,); or bits, as `TokenSet.bits`; or ids.
+        vocab_size: V.
+
+    Raises:
+        SettingsError: none, or a set of another vocabulary.
+        NotTokenIds, TokenOutOfRange: as `read_targets`.
+    """
+    if allowed is None:
+        return Allowed()
+    if isinstance(allowed, str):
+        if not re.fullmatch("[0-9a-f]{32}", allowed):
+            raise SettingsError(f"allowed: {shown(allowed)} names no set of tokens: expected 32 hexadecimal digits")
+        return Allowed(TokenSet.packed_name(bytes.fromhex(allowed)))
+    tokens = allowed if isinstance(allowed, TokenSet) else _read_set(allowed, vocab_size)
+    if tokens.vocab_size != vocab_size:
+        text = f"of a vocabulary of {tokens.vocab_size}: this model's V is {vocab_size}"
+        raise SettingsError(f"allowed: a set of tokens {text}")
+    return Allowed(tokens.packed, tokens)
+
+
+def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
+    if isinstance(allowed, bytes):
+        try:
+            return tokens_of_bits(allowed, vocab_size)
+        except ProtocolError as error:
+            raise SettingsError(f"allowed: {error}") from error
+    if getattr(allowed, "dtype", None) is not None and (mask := np.asarray(allowed)).dtype == bool:
+        if mask.shape != (vocab_size,):
+            raise SettingsError(f"allowed: bools of shape {mask.shape}: expected {(vocab_size,)}, one for each token")
+        ids = np.flatnonzero(mask)
+    else:
+        if hasattr(allowed, "__len__") and not len(allowed):
+            raise SettingsError("allowed: no token is allowed")
+        ids = np.unique(_read_ids(allowed, 1, "allowed")).astype(np.int64)
+        _check_range(int(ids[0]), int(ids[-1]), vocab_size, "allowed")
+    if not len(ids):
+        raise SettingsError("allowed: no token is allowed")
+    return TokenSet(ids, vocab_size)
+
+
+def check_members(allowed: Allowed, k: int) -> Allowed:
+    """Check that the `k` likeliest can be of a set, as far as its members are known here."""
+    if allowed.tokens is not None and k > len(allowed.tokens.ids):
+        raise SettingsError(f"k: {k} must be from 1 to {len(allowed.tokens.ids)}: so many tokens are allowed")
+    return allowed
+
+
+def for_one(allowed: Any) -> Any:
+    """What a batch of one prompt is given, of what is allowed for that prompt."""
+    return allowed if allowed is None or isinstance(allowed, (int, np.integer)) else [allowed]
+
+
+def read_batch_allowed(allowed: Any, count: int, vocab_size: int) -> list[Allowed]:
+    """As `read_allowed`, for `count` prompts: one for all of them, or a list, or bools (n, V), with one for each."""
+    is_list = isinstance(allowed, (list, tuple)) and bool(allowed) and not isinstance(allowed[0], (int, np.integer))
+    if not is_list and getattr(allowed, "ndim", 1) != 2:
+        return [read_allowed(allowed, vocab_size)] * count
+    if len(allowed) != count:
+        raise SettingsError(f"allowed: {len(allowed)} sets for {count} prompts; give one for each, or one for all")
+    return [read_allowed(some, vocab_size) for some in allowed]
 
 
 def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
@@ -249,10 +343,7 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
     if isinstance(stop, (str, bytes)) or not hasattr(stop, "__iter__"):
         raise NotTokenIds(f"stop: {shown(stop)} must be a list of token ids, or of lists of them")
     wanted = [[item] if isinstance(item, (int, np.integer)) else item for item in stop]
-    try:
-        stops = [read_targets(item, vocab_size) for item in wanted]
-    except InvalidPrompt as error:
-        raise type(error)(f"stop: {error}") from error
+    stops = [read_targets(item, vocab_size, "stop") for item in wanted]
     if (numbers := sum(1 + len(item) for item in stops)) > MOST_STOP_NUMBERS:
         raise SettingsError(f"stop: {len(stops)} sequences of {numbers - len(stops)} tokens: too many to be looked for")
     return stops
@@ -348,27 +439,65 @@ async def _answer(
         raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
 
 
-async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline, values: Mode = "logprobs") -> TopK:
-    """The `k` largest entries of a row."""
+async def ask_top(
+    session: Session,
+    prompt: Prompt,
+    k: int,
+    deadline: Deadline,
+    values: Mode = "logprobs",
+    allowed: Allowed = _ALL,
+) -> TopK:
+    """The `k` largest entries of a row, or of those of some tokens."""
     if values == "logits":
         best = await ask_last(session, prompt, Wanted(k, values=values), deadline)
         assert isinstance(best, TopK)
         return best
-    row = session.cached(prompt)
-    if row is not None:
-        return top(row, k)
-    query = prompt.with_query(TopQuery(k).pack(), 2 * k)
-    return await _answer(session, query, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
+    row, is_whole = session.cached(prompt), not allowed.packed
+    if row is not None and (is_whole or allowed.tokens is not None):
+        return top(row, k) if allowed.tokens is None else top_of(row, k, allowed.tokens.ids)
+    query = prompt.with_query(TopQuery(k, allowed.packed).pack(), 2 * k)
+    read = partial(unpack_top, vocab_size=session.info.vocab_size, of_row=is_whole)
+    return await _answer_about(allowed, session, query, deadline, read)
 
 
-async def ask_sample(session: Session, prompt: Prompt, sampling: Sampling, deadline: Deadline, *, private: bool) -> int:
-    """A token drawn from a row."""
+async def ask_sample(
+    session: Session, prompt: Prompt, sampling: Sampling, deadline: Deadline, *, private: bool, allowed: Allowed = _ALL
+) -> int:
+    """A token drawn from a row, or from its entries of some tokens."""
     row = session.cached(prompt)
-    if row is not None:
-        return sample(row, sampling)
-    query = prompt.with_query(SampleQuery(*sampling).pack(), 1)
+    if row is not None and (not allowed.packed or allowed.tokens is not None):
+        return sample(row, sampling) if allowed.tokens is None else sample_of(row, sampling, allowed.tokens.ids)
+    query = prompt.with_query(SampleQuery(*sampling, allowed.packed).pack(), 1)
     read = partial(unpack_token, vocab_size=session.info.vocab_size)
-    return await _answer(session, query, deadline, read, private=private)
+    return await _answer_about(allowed, session, query, deadline, read, private=private)
+
+
+async def ask_mass(session: Session, prompt: Prompt, allowed: Allowed, deadline: Deadline) -> float:
+    """The logarithm of the probability that some tokens have together."""
+    row = session.cached(prompt)
+    if row is not None and allowed.tokens is not None:
+        return float(mass_of(row, allowed.tokens.ids))
+    query = prompt.with_query(MassQuery(allowed.packed).pack(), 1)
+    return await _answer_about(allowed, session, query, deadline, lambda answer: float(check_logprobs(answer)[0]))
+
+
+async def _answer_about(
+    allowed: Allowed,
+    session: Session,
+    prompt: Prompt,
+    deadline: Deadline,
+    read: Callable[[Row], T],
+    *,
+    private: bool = False,
+) -> T:
+    """As `_answer`; a set of tokens that the pool has forgotten is told it again."""
+    try:
+        return await _answer(session, prompt, deadline, read, private=private)
+    except UnknownTokenSet:
+        if allowed.tokens is None:
+            raise
+    await session.vocabularies.register_tokens(allowed.tokens, deadline)
+    return await _answer(session, prompt, deadline, read, private=private)
 
 
 async def ask_continuation(
@@ -434,7 +563,7 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
 
     def read(answer: Row) -> Expected:
         if wanted.top:
-            return unpack_top(answer.reshape(count, -1), vocab_size, of_logits=wanted.values == "logits")
+            return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
         if wanted.values == "logprobs":
             return check_logprobs(answer).reshape(count, -1)
         if not answer.max() < np.inf:

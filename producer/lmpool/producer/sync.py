@@ -29,6 +29,7 @@ from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, TopK
 from lmpool.protocol.row import Values
+from lmpool.protocol.token_set import TokenSet
 from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -179,22 +180,46 @@ class SyncProducer(CopiedAsItself):
         return self._wait_for(work)
 
     def topk(
-        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+        self,
+        ids: Any,
+        k: int,
+        *,
+        allowed: Any = None,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> TopK:
         """As `Producer.topk`."""
-        return self._wait_for(self._producer.topk(ids, k, mode=mode, adapter=adapter, timeout=timeout))
+        work = self._producer.topk(ids, k, allowed=allowed, mode=mode, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
 
     def batch_topk(
         self,
         prompts: Iterable[Any],
         k: int,
         *,
+        allowed: Any = None,
         mode: Mode = "logprobs",
         adapter: str = "",
         timeout: float | None = None,
     ) -> TopK:
         """As `Producer.batch_topk`."""
-        return self._wait_for(self._producer.batch_topk(prompts, k, mode=mode, adapter=adapter, timeout=timeout))
+        work = self._producer.batch_topk(prompts, k, allowed=allowed, mode=mode, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
+
+    def mass(self, ids: Any, allowed: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """As `Producer.mass`."""
+        return self._wait_for(self._producer.mass(ids, allowed, adapter=adapter, timeout=timeout))
+
+    def batch_mass(
+        self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `Producer.batch_mass`."""
+        return self._wait_for(self._producer.batch_mass(prompts, allowed, adapter=adapter, timeout=timeout))
+
+    def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
+        """As `Producer.token_set`."""
+        return self._wait_for(self._producer.token_set(allowed, timeout=timeout))
 
     def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
         """As `Producer.sample`."""

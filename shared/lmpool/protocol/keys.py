@@ -68,6 +68,10 @@ class Keys:
         """String: one packed vocabulary; has a TTL."""
         return f"{self.prefix}:trie:{digest}".encode()
 
+    def token_set(self, name: bytes) -> bytes:
+        """String: the bits of a set of tokens, under the digest of what it is; has a TTL."""
+        return f"{self.prefix}:tokens:{name.hex()}".encode()
+
     def weights(self) -> bytes:
         """Prefix of the strings that hold the weights of trie jobs (append their name); each has a TTL."""
         return f"{self.prefix}:weights:".encode()

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from lmpool.errors import ProtocolError
+from lmpool.errors import NoProbability, ProtocolError
 from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import Row, check_largest, check_logprobs
@@ -132,6 +132,29 @@ def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.f
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
+def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
+    """As `top`, of some entries only, 1 <= k <= n; their ids are (n,), ascending."""
+    best = top(row[ids], k)
+    return TopK(best.values, ids[best.ids])
+
+
+def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
+    """As `sample`, among some tokens only, as if they were all; their ids are ascending.
+
+    Raises:
+        NoProbability: none of them has any.
+    """
+    values = row[ids]
+    if values.max() == -np.inf:
+        raise NoProbability(f"none of the {len(ids)} allowed tokens has a probability above 0")
+    return int(ids[sample(values, how)])
+
+
+def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
+    """The logarithm of the probability that some tokens have together; -inf if they have none."""
+    return np.float32(np.logaddexp.reduce(row[ids].astype(np.float64)))
+
+
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     """The ids of the `k` largest values, largest first; of equal ones the lowest id first."""
     least = np.partition(values, len(values) - k)[len(values) - k]
@@ -158,8 +181,8 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
     return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
-def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool = False) -> TopK:
-    """Read what `pack_top` made, of log-probabilities or of logits.
+def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = True) -> TopK:
+    """Read what `pack_top` made, of a whole row of log-probabilities or of others.
 
     Raises:
         ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
@@ -173,10 +196,10 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool 
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
-        if not of_logits:
+        if of_row:
             check_largest(most, vocab_size)
-        elif not np.isfinite(most):
-            raise ProtocolError(f"the largest of {vocab_size} logits is {most}")
+        elif not most < np.inf:
+            raise ProtocolError(f"the largest of {vocab_size} entries is {most}")
     return TopK(values, ids)
 
 
@@ -283,22 +306,39 @@ class TrieQuery(Message, frozen=True):
 
 
 class TopQuery(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them."""
+    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them.
+
+    Attributes:
+        k: how many.
+        allowed: those of these tokens only (`TokenSet.packed`); of all if there are none.
+    """
 
     k: Annotated[int, Meta(ge=1)]
+    allowed: bytes = b""
 
 
 class SampleQuery(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it."""
+    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it; `allowed` as `TopQuery`."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MOST_SEED`.
+    allowed: bytes = b""
 
     @property
     def how(self) -> Sampling:
         """How it is drawn."""
         return Sampling(self.temperature, self.top_p, self.seed)
+
+
+class MassQuery(Message, frozen=True, tag="mass"):
+    """The logarithm of the probability that some tokens have together, float32 of shape (1,).
+
+    Attributes:
+        allowed: the tokens (`TokenSet.packed`).
+    """
+
+    allowed: Annotated[bytes, Meta(min_length=1)]
 
 
 class PositionsQuery(Message, frozen=True, tag="positions"):
@@ -420,10 +460,10 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
-PickQuery = TopQuery | SampleQuery
+PickQuery = TopQuery | SampleQuery | MassQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | PositionsQuery | GenerateQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -435,7 +475,9 @@ def unpack_query(data: bytes) -> Query:
     match unpack_flat(data, _MOST_BYTES, "query"):
         case ["top", *_] as values:
             return checked(TopQuery, values, "a query")
-        case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
+        case ["mass", *_] as values:
+            return checked(MassQuery, values, "a query")
+        case ["sample", float(), float(), _, _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
         case ["positions", int(), int(k), bytes(targets), str(kind)] as values:
             # One of them at most, or clients would read the answer as something else.

@@ -192,6 +192,8 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
         abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
         await asyncio.sleep(0)
         abandoned.cancel()
+        allowed = await producer.token_set([1, 2])
+        assert await producer.mass([1], allowed) < 0
         for trie in (await producer.trie(), await producer.trie(words(1, V))):
             weights = draw_weights(1, V, "sum")
             assert_right(await trie.weight_sum(weights), answers_of(trie.structure).of("sum", weights))
