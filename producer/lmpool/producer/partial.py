@@ -12,16 +12,9 @@ from numpy.typing import NDArray
 
 from lmpool.aio import gather
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
-from lmpool.producer.client.session import Session
-from lmpool.producer.client.session_per_loop import SessionPerLoop
-from lmpool.producer.deadline import Deadline
-from lmpool.producer.queries import (
+from lmpool.producer.client.queries import (
     Expected,
-    GenerateOptions,
     Mode,
-    PositionOptions,
-    Positions,
-    SampleOptions,
     Wanted,
     ask_continuation,
     ask_last,
@@ -32,6 +25,16 @@ from lmpool.producer.queries import (
     ask_scores,
     ask_top,
     beginning,
+    parts_of,
+)
+from lmpool.producer.client.session import Session
+from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.options import (
+    GenerateOptions,
+    PositionOptions,
+    Positions,
+    SampleOptions,
     check_k,
     check_known,
     check_members,
@@ -39,7 +42,6 @@ from lmpool.producer.queries import (
     check_room,
     check_start,
     for_one,
-    parts_of,
     read_allowed,
     read_batch_allowed,
     read_sampling,

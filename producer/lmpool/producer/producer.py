@@ -14,22 +14,13 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
+from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
+from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
-from lmpool.producer.queries import (
-    Mode,
-    ask_all,
-    ask_entries,
-    ask_fresh,
-    ask_logits,
-    check_mode,
-    entries_of,
-    read_batch_targets,
-    read_targets,
-)
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from lmpool.aio import end_tasks
 from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer.client.queries import Expected, Mode
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
+from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.queries import Expected, GenerateOptions, Mode, PositionOptions, Positions, SampleOptions
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, TopK
