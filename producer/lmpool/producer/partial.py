@@ -17,6 +17,8 @@ from lmpool.producer.client.queries import (
     Mode,
     Wanted,
     ask_continuation,
+    ask_head,
+    ask_hidden,
     ask_last,
     ask_mass,
     ask_part,
@@ -48,6 +50,7 @@ from lmpool.producer.options import (
     read_stops,
     read_wanted,
 )
+from lmpool.protocol.hidden import Head
 from lmpool.protocol.prompt import Prompt, list_prompts
 from lmpool.protocol.query import MOST_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
 from lmpool.protocol.row import Row
@@ -68,6 +71,7 @@ class PartialRows:
     """
 
     _sessions: SessionPerLoop
+    _heads: dict[str, Head]
     _timeout: float
 
     async def topk(
@@ -390,6 +394,51 @@ class PartialRows:
             return np.array(await gather([ask_last(session, ids, wanted, deadline) for ids in encoded]), np.float32)
 
         return await self._request(adapter, timeout, ask)
+
+    async def hidden(
+        self, ids: Any, start: int = 0, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[Any]:
+        """The last hidden states of a text from position `start` on: what the model's head makes its rows of.
+
+        For clients with a device of their own: `await producer.head()` has what turns them into rows, and at V =
+        128,000 they are some thirty times fewer bytes than these.
+
+        Args:
+            ids: a text of N tokens, as for `positions`.
+            start: the first position, 0 to N - 1.
+
+        Returns:
+            (N - start, d) in the model's dtype; those of a bfloat16 model, which numpy does not have, in float32.
+
+        Raises:
+            SettingsError: `start` is out of range, or the backend does not tell them (`producer.model.hidden` is 0).
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[Any]:
+            return await ask_hidden(session, check_start(start, session.encode(ids, name)), start, deadline)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def head(self, *, timeout: float | None = None) -> Head:
+        """What turns hidden states into rows: weights, bias, scale and soft-cap of the model's last layer.
+
+        It is fetched once, in parts of 8 MiB, and kept in this producer as long as the model stays the same.
+
+        Args:
+            timeout: seconds for all of it; None for the producer's.
+
+        Raises:
+            SettingsError: the backend does not tell it (`producer.model.hidden` is 0).
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> Head:
+            fingerprint = session.info.fingerprint
+            if fingerprint not in self._heads:
+                head = await ask_head(session, deadline)
+                self._heads = {fingerprint: head}
+            return self._heads[fingerprint]
+
+        return await self._request("", timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.

@@ -87,6 +87,7 @@ class Producer(CopiedAsItself, PartialRows):
             "when_absent": when_absent,
         }
         self._keys = Keys(prefix)
+        self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)

@@ -27,6 +27,7 @@ from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.trie import PooledTrie, TrieOptions
+from lmpool.protocol.hidden import Head
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, TopK
 from lmpool.protocol.row import Values
@@ -284,6 +285,14 @@ class SyncProducer(CopiedAsItself):
     ) -> NDArray[np.float32]:
         """As `Producer.batch_logz`."""
         return self._wait_for(self._producer.batch_logz(prompts, adapter=adapter, timeout=timeout))
+
+    def hidden(self, ids: Any, start: int = 0, *, adapter: str = "", timeout: float | None = None) -> NDArray[Any]:
+        """As `Producer.hidden`."""
+        return self._wait_for(self._producer.hidden(ids, start, adapter=adapter, timeout=timeout))
+
+    def head(self, *, timeout: float | None = None) -> Head:
+        """As `Producer.head`."""
+        return self._wait_for(self._producer.head(timeout=timeout))
 
     def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """As `Producer.warm`."""

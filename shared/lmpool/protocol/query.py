@@ -28,7 +28,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
 
-PositionValues = Literal["logprobs", "logits", "scores", "logz"]
+PositionValues = Literal["logprobs", "logits", "scores", "logz", "hidden"]
 """What is told of positions; see `PositionsQuery`."""
 
 MOST_ANSWER = 1 << 21
@@ -351,13 +351,16 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
         targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
         values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
-            position has none. "logz": the logarithm of the sum of the exponentials of the logits.
+            position has none. "logz": the logarithm of the sum of the exponentials of the logits. "hidden": the last
+            hidden states, as `lmpool.protocol.hidden.pack_numbers` packs them.
+        size: numbers of each position that a hidden state takes.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
     values: PositionValues = "logprobs"
+    size: Annotated[int, Meta(ge=0)] = 0
 
     @classmethod
     def scores_from(cls, start: int) -> Self:
@@ -371,7 +374,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def width(self, vocab_size: int) -> int:
         """Numbers of each position."""
-        return 2 * self.top or len(self.targets) // 4 or (1 if self.values in _SINGLE else vocab_size)
+        return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
         """The positions of a prompt of so many tokens that are asked for."""
@@ -450,6 +453,21 @@ def drawn_at(how: Sampling, place: int) -> Sampling:
     return how._replace(seed=(how.seed + place) & MOST_SEED)
 
 
+class HeadQuery(Message, frozen=True, tag="head"):
+    """What turns hidden states into rows (`lmpool.protocol.hidden.Head`); whatever the prompt is.
+
+    Attributes:
+        part: "facts": as `lmpool.protocol.hidden.pack_facts` packs them. "bias": float32 (V,). "weights": some rows of
+            them, as `lmpool.protocol.hidden.pack_numbers` packs them.
+        first: the first row.
+        count: so many rows.
+    """
+
+    part: Literal["facts", "bias", "weights"]
+    first: Annotated[int, Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=0)] = 0
+
+
 class FreshQuery(Message, frozen=True, tag="fresh"):
     """The row, computed by a forward of its own from nothing that is kept.
 
@@ -463,7 +481,7 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
 PickQuery = TopQuery | SampleQuery | MassQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -479,15 +497,19 @@ def unpack_query(data: bytes) -> Query:
             return checked(MassQuery, values, "a query")
         case ["sample", float(), float(), _, _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(k), bytes(targets), str(kind)] as values:
+        case ["positions", int(), int(k), bytes(targets), str(kind), int(size)] as values:
             # One of them at most, or clients would read the answer as something else.
-            if len(targets) % 4 or (k > 0) + bool(targets) + (kind in _SINGLE) > 1:
+            is_hidden = kind == "hidden"
+            is_one = (k > 0) + bool(targets) + (kind in _SINGLE) + is_hidden <= 1
+            if len(targets) % 4 or not is_one or is_hidden != (size > 0):
                 raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:
             query = checked(GenerateQuery, values, "a query")
             _ = query.stops
             return query
+        case ["head", *_] as values:
+            return checked(HeadQuery, values, "a query")
         case ["fresh", *_] as values:
             return checked(FreshQuery, values, "a query")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:

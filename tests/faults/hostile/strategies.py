@@ -17,6 +17,7 @@ from lmpool.protocol.query import (
     OPS,
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
     MassQuery,
     PositionsQuery,
     SampleQuery,
@@ -100,6 +101,8 @@ valid_queries = st.one_of(
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), values=st.just("logits")),
     st.builds(PositionsQuery, st.integers(0, 9), values=st.sampled_from(["scores", "logz"])),
     st.builds(FreshQuery, digests),
+    st.builds(PositionsQuery, st.integers(0, 9), values=st.just("hidden"), size=st.integers(1, 99)),
+    st.builds(HeadQuery, st.sampled_from(["facts", "bias", "weights"]), st.integers(0, 9), st.integers(0, 9)),
     st.builds(
         GenerateQuery,
         st.integers(1, 9),
@@ -113,7 +116,7 @@ valid_queries = st.one_of(
 wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names, numbers).map(lambda query: query.pack()),
     st.builds(GenerateQuery, numbers, st.floats(), st.floats(), numbers, st.binary(max_size=20)).map(
         lambda query: query.pack()
     ),

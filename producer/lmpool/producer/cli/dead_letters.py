@@ -32,6 +32,7 @@ from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_d
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
     MassQuery,
     PositionsQuery,
     Query,
@@ -516,6 +517,8 @@ def _describe(query: Query | None) -> str:
             return f"continuation of {query.most} tokens ({how})"
         case FreshQuery():
             return "fresh row"
+        case HeadQuery():
+            return f"head of the model ({query.part})"
         case MassQuery():
             return "probability of a set of tokens"
         case _:

@@ -23,11 +23,14 @@ from lmpool.errors import (
 from lmpool.producer.client.receive import WantedEntries
 from lmpool.producer.client.session import Session
 from lmpool.producer.deadline import Deadline
+from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
 from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.query import (
+    MOST_ANSWER,
     Continuation,
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
     MassQuery,
     PositionsQuery,
     PositionValues,
@@ -81,10 +84,11 @@ class Wanted(NamedTuple):
     top: int = 0
     targets: tuple[int, ...] = ()
     values: PositionValues = "logprobs"
+    size: int = 0
 
     def query(self, start: int) -> PositionsQuery:
         """The query for it."""
-        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes(), self.values)
+        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes(), self.values, self.size)
 
 
 _ALL = Allowed()
@@ -273,6 +277,8 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
             return unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
         if wanted.values == "logprobs":
             return check_logprobs(answer).reshape(count, -1)
+        if wanted.values == "hidden":
+            return unpack_numbers(answer, count, session.info.hidden, session.info.dtype)
         if not answer.max() < np.inf:
             raise ProtocolError(f"the largest of {len(answer)} logits is {answer.max()}")
         return answer if wanted.values == "logz" else answer.reshape(count, -1)
@@ -284,10 +290,11 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
         except SourceMissing:
             pass  # Another worker of this model does not.
     if wanted.values != "logprobs":
-        raise SettingsError(
-            f"{'logz' if wanted.values == 'logz' else 'mode'}: the workers of {session.info.name!r} tell "
-            f"log-probabilities only: their backend {session.info.backend!r} does not answer for positions"
-        )
+        name, backend = session.info.name, session.info.backend
+        if wanted.values == "hidden":
+            raise SettingsError(f"hidden: the workers of {name!r} tell no hidden states: {backend!r} is their backend")
+        told = f"log-probabilities only: their backend {backend!r} does not answer for positions"
+        raise SettingsError(f"{'logz' if wanted.values == 'logz' else 'mode'}: the workers of {name!r} tell {told}")
     prompts = [beginning(text, at + 1) for at in part]
     if wanted.top:
         tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
@@ -302,6 +309,42 @@ async def ask_last(session: Session, prompt: Prompt, wanted: Wanted, deadline: D
     last = len(prompt.ids) // 4 - 1
     found = await ask_part(session, prompt, range(last, last + 1), wanted, deadline)
     return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
+
+
+async def ask_hidden(session: Session, text: Prompt, start: int, deadline: Deadline) -> NDArray[Any]:
+    """The last hidden states of a text from a position on, (n, d)."""
+    info = session.info
+    size = width_of(info.hidden, info.dtype) if info.hidden else 1
+    found = await ask_positions(session, text, start, Wanted(values="hidden", size=size), deadline)
+    assert not isinstance(found, TopK)
+    return found
+
+
+async def ask_head(session: Session, deadline: Deadline) -> Head:
+    """What turns the hidden states of a model into its rows.
+
+    Raises:
+        SettingsError: its workers do not tell.
+    """
+    info, prompt = session.info, session.encode([0], "")
+    if not info.hidden:
+        text = f"the workers of {info.name!r} do not tell it: their backend {info.backend!r} does not"
+        raise SettingsError(f"head: {text}")
+    width, size = width_of(info.hidden, info.dtype), info.vocab_size
+
+    async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
+        return await _answer(session, prompt.with_query(query.pack(), length), deadline, read, private=True)
+
+    scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, np.ndarray.tolist))[:FACTS]
+    bias = await ask(HeadQuery("bias"), size, np.copy) if has_bias else None
+    rows = max(1, MOST_ANSWER // width)
+    parts = []
+    # One after the other: all at once would fill the server's memory.
+    for first in range(0, size, rows):
+        count = min(rows, size - first)
+        read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
+        parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
+    return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
 
 async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.contract import (
@@ -32,6 +32,7 @@ from lmpool.workers.backend.contract import (
     BackendJob,
     BackendStats,
     Finished,
+    TellsHead,
     WritesInPlace,
     check_answers,
     check_first_rows,
@@ -300,6 +301,8 @@ class EngineThread:
                 stale = self._execute(backend, command, adapters, generations)
                 self.call = None
                 taken += len(command) if isinstance(command, Sequence) else 0
+                if told := _told_of_head(backend, command):
+                    self._tell(told, backend, taken)
                 if stale or isinstance(command, _Abort):  # There is room again.
                     self._tell(Finished([], {}, stale=stale), backend, taken)
                 continue  # Take all that has come before the next step, so that it runs full.
@@ -351,6 +354,8 @@ class EngineThread:
             case jobs:
                 stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
                 served = [job for job in jobs if job.digest not in stale] if stale else jobs
+                if any(job.head is not None for job in served):
+                    served = [job for job in served if job.head is None]
                 backend.submit(generations.begin(served))
                 adapters.update((job.digest, job.adapter) for job in served)
         return stale
@@ -392,6 +397,14 @@ class EngineThread:
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
+
+
+def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
+    """What jobs want of the model's head: no step is needed for it."""
+    if not isinstance(command, Sequence) or not isinstance(backend, TellsHead):
+        return None
+    answers = {job.digest: backend.head(job.head) for job in command if job.head is not None}
+    return Finished([], {}, VectorBlock(list(answers), list(answers.values()))) if answers else None
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:
