@@ -27,6 +27,7 @@ class BackendJob(NamedTuple):
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
         positions: not the row is wanted but this of every position, in `Finished.answers`; None for the row. Only
             backends whose info says so are asked.
+        bulk: only bulk clients wait for it: others go first (`lmpool.workers.backend.yielding`).
     """
 
     digest: bytes
@@ -35,6 +36,7 @@ class BackendJob(NamedTuple):
     payload: object | None = None
     fresh: bool = False
     positions: PositionsQuery | None = None
+    bulk: bool = False
 
     @property
     def span(self) -> range:
