@@ -15,7 +15,18 @@ from benchmarks.harness.pairs import Result
 from benchmarks.harness.processes import BenchmarkError, LeftOut
 from benchmarks.harness.report import Failures, Surroundings, read_notes, render
 from benchmarks.harness.workplace import Workplace, open_workplace
-from benchmarks.measures import engine_measures, job_queue, latency, picks, real_model, scaling, smc, transport, tries
+from benchmarks.measures import (
+    engine_measures,
+    job_queue,
+    latency,
+    picks,
+    priority,
+    real_model,
+    scaling,
+    smc,
+    transport,
+    tries,
+)
 from benchmarks.peers.environment import peers_python, versions
 from lmpool.errors import LMPoolError
 
@@ -28,6 +39,8 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "row-link": transport.row_link,
     "alone": latency.alone,
     "arq": job_queue.arq,
+    "priority": priority.beside_bulk,
+    "priority-alone": priority.bulk_alone,
     "hf-random": real_model.hf_random,
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,

@@ -16,7 +16,7 @@ from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
 from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
-from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
+from lmpool.producer.client.session import Priority, Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
 from lmpool.producer.options import check_mode, read_batch_targets, read_targets
@@ -52,6 +52,9 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: what opening and asking do while no worker serves the model, or none has ever served it, and
             while no server answers: "wait" until their deadline, or "raise" UnknownModel and ServerUnreachable at
             once, and NoWorker when a worker has been missing for a lease (5 s at least).
+        priority: whose turn it is where prompts wait: "interactive" clients take turns with one another; "bulk" is for
+            what nobody waits for at a screen, such as a file of texts: its prompts go behind all others, and get what
+            these leave, and a sixteenth at least.
 
     Raises:
         SettingsError: a value is malformed.
@@ -67,11 +70,13 @@ class Producer(CopiedAsItself, PartialRows):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
+        check_choice("priority", priority, get_args(Priority))
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
@@ -85,6 +90,7 @@ class Producer(CopiedAsItself, PartialRows):
             "prefix": prefix,
             "when_full": when_full,
             "when_absent": when_absent,
+            "priority": priority,
         }
         self._keys = Keys(prefix)
         self._heads = {}
@@ -94,7 +100,7 @@ class Producer(CopiedAsItself, PartialRows):
         self._sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent
+                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent, priority
             ),
             model,
             when_absent,
@@ -104,7 +110,7 @@ class Producer(CopiedAsItself, PartialRows):
         self._trie_sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full, when_absent=when_absent
+                server, self._keys, RowLRU(0), ProducerStats(), None, when_full, when_absent, priority
             ),
             TRIE_SERVICE,
             when_absent,

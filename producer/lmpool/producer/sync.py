@@ -22,7 +22,7 @@ from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer.client.queries import Expected, Mode
 from lmpool.producer.client.requests import ProducerStats
-from lmpool.producer.client.session import WhenAbsent, WhenFull
+from lmpool.producer.client.session import Priority, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
@@ -104,7 +104,7 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority: as `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -120,6 +120,7 @@ class SyncProducer(CopiedAsItself):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
     ) -> None:
         producer = Producer(
             model,
@@ -129,6 +130,7 @@ class SyncProducer(CopiedAsItself):
             prefix=prefix,
             when_full=when_full,
             when_absent=when_absent,
+            priority=priority,
         )
         self._start(producer)
         try:

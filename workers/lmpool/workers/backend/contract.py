@@ -31,6 +31,7 @@ class BackendJob(NamedTuple):
         generate: not the row is wanted but tokens that are drawn from it and those after it, in `Finished.answers`. The
             engine's thread asks the backend for these rows (`Generations`); backends are not told.
         head: not the row is wanted but this of the model's head; the engine's thread asks for it (`TellsHead`).
+        bulk: only bulk clients wait for it: others go first (`lmpool.workers.backend.yielding`).
     """
 
     digest: bytes
@@ -41,6 +42,7 @@ class BackendJob(NamedTuple):
     positions: PositionsQuery | None = None
     generate: GenerateQuery | None = None
     head: HeadQuery | None = None
+    bulk: bool = False
 
     @property
     def span(self) -> range:

@@ -21,7 +21,16 @@ from lmpool.errors import (
     WorkerError,
 )
 from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
-from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
+from lmpool.protocol.keys import (
+    BULK,
+    GROUP,
+    HOME_FIELD,
+    JOB_FIELD,
+    LIFETIME_FIELD,
+    PRIORITY_FIELD,
+    SINCE_FIELD,
+    ModelKeys,
+)
 from lmpool.protocol.model_info import LIMITS, ModelInfo
 from lmpool.protocol.prompt import decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
@@ -138,7 +147,9 @@ class InFlightJobs:
 
     def backend_job(self, digest: bytes) -> BackendJob:
         """What the backend is to compute for a prompt that is held."""
-        backend_job = next(iter(self._prompts[digest].values())).backend_job
+        backend_jobs = [job.backend_job for job in self._prompts[digest].values()]
+        # It yields to others only as long as all do that ask for it.
+        backend_job = next((job for job in backend_jobs if job is not None and not job.bulk), backend_jobs[0])
         assert backend_job is not None
         return backend_job
 
@@ -472,11 +483,10 @@ class Consumer:
         """
         if isinstance(job, ProtocolError):
             return _dead(entry_id, _UNKNOWN_DIGEST, Failure(type(job).__name__, str(job)))
-        prompt = digest_of(job.ids, job.adapter)
+        prompt, is_bulk = digest_of(job.ids, job.adapter), fields.get(PRIORITY_FIELD) == BULK
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
-            return InFlightJob(
-                entry_id, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields, host=job.host
-            )
+            backend_job = BackendJob(prompt, job.ids, bulk=True) if is_bulk else BackendJob(prompt, job.ids)
+            return InFlightJob(entry_id, prompt, backend_job, job.overwrite, fields=fields, host=job.host)
         digest = query_digest(prompt, job.query) if job.query else prompt
         try:
             query = unpack_query(job.query) if job.query else None
@@ -486,6 +496,7 @@ class Consumer:
         if failure is not None:
             return InFlightJob(entry_id, digest, failure=failure)
         backend_job, query = self._backend_job(job, prompt, digest, query)
+        backend_job = backend_job._replace(bulk=True) if is_bulk else backend_job
         return InFlightJob(entry_id, digest, backend_job, job.overwrite, query, fields=fields, host=job.host)
 
     def _backend_job(
