@@ -439,6 +439,8 @@ def test_the_names_of_the_errors_are_pinned() -> None:
         "AdapterRefused",
         "AmbiguousModel",
         "AuthenticationFailed",
+        "BatchError",
+        "BatchRefused",
         "CorruptRow",
         "DeadlineExceeded",
         "EmptyPrompt",

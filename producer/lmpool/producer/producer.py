@@ -58,6 +58,9 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: what opening and asking do while no worker serves the model, or none has ever served it, and
             while no server answers: "wait" until their deadline, or "raise" UnknownModel and ServerUnreachable at
             once, and NoWorker when a worker has been missing for a lease (5 s at least).
+        keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
+            for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
+            about a million texts would fill the server with what nobody asks for again.
 
     Raises:
         SettingsError: a value is malformed.
@@ -73,11 +76,14 @@ class Producer(CopiedAsItself, PartialRows):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        keep_answers: bool = True,
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
+        if type(keep_answers) is not bool:
+            raise SettingsError(f"keep_answers: {shown(keep_answers)} must be True or False")
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
@@ -91,6 +97,7 @@ class Producer(CopiedAsItself, PartialRows):
             "prefix": prefix,
             "when_full": when_full,
             "when_absent": when_absent,
+            "keep_answers": keep_answers,
         }
         self._keys = Keys(prefix)
         self._cache = RowLRU(cache_bytes)
@@ -99,7 +106,7 @@ class Producer(CopiedAsItself, PartialRows):
         self._sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent
+                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent, keep_answers
             ),
             model,
             when_absent,

@@ -101,7 +101,7 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, keep_answers: as `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -117,6 +117,7 @@ class SyncProducer(CopiedAsItself):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        keep_answers: bool = True,
     ) -> None:
         producer = Producer(
             model,
@@ -126,6 +127,7 @@ class SyncProducer(CopiedAsItself):
             prefix=prefix,
             when_full=when_full,
             when_absent=when_absent,
+            keep_answers=keep_answers,
         )
         self._start(producer)
         try:

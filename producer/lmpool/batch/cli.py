@@ -1,0 +1,93 @@
+"""`lmpool batch run`: a file in, a folder of answers out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmpool.batch.kinds import KINDS_HELP
+from lmpool.batch.progress import Progress
+from lmpool.batch.run import BatchSettings, Outcome, run_batch
+from lmpool.cli import say, say_json
+from lmpool.producer import Producer
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, run, when_absent
+
+SOME_FAILED = 3
+"""What the command exits with when lines have no answer; errors have 2, or 4 when the output folder is refused."""
+
+_EXIT_CODES = (
+    "Exits with 0 when every line has an answer, 3 when some have none (OUT/errors.jsonl says why), 4 when OUT belongs "
+    "to another model, input or options or another run writes there, 2 on any other error, and 130 on Ctrl-C. After 2 "
+    "and 130 the same command goes on where it stopped."
+)
+
+batch_app = typer.Typer(
+    name="batch", help="Whole files: every line is asked, answers go to a folder.", no_args_is_help=True
+)
+
+Source = Annotated[Path, typer.Argument(metavar="IN", help="JSONL (text or ids, and custom_id), or .parquet.")]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the answers; one that was begun goes on.")]
+What = Annotated[str, typer.Option(help=f"What is asked of every text: {KINDS_HELP}.")]
+Start = Annotated[int, typer.Option(help="First position of each text; -1 for the last one, and so on.")]
+Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
+ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, of rows 64.")]
+Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
+Concurrency = Annotated[int, typer.Option(help="Requests under way at once.")]
+Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(batch_app)
+
+
+@batch_app.callback()
+def _batch() -> None:
+    """Whole files: every line is asked, answers go to a folder."""
+
+
+@batch_app.command("run", epilog=_EXIT_CODES)
+def run_command(
+    source: Source,
+    output: Output,
+    what: What,
+    start: Start = 0,
+    shard_format: Format = None,
+    shard_lines: ShardLines = 0,
+    adapter: Adapter = "",
+    concurrency: Concurrency = 512,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
+    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+
+    async def ask() -> Outcome:
+        producer = Producer(
+            model,
+            redis=redis,
+            prefix=prefix,
+            timeout=timeout,
+            cache_bytes=0,
+            when_absent=when_absent(waits),
+            keep_answers=False,
+        )
+        try:
+            return await run_batch(producer, source, output, settings, Progress())
+        finally:
+            await producer.close()
+
+    outcome = run(ask())
+    if as_json:
+        say_json(outcome._asdict())
+    else:
+        failed = f"; {outcome.errors} lines have none: see {output / 'errors.jsonl'}" if outcome.errors else ""
+        say(f"{outcome.texts} answers in {outcome.shards} shards in {output}{failed}")
+    if outcome.errors:
+        raise typer.Exit(SOME_FAILED)
