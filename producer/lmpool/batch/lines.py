@@ -76,6 +76,7 @@ class Index(NamedTuple):
         size: bytes.
         digest: 128-bit BLAKE2b of them, hexadecimal.
         lines: how many there are.
+        is_empty: whether all of them are empty.
         starts: of each shard, where it begins: the byte of a JSONL file, the row of a Parquet file.
         duplicates: numbers of the lines whose custom id another one has had before, ascending, int64.
     """
@@ -84,6 +85,7 @@ class Index(NamedTuple):
     size: int
     digest: str
     lines: int
+    is_empty: bool
     starts: list[int]
     duplicates: NDArray[np.int64]
 
@@ -211,19 +213,20 @@ class JsonlSource:
 
     def index(self, shard_lines: int) -> Index:
         """See `Source.index`."""
-        ids, starts, number = CustomIds(), list[int](), 0
+        ids, starts, number, is_empty = CustomIds(), list[int](), 0, True
         decode = msgspec.json.Decoder(_CustomId).decode
         with readable(self.path) as file:
             digest = self._digest.of(file)
             for number, (begin, line) in enumerate(_split(file), 1):
                 if (number - 1) % shard_lines == 0:
                     starts.append(begin)
+                is_empty = is_empty and line is not None and line.isspace()
                 try:
                     ids.add(number, decode(line or b"{}").custom_id)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     pass  # Told when the line is read.
             self._digest.check(file)
-            return Index("jsonl", file.tell(), digest, number, starts, ids.duplicates())
+            return Index("jsonl", file.tell(), digest, number, is_empty, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""

@@ -1,8 +1,8 @@
 """A run: the lines of an input are asked about, so many at once, and the answers go to shards in the input's order.
 
-One task reads and tokenizes lines ahead, in a thread. Each part of a text is asked by a task of its own. Answers are
-taken in the order of the lines, whatever shard they belong to, so that none waits for another shard's last one, and are
-written in a thread. What has been asked and is not written yet is bounded, in number and in bytes.
+One task reads and tokenizes lines ahead, in a thread. Many ask, each about a part of one text at a time, whatever shard
+it belongs to, so that no shard waits for the last answers of another. One takes the answers in the order of the lines,
+and writes them in a thread. What has been begun and is not written yet is bounded, in number and in bytes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def run_batch(
     opened, folder = open_source(source), Folder(output)
     with folder.locked():
         index = await asyncio.to_thread(opened.index, settings.options.shard_lines)
-        if not index.lines:
+        if index.is_empty:
             raise SettingsError(f"input: {shown(str(source))} is empty: there is nothing to ask")
         await producer.open()
         manifest = await begin(producer, folder, source, index, settings)
@@ -191,27 +191,25 @@ class _Prepared(NamedTuple):
     is_last: bool
 
 
-class _Item(NamedTuple):
+@dataclass(slots=True)
+class _Item:
     """What is written in its turn: the answer to a part of a text, a line without one, or the end of a shard.
 
     Attributes:
         shard: where it goes.
         entry: the text or line; None for the end of the shard.
         part: the positions.
-        answer: brings the answer; None where there is none to wait for.
         is_last: the text's last part.
         size: bytes that it stands for in memory.
+        answer: has the answer to a text, or why there is none.
     """
 
     shard: int
     entry: Text | Failed | None = None
     part: range = range(0)
-    answer: asyncio.Task[Columns | Failed] | None = None
     is_last: bool = True
     size: int = 0
-
-
-_Ready = tuple[_Item, Columns | Failed | None]
+    answer: asyncio.Future[Columns | Failed] | None = None
 
 
 class _Window:
@@ -228,18 +226,25 @@ class _Window:
         self._items = self._bytes = 0
         self._has_left = asyncio.Event()
 
-    async def enter(self, size: int) -> None:
-        """Wait until there is room for one more."""
-        while self._items and (self._items >= self._most or self._bytes + size > self._most_bytes):
+    def has_room(self, size: int) -> bool:
+        """Whether there is room for one more."""
+        return not self._items or (self._items < self._most and self._bytes + size <= self._most_bytes)
+
+    async def until_room(self, size: int) -> None:
+        """Wait until there is."""
+        while not self.has_room(size):
             self._has_left.clear()
             await self._has_left.wait()
+
+    def enter(self, size: int) -> None:
+        """Take the room of one."""
         self._items += 1
         self._bytes += size
 
-    def leave(self, items: Sequence[_Ready]) -> None:
+    def leave(self, items: Sequence[_Item]) -> None:
         """Make room again."""
-        self._items -= sum(item.entry is not None for item, _ in items)
-        self._bytes -= sum(item.size for item, _ in items)
+        self._items -= sum(item.entry is not None for item in items)
+        self._bytes -= sum(item.size for item in items)
         self._has_left.set()
 
 
@@ -274,9 +279,12 @@ class _Run:
         self._kind = settings.kind
         self._adapter = settings.adapter
         self._progress = progress
-        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._concurrency = settings.concurrency
         self._window = _Window(_UNWRITTEN * settings.concurrency, _MOST_BYTES)
+        # All that is to be written, in order, and of that what is to be asked.
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._unasked: asyncio.Queue[_Item] = asyncio.Queue()
+        self._info = producer.model
         self._writer: ShardWriter | None = None
         self._manifest_at = monotonic()
         self._preparer = Preparer(self._kind, settings.start, producer.model, index.is_duplicate)
@@ -312,9 +320,12 @@ class _Run:
         """Ask about all lines, and write all answers."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._watch()), group.create_task(self._feed(chunks, group))]
+                group.create_task(self._feed(chunks, group))
+                tasks = [group.create_task(self._ask_on()) for _ in range(self._concurrency)]
+                tasks.append(group.create_task(self._watch()))
                 await self._drain(shards)
-                tasks[0].cancel()
+                for task in tasks:
+                    task.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -337,35 +348,42 @@ class _Run:
             following = group.create_task(asyncio.to_thread(prepare))
             for entry in prepared.entries:
                 for item in self._items_of(prepared.shard, entry):
-                    await self._window.enter(item.size)
-                    answer = group.create_task(self._ask(entry, item.part)) if isinstance(entry, Text) else None
-                    self._items.put_nowait(item._replace(answer=answer))
+                    if not self._window.has_room(item.size):
+                        await self._window.until_room(item.size)
+                    self._window.enter(item.size)
+                    self._items.put_nowait(item)
+                    if item.answer is not None:
+                        self._unasked.put_nowait(item)
             if prepared.is_last:
                 self._items.put_nowait(_Item(prepared.shard))
 
     def _items_of(self, shard: int, entry: Text | Failed) -> list[_Item]:
         if isinstance(entry, Failed):
             return [_Item(shard, entry, size=_TEXT_BYTES)]
-        info = self._producer.model
-        parts, width = self._kind.parts(entry.span, info), self._kind.width(info)
-        head = _TEXT_BYTES + _ID_BYTES * len(entry.ids)
-        sizes = [head + _NUMBER_BYTES * width * len(part) for part in parts]
+        parts, width = self._kind.parts(entry.span, self._info), self._kind.width(self._info)
+        head, last, loop = _TEXT_BYTES + _ID_BYTES * len(entry.ids), parts[-1], asyncio.get_running_loop()
         return [
-            _Item(shard, entry, part, size=size, is_last=part is parts[-1])
-            for part, size in zip(parts, sizes, strict=True)
+            _Item(shard, entry, part, part is last, head + _NUMBER_BYTES * width * len(part), loop.create_future())
+            for part in parts
         ]
+
+    async def _ask_on(self) -> None:
+        """Ask about one part of a text after another."""
+        while True:
+            item = await self._unasked.get()
+            if isinstance(item.entry, Text) and item.answer is not None:
+                item.answer.set_result(await self._ask(item.entry, item.part))
 
     async def _ask(self, text: Text, part: range) -> Columns | Failed:
         """The answer for some positions of a text, or why this text has none."""
-        async with self._slots:
+        self._check_model()
+        try:
+            answer = await self._kind.ask(self._producer, text.ids, part, self._adapter)
+        except (InvalidPrompt, WorkerError) as error:
             self._check_model()
-            try:
-                answer = await self._kind.ask(self._producer, text.ids, part, self._adapter)
-            except (InvalidPrompt, WorkerError) as error:
-                self._check_model()
-                return Failed(text.line, text.custom_id, str(error))
-            self._check_model()
-            return answer
+            return Failed(text.line, text.custom_id, str(error))
+        self._check_model()
+        return answer
 
     def _check_model(self) -> None:
         """Refuse answers of another model than those before.
@@ -374,11 +392,14 @@ class _Run:
             ModelMismatch: it has changed.
         """
         began, now = self._manifest.model, self._producer.model
+        if now is self._info:  # Most often; it is read anew every second.
+            return
         if now.fingerprint != began.fingerprint:
             raise ModelMismatch(
                 f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint}): what is "
                 "done stays; run the same command again when the first one is served again"
             )
+        self._info = now
 
     async def _check_adapter(self) -> None:
         """The same of the adapter, by what the server tells now."""
@@ -400,11 +421,13 @@ class _Run:
 
     async def _drain(self, shards: int) -> None:
         """Take answers in the order of the lines, and write them some at a time."""
-        ready: list[_Ready] = []
+        ready: list[_Item] = []
         size = 0
         while shards:
             item = await self._items.get()
-            ready.append((item, None if item.answer is None else await item.answer))
+            if item.answer is not None:
+                await item.answer
+            ready.append(item)
             size += item.size
             if item.entry is None:
                 await self._check_adapter()
@@ -414,14 +437,14 @@ class _Run:
             if item.entry is None or is_enough or self._items.empty():
                 await finish(asyncio.to_thread(self._write, ready))
                 self._window.leave(ready)
-                lines = sum(done.entry is not None and done.is_last for done, _ in ready)
-                self._progress.advance(lines, sum(len(done.part) for done, _ in ready))
+                lines = sum(done.entry is not None and done.is_last for done in ready)
+                self._progress.advance(lines, sum(len(done.part) for done in ready))
                 ready, size = [], 0
 
-    def _write(self, ready: Sequence[_Ready]) -> None:
+    def _write(self, ready: Sequence[_Item]) -> None:
         """Write answers, all of one shard, and put that into place when it ends; in a thread."""
         with self._folder.explained():
-            for item, answer in ready:
+            for item in ready:
                 if self._writer is None:
                     self._writer = ShardWriter(self._folder, item.shard, self._manifest.options.format)
                 if item.entry is None:
@@ -429,10 +452,12 @@ class _Run:
                     self._writer = None
                 elif isinstance(item.entry, Failed):
                     self._writer.fail(item.entry)
-                elif isinstance(answer, Failed):
-                    self._writer.fail(answer)
-                elif answer is not None:
-                    self._writer.add(item.entry, answer, item.is_last)
+                elif item.answer is not None:
+                    answer = item.answer.result()
+                    if isinstance(answer, Failed):
+                        self._writer.fail(answer)
+                    else:
+                        self._writer.add(item.entry, answer, item.is_last)
             if self._writer is None and monotonic() - self._manifest_at > _MANIFEST_EVERY_S:
                 self._folder.write_manifest(self._manifest)
                 self._manifest_at = monotonic()
