@@ -1,18 +1,23 @@
-"""`lmpool batch run`: a file in, a folder of answers out."""
+"""`lmpool batch run`: a file in, a folder of answers out; and `lmpool perplexity` of a text file."""
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from lmpool.batch.kinds import KINDS_HELP
+from lmpool.batch.perplexity import perplexity_of
 from lmpool.batch.progress import Progress
-from lmpool.batch.run import BatchSettings, Outcome, run_batch
+from lmpool.batch.run import BatchSettings, run_batch
 from lmpool.cli import say, say_json
+from lmpool.errors import SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, run, when_absent
+
+T = TypeVar("T")
 
 SOME_FAILED = 3
 """What the command exits with when lines have no answer; errors have 2, or 4 when the output folder is refused."""
@@ -41,6 +46,7 @@ Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a reque
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.add_typer(batch_app)
+    app.command()(perplexity)
 
 
 @batch_app.callback()
@@ -68,22 +74,8 @@ def run_command(
     """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
     settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
 
-    async def ask() -> Outcome:
-        producer = Producer(
-            model,
-            redis=redis,
-            prefix=prefix,
-            timeout=timeout,
-            cache_bytes=0,
-            when_absent=when_absent(waits),
-            keep_answers=False,
-        )
-        try:
-            return await run_batch(producer, source, output, settings, Progress())
-        finally:
-            await producer.close()
-
-    outcome = run(ask())
+    producer = _producer(model, redis, prefix, timeout, waits)
+    outcome = run(_closing(producer, run_batch(producer, source, output, settings, Progress())))
     if as_json:
         say_json(outcome._asdict())
     else:
@@ -91,3 +83,52 @@ def run_command(
         say(f"{outcome.texts} answers in {outcome.shards} shards in {output}{failed}")
     if outcome.errors:
         raise typer.Exit(SOME_FAILED)
+
+
+def perplexity(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
+    window: Annotated[int, typer.Option(min=0, help="Most tokens of one forward (default: 2,048 at most).")] = 0,
+    overlap: Annotated[int, typer.Option(min=0, help="Tokens that are read again (default: half a window).")] = 0,
+    adapter: Adapter = "",
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show the perplexity of a text file, and its bits per byte."""
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"file: {file} cannot be read: {error}") from error
+    producer = _producer(model, redis, prefix, timeout, waits)
+    found = run(_closing(producer, perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))))
+    if as_json:
+        say_json(found._asdict())
+        return
+    say(f"tokens         {found.tokens}")
+    say(f"nats per token {found.nats_per_token:.4f}")
+    say(f"perplexity     {found.perplexity:.3f}")
+    say(f"bits per byte  {found.bits_per_byte:.4f}")
+
+
+def _producer(model: str | None, redis: str | None, prefix: str, timeout: float, waits: bool) -> Producer:
+    """A producer for what is asked once: it keeps nothing, here or in the pool."""
+    return Producer(
+        model,
+        redis=redis,
+        prefix=prefix,
+        timeout=timeout,
+        cache_bytes=0,
+        when_absent=when_absent(waits),
+        keep_answers=False,
+    )
+
+
+async def _closing(producer: Producer, work: Coroutine[Any, Any, T]) -> T:
+    """Await something that asks, and close the producer however that ends."""
+    try:
+        return await work
+    finally:
+        await producer.close()

@@ -232,6 +232,7 @@ class Folder:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Put the manifest into place."""
+        manifest.done.sort(key=lambda shard: shard.number)
         self.write(MANIFEST, iter([msgspec.json.format(msgspec.json.encode(manifest), indent=1), b"\n"]))
 
     def shards(self) -> dict[int, Path]:

@@ -49,7 +49,9 @@ class Progress:
         self._positions += positions
         now = monotonic()
         seconds = max(now - self._began, 1e-3)
-        rates = f"{self._here / seconds:.1f} {self._label}/s, {self._positions / seconds:.0f} positions/s"
+        rates = f"{self._here / seconds:.1f} {self._label}/s"
+        if self._positions != self._here:
+            rates += f", {self._positions / seconds:.0f} positions/s"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, rates=rates)
         elif now - self._told >= _LINE_EVERY_S:

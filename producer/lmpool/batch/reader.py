@@ -178,7 +178,7 @@ class Batch(Sequence[Answer]):
         self._paths = list(folder.shards().values())
         counts = [known[n] if n in known else len(open_shard(path)) for n, path in folder.shards().items()]
         self._ends = np.cumsum(counts, dtype=np.int64)
-        self.is_finished = manifest.finished
+        self.is_finished = manifest.finished and len(self._paths) == manifest.shards
         self._open: dict[int, ShardFile] = {}
 
     def __len__(self) -> int:

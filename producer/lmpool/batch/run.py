@@ -162,8 +162,9 @@ def _find_done(folder: Folder, manifest: Manifest) -> None:
     known = {shard.number: shard for shard in manifest.done}
     done = []
     for number, path in folder.shards().items():
-        size, shard = path.stat().st_size, known.get(number)
-        done.append(shard if shard is not None and shard.bytes == size else count_lines(folder, number, path))
+        shard = known[number] if number in known else count_lines(folder, number, path)
+        if shard.bytes == path.stat().st_size:  # Else somebody has changed it.
+            done.append(shard)
     manifest.done = [shard for shard in done if shard.number < manifest.shards]
     manifest.finished = manifest.finished and len(manifest.done) == manifest.shards
 

@@ -235,11 +235,13 @@ def suffix_of(is_wide: bool, wanted: str | None) -> str:
     """The format of shards: what is wanted, if answers can be written so.
 
     Raises:
-        SettingsError: they cannot.
+        SettingsError: they cannot, or not here: an extra is missing.
     """
     possible = (WIDE_FORMAT,) if is_wide else FORMATS
     if wanted is None:
         return possible[0]
     if wanted not in possible:
         raise SettingsError(f"format: {wanted!r}: these answers are written as {' or '.join(possible)}")
+    if wanted == "parquet":
+        import lmpool.batch.parquet  # noqa: F401 Before a folder is begun that nobody here could write.
     return wanted

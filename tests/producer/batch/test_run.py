@@ -1,4 +1,4 @@
-"""Files in, files out: every line has the answer that a producer gives, in order, in each format and from each input."""
+"""Files in, files out: every line has the answer of a producer, in order, in each format, from each kind of input."""
 
 from __future__ import annotations
 
