@@ -119,7 +119,7 @@ test-vllm-v1: $(VLLM_INSTALLED)
 
 test-vllm-v2: $(VLLM_INSTALLED)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
-		vllm-v2 tests/contract/test_rows.py tests/contract/test_reopening.py tests/engines \
+		vllm-v2 tests/contract/test_rows.py tests/contract/test_scores.py tests/contract/test_reopening.py tests/engines \
 		-- vllm-v2-async tests/contract/test_rows.py
 
 ## test-sglang: the same with SGLang

@@ -46,6 +46,7 @@ _ENGINES: dict[str, Callable[[Workplace], list[Result]]] = {
     "vllm-grow": engine_measures.vllm_grow,
     "vllm-sessions": engine_measures.vllm_sessions,
     "vllm-http": engine_measures.vllm_http,
+    "vllm-positions": engine_measures.vllm_positions,
     "vllm-overhead": engine_measures.vllm_overhead,
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
@@ -60,6 +61,8 @@ _TRIES: dict[str, Callable[[Workplace], list[Result]]] = {
 _GENLM: dict[str, Callable[[Workplace], list[Result]]] = {
     "targets": picks.targets,
     "score": picks.score,
+    "generate": picks.generate,
+    "positions": picks.positions,
     "smc": smc.smc,
 }
 _GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}

@@ -14,6 +14,7 @@ from benchmarks.harness.lines import Handler
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.prompt import encode_prompt
 
+_TOGETHER = 32
 _UNDER_WAY_S = 0.5
 """By then a worker computes what was asked."""
 
@@ -23,8 +24,9 @@ class Client(Bursts):
 
     def handlers(self) -> list[Handler]:
         """What may be asked, each under its own name."""
-        ours: list[Handler] = [self.entries, self.row_of, self.scored, self.keys, self.grow, self.beside]
-        return [*super().handlers(), *ours, self.particles, self.steadily, self.again_in_batches, self.alone_again]
+        ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
+        ours += [self.told, self.told_by_prefixes, self.grow, self.beside, self.particles, self.steadily]
+        return [*super().handlers(), *ours, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
         """Seconds for the rows of the last `new` this many times over, in batches."""
@@ -65,6 +67,40 @@ class Client(Bursts):
     async def scored(self, prompts: list[Ids], tokens: int) -> float:
         """Median seconds of scoring the last `tokens` tokens of a prompt after those before, one after the other."""
         return await self.median(self._producer.score(ids[:-tokens], ids[-tokens:]) for ids in prompts)
+
+    async def generated(self, prompts: list[Ids], tokens: int) -> float:
+        """Seconds for a continuation of each prompt, all at once, each in one request."""
+        start = time.perf_counter()
+        made = await self._producer.batch_generate(prompts, tokens, seed=int(self._random.integers(2**32)))
+        if {len(continuation.ids) for continuation in made} != {tokens}:
+            raise RuntimeError(f"not every continuation has {tokens} tokens")
+        return time.perf_counter() - start
+
+    async def sampled(self, prompts: list[Ids], tokens: int) -> float:
+        """As `generated`, but each token of each is a request of its own."""
+        start, seed = time.perf_counter(), int(self._random.integers(2**32))
+
+        async def grow(at: int, ids: Ids) -> None:
+            for place in range(tokens):
+                ids = [*ids, await self._producer.sample(ids, seed=seed + (at << 32) + place)]
+
+        await asyncio.gather(*[grow(at, ids) for at, ids in enumerate(prompts)])
+        return time.perf_counter() - start
+
+    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """Seconds for the likeliest tokens at every position of texts, and the values at the last one."""
+        start = time.perf_counter()
+        values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
+        return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
+
+    async def told_by_prefixes(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `told`, by a prompt for each position; the texts have one length, and `_TOGETHER` grow in lock step."""
+        start = time.perf_counter()
+        for first in range(0, len(texts), _TOGETHER):
+            some = texts[first : first + _TOGETHER]
+            for length in range(1, len(some[0]) + 1):
+                values, _ = await self._producer.batch_topk([ids[:length] for ids in some], top)
+        return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def keys(self) -> list[str]:
         """Where the rows of the last `new` are: Redis keys in hexadecimal."""

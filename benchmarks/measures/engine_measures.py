@@ -15,6 +15,7 @@ from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, Process
 from benchmarks.harness.workplace import Workplace, wait_until
 from benchmarks.measures.asking import Asked, alternated, compare, rate
+from benchmarks.measures.picks import Told
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
@@ -127,17 +128,8 @@ def _computed_tokens(port: int) -> int:
 def vllm_http(place: Workplace) -> list[Result]:
     """vLLM behind the pool, and behind its own OpenAI server."""
     with ExitStack() as stack:
-        model = str(smollm2_folder())
-        ours = _pool(stack, place, "vllm", model, *_VLLM)
-        port = _free_port()
-        command = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port",
-                   str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-logprobs", "-1", "--enforce-eager",
-                   "--kv-cache-memory-bytes", str(1 << 30), "--block-size", "32", "--served-model-name", "smollm2",
-                   "--return-tokens-as-token-ids"]  # fmt: skip
-        server = stack.enter_context(place.process("vllm-serve", *command))
-        wait_until(lambda: _is_healthy(server, port), _SERVER_READY_S, "vLLM's own server")
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        peer = stack.enter_context(place.child("peers.vllm_http_peer", url, str(FULL_V), python=engine_python("vllm")))
+        ours = _pool(stack, place, "vllm", str(smollm2_folder()), *_VLLM)
+        peer = _server(stack, place)
         number = place.scaled(_HTTP_PROMPTS, 4)
         samples = compare(place, ours, peer, number, repeats=min(place.repeats, _HTTP_REPEATS))
     meaning = (
@@ -146,6 +138,19 @@ def vllm_http(place: Workplace) -> list[Result]:
         f"{_HTTP_REPEATS} samples"
     )
     return [_result("vllm-http", meaning, 20, samples)]
+
+
+def vllm_positions(place: Workplace) -> list[Result]:
+    """The likeliest tokens at every position of texts: vLLM behind the pool, and behind its own OpenAI server."""
+    with ExitStack() as stack:
+        ours = _pool(stack, place, "vllm", str(smollm2_folder()), *_VLLM)
+        peer, told = _server(stack, place), Told(place)
+        samples = alternated({"pool": told.new(ours), "server": told.same(peer)}, place.repeats)
+    meaning = (
+        f"{told.meaning}, vLLM through the pool ÷ vLLM's OpenAI server asked for as many `prompt_logprobs`, 16 "
+        "requests at once, JSON read"
+    )
+    return [Result("vllm-positions", meaning, Goal(1), *told.sides(samples))]
 
 
 def vllm_overhead(place: Workplace) -> list[Result]:
@@ -220,6 +225,19 @@ def _pool(stack: ExitStack, place: Workplace, name: str, model: str, *options: s
     command, environment = _command(options[options.index("--backend") + 1])
     stack.enter_context(place.workers(name, model, *options, command=command, environment=environment))
     return stack.enter_context(place.producer(name, "--cache-bytes", "0"))
+
+
+def _server(stack: ExitStack, place: Workplace) -> Child:
+    """A client of vLLM's own server, which serves SmolLM2."""
+    port = _free_port()
+    command = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2_folder()),
+               "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-logprobs", "-1",
+               "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30), "--block-size", "32", "--served-model-name",
+               "smollm2", "--return-tokens-as-token-ids"]  # fmt: skip
+    server = stack.enter_context(place.process("vllm-serve", *command))
+    wait_until(lambda: _is_healthy(server, port), _SERVER_READY_S, "vLLM's own server")
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    return stack.enter_context(place.child("peers.vllm_http_peer", url, str(FULL_V), python=engine_python("vllm")))
 
 
 def _command(engine: str) -> tuple[list[str], dict[str, str]]:

@@ -18,6 +18,8 @@ from benchmarks.harness.lines import serve
 Ids = list[int]
 
 _BATCH = 64
+_TEXTS = 16
+"""Of 128 tokens: their logits are 400 MB."""
 
 
 class Peer:
@@ -34,20 +36,33 @@ class Peer:
         self._model = loaded.to(device).eval()
         self._device = device
 
-    @torch.inference_mode()
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
         """As `Client.together` in `clients/producer.py`, for prompts of one length: rows as float32 on the host."""
         start = time.perf_counter()
-        for at in range(0, len(prompts), _BATCH):
-            ids = torch.tensor(prompts[at : at + _BATCH], device=self._device)
-            logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-            rows = torch.log_softmax(logits.float(), -1).cpu()
+        with torch.inference_mode():
+            for at in range(0, len(prompts), _BATCH):
+                ids = torch.tensor(prompts[at : at + _BATCH], device=self._device)
+                logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+                rows = torch.log_softmax(logits.float(), -1).cpu()
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
+
+    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `Client.told` in `clients/producer.py`, for texts of one length."""
+        found: list[tuple[Any, Any]] = []
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for at in range(0, len(texts), _TEXTS):
+                ids = torch.tensor(texts[at : at + _TEXTS], device=self._device)
+                logits = self._model(input_ids=ids, use_cache=False).logits
+                values, tokens = torch.log_softmax(logits.float(), -1).topk(top)
+                found += zip(values.cpu().numpy(), tokens.cpu().numpy(), strict=True)
+        return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in found[-1][0][-1][:8]]}
 
 
 async def main() -> None:
     """Serve until stdin ends."""
-    await serve({"together": Peer(*sys.argv[1:]).together})
+    peer = Peer(*sys.argv[1:])
+    await serve({"together": peer.together, "told": peer.told})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A client of vLLM's own server that wants whole rows: `python -m benchmarks.peers.vllm_http_peer URL V`."""
+"""A client of vLLM's own server: `python -m benchmarks.peers.vllm_http_peer URL V`.
+
+It wants whole rows, or the likeliest tokens at every position of a text.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,50 @@ class Peer:
         rows = await asyncio.gather(*[self._row(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
+    async def told(self, texts: list[Ids], top: int) -> dict[str, Any]:
+        """As `Client.told` in `clients/producer.py`."""
+        start = time.perf_counter()
+        found = await asyncio.gather(*[self._told(ids, top) for ids in texts])
+        values, _ = found[-1]
+        return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in values[-1][:8]]}
+
     async def _row(self, ids: Ids) -> NDArray[np.float32]:
-        asked = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, "logprobs": self._vocab_size}
+        (top,) = (await self._ask(ids, logprobs=self._vocab_size))["logprobs"]["top_logprobs"]
+        row = np.full(self._vocab_size, np.nan, np.float32)
+        for token, value in _values(top):
+            row[token] = value
+        if np.isnan(row).any():
+            raise RuntimeError(f"{int(np.isnan(row).sum())} of {self._vocab_size} entries are missing")
+        return row
+
+    async def _told(self, ids: Ids, top: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """The likeliest tokens at every position, (n, top): what is told of the prompt, and of the token behind it."""
+        choice = await self._ask(ids, prompt_logprobs=top, logprobs=top)
+        values, tokens = np.empty((len(ids), top), np.float32), np.empty((len(ids), top), np.int64)
+        # Of a token of the prompt its own value is there too, wherever it ranks.
+        for at, entries in enumerate(choice["prompt_logprobs"][1:]):
+            for token, entry in entries.items():
+                if entry["rank"] <= top:
+                    values[at, entry["rank"] - 1], tokens[at, entry["rank"] - 1] = entry["logprob"], int(token)
+        (last,) = choice["logprobs"]["top_logprobs"]
+        for rank, (token, value) in enumerate(sorted(_values(last), key=lambda found: -found[1])[:top]):
+            values[-1, rank], tokens[-1, rank] = value, token
+        return values, tokens
+
+    async def _ask(self, ids: Ids, **wanted: int) -> dict[str, Any]:
+        """What the server answers for one token behind a prompt."""
+        asked = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
         async with self._free, self._session.post(self._url, json=asked) as answer:
             text = await answer.text()
             if answer.status != 200:
                 raise RuntimeError(f"the server answers {answer.status}: {text[:500]}")
-        (top,) = json.loads(text)["choices"][0]["logprobs"]["top_logprobs"]
-        row = np.full(self._vocab_size, np.nan, np.float32)
-        for token, value in top.items():
-            row[int(token.removeprefix("token_id:"))] = value
-        if np.isnan(row).any():
-            raise RuntimeError(f"{int(np.isnan(row).sum())} of {self._vocab_size} entries are missing")
-        return row
+        choice: dict[str, Any] = json.loads(text)["choices"][0]
+        return choice
+
+
+def _values(top: dict[str, float]) -> list[tuple[int, float]]:
+    """Token ids and their log-probabilities."""
+    return [(int(token.removeprefix("token_id:")), value) for token, value in top.items()]
 
 
 async def main() -> None:
@@ -61,7 +95,7 @@ async def main() -> None:
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         peer = Peer(session, url, int(vocab_size))
-        await serve({"together": peer.together})
+        await serve({"together": peer.together, "told": peer.told})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Scores of a prompt's own tokens, and what is expected at every position, for the backends that answer these."""
+"""Scores, what is expected at every position, and continuations: what is more than the row of a prompt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from lmpool.protocol.adapter import name_of
-from lmpool.protocol.query import PositionsQuery, unpack_top
+from lmpool.protocol.query import GenerateQuery, PositionsQuery, unpack_continuation, unpack_top
 from lmpool.protocol.row import Row
+from lmpool.workers.backend.generation import Generations
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
@@ -82,9 +83,12 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
             PositionsQuery(start),
             PositionsQuery(start, targets=np.array(targets, "<u4").tobytes()),
             PositionsQuery(start, 5),
+            PositionsQuery(start, values="logits"),
+            PositionsQuery(start, values="logz"),
+            PositionsQuery(start, 3, values="logits"),
         )
     ]
-    for ids, rows, entries, packed in zip(prompts, *by_way, strict=True):
+    for ids, rows, entries, packed, logits, log_z, packed_logits in zip(prompts, *by_way, strict=True):
         reference = expected(opened, ids, start, adapter)
         assert rows.shape == reference.shape
         assert float(np.abs(rows - reference).max()) <= tolerance
@@ -94,6 +98,9 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
         own = np.take_along_axis(reference, largest.ids, axis=1)
         assert float(np.abs(own - largest.values).max()) <= tolerance
+        assert float(np.abs(logits - log_z - reference).max()) <= tolerance
+        likeliest = unpack_top(packed_logits, vocab_size, of_logits=True).values
+        assert float(np.abs(likeliest - -np.sort(-logits)[:, :3]).max()) <= tolerance
 
 
 @pytest.mark.parametrize("start", [0, 1, 7])
@@ -119,6 +126,39 @@ def test_positions_scores_and_rows_do_not_disturb_each_other(opened: Opened, dra
     expecting(opened, prompts, 3)
     scored(opened, prompts, [4] * 4)
     opened.check(prompts, opened.finish(digests))
+
+
+@pytest.mark.parametrize("adapter_number", [None, 0])
+def test_continuations_are_drawn_from_the_rows_of_all_that_stands_before(
+    opened: Opened, draw: random.Random, adapter_number: int | None
+) -> None:
+    adapters = sorted(map(name_of, opened.backend.adapters))
+    if adapter_number is not None and not adapters:
+        return
+    adapter = "" if adapter_number is None else adapters[adapter_number]
+    generations, prompts = Generations(), [prompt(draw, length) for length in (1, 9, 33, 33)]
+    wanted = [GenerateQuery(most, 0.0, 1.0, 0) for most in (1, 6, 12, 12)]
+    jobs = [opened.job(ids, adapter)._replace(generate=query) for ids, query in zip(prompts, wanted, strict=True)]
+    other = opened.submit([prompt(draw, 20)])
+    opened.backend.submit(generations.begin(jobs))
+    answers: dict[bytes, Row] = {}
+    for _ in range(1000):
+        finished, longer = generations.advance(opened.backend.step())
+        assert not finished.failures
+        assert all(block.digests == other for block in finished.blocks)
+        opened.backend.submit(longer)
+        if finished.answers is not None:
+            answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        if len(answers) == len(jobs):
+            break
+    for job, ids, query in zip(jobs, prompts, wanted, strict=True):
+        made = unpack_continuation(answers[job.digest], opened.backend.info.vocab_size)
+        assert len(made.ids) == query.most
+        for place, token in enumerate(made.ids.tolist()):
+            row = opened.subject.reference([*ids, *made.ids[:place].tolist()], adapter)
+            # The likeliest, but for rounding.
+            assert row[token] >= row.max() - 2 * opened.subject.tolerance
+            assert abs(made.logprobs[place] - row[token]) <= opened.subject.tolerance
 
 
 def test_a_fresh_row_is_the_row(opened: Opened, draw: random.Random) -> None:

@@ -57,4 +57,6 @@ def _command() -> list[str]:
     return [sys.executable, "-m", "tests.engines.newest"] if WANTED else lmpool_command()
 
 
-SUBJECT = Subject("vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, command=_command)
+SUBJECT = Subject(
+    "vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command
+)

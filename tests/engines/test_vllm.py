@@ -21,7 +21,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
-from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backends import requirements
 from lmpool.workers.backends.vllm import engine
@@ -181,44 +180,7 @@ def test_a_dropped_extension_closes_its_session(backend: VllmBackend, runs: bool
     answer(backend, [*ids, 1, 2])
 
 
-# Scores
-
-
-def test_scores_are_the_entries_of_the_rows_of_all_prefixes(backend: VllmBackend) -> None:
-    assert backend.info.positions
-    # Long ones are computed in chunks, and beside them prompts whose rows are wanted.
-    lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
-    prompts = [draw(50 + length, length) for length in lengths]
-    for _ in range(2):  # What is held of them the second time must not be used.
-        rows = [job(ids) for ids in prompts]
-        jobs = [
-            job(ids, "score")._replace(positions=PositionsQuery.scores_from(at))
-            for ids, at in zip(prompts, starts, strict=True)
-        ]
-        backend.submit([queued for pair in zip(jobs, rows, strict=True) for queued in pair])
-        answers: dict[bytes, Any] = {}
-        while len(answers) < len(jobs) + len(rows):
-            finished = backend.step()
-            assert not finished.failures
-            for block in finished.blocks:
-                answers.update(zip(block.digests, block.numbers, strict=True))
-            if finished.answers is not None:
-                answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
-        for scored, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
-            expected = [reference_row(ids[:at])[ids[at]] for at in range(start, len(ids))]
-            np.testing.assert_allclose(answers[scored.digest], expected, atol=3e-4)
-            np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
-    assert not backend._scores
-
-
-def test_dropped_scores_leave_nothing(backend: VllmBackend) -> None:
-    scored = job(draw(58, 150), "score")._replace(positions=PositionsQuery.scores_from(3))
-    backend.submit([scored])
-    backend.step()
-    backend.abort([scored.digest])
-    answer(backend, draw(58, 150))
-    assert not backend._scores
-    assert not backend._requests
+# Fresh rows
 
 
 def test_a_fresh_row_uses_nothing_that_is_held(backend: VllmBackend) -> None:
@@ -390,11 +352,9 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_logits_processor_of_others_is_refused_by_name(model_folder: Path, shift: None) -> None:
-    # The second without scores, which would be seen to differ from the row's entries.
-    for more in ({}, {"max_adapters": 1}):
-        told = refused(model_folder, **more)
-        assert told.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), told
-        assert "--logits-processors shift" in told
+    told = refused(model_folder)
+    assert told.startswith("logits_processors: 'shift' (tinkered:Shift of tinkered 1.2) is installed"), told
+    assert "--logits-processors shift" in told
     told = refused(model_folder, logits_processors=["shift", "lift"])
     assert told == "logits_processors: no entry point 'lift' of vllm.logits_processors is installed"
 

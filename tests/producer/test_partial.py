@@ -32,8 +32,8 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import digest_of, encode_prompt
 from lmpool.protocol.query import Sampling, TopK, sample, top
-from lmpool.protocol.row import Row
-from lmpool.synthetic import synthetic_row
+from lmpool.protocol.row import Row, widen_bf16
+from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -204,6 +204,11 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
             assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
             await assert_positions(producer)
+            for asked in (producer.logprobs(PROMPT, mode="logits"), producer.topk(PROMPT, 2, mode="logits")):
+                with pytest.raises(SettingsError, match="mode: the workers of 'syn' tell log-probabilities only"):
+                    await asked
+            with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
+                await producer.logz(PROMPT)
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
 
@@ -249,6 +254,44 @@ async def test_every_position_expects_what_the_row_of_its_prefix_says(
         assert np.array_equal(first, behind(1)[:, [3]])
         assert np.array_equal(second, synthetic_row([1, 5], vocab_size=V)[None, [3]])
         assert await producer.batch_positions([], top=3) == []
+
+
+def logits_behind(start: int = 0) -> tuple[Row, Row]:
+    """The logits of all positions of `WHOLE` from one on, (n, V), and their logZ, (n,)."""
+    logits, log_z = np.empty((len(WHOLE) - start, V), np.float32), []
+    for at in range(start, len(WHOLE)):
+        base, shifts = draw(np.array(WHOLE[: at + 1], "<u4").tobytes(), V, 0)
+        fill(bits := np.empty(V, np.uint16), base.bits, shifts)
+        widen_bf16(bits, logits[at - start])
+        log_z.append(base.log_z)
+    return logits, np.array(log_z, np.float32)
+
+
+@pytest.mark.parametrize("encoding", ["f32", "bf16"])
+async def test_logits_are_told_as_they_were_computed(pool: Pool, encoding: str) -> None:
+    pool.start("--encoding", encoding)
+    logits, log_z = logits_behind()
+    prompts = [WHOLE[: at + 1] for at in range(len(WHOLE))]
+    async with pool.producer() as producer:
+        for start in (0, 5):
+            assert np.array_equal(await producer.positions(WHOLE, start, full=True, mode="logits"), logits[start:])
+            assert np.array_equal(await producer.positions(WHOLE, start, logz=True), log_z[start:])
+        wanted = [7, 0, V - 1]
+        assert np.array_equal(await producer.positions(WHOLE, targets=wanted, mode="logits"), logits[:, wanted])
+        best = await producer.positions(WHOLE, top=4, mode="logits")
+        assert np.array_equal(best[0], np.stack([top(row, 4).values for row in logits]))
+        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits"), logits[-1])
+        assert np.array_equal(await producer.logprobs(WHOLE, mode="logits", targets=wanted), logits[-1, wanted])
+        assert np.array_equal(await producer.batch_logprobs(prompts, mode="logits"), logits)
+        each = np.arange(2 * len(prompts)).reshape(-1, 2)
+        entries = await producer.batch_logprobs(prompts, targets=each, mode="logits")
+        assert np.array_equal(entries, np.take_along_axis(logits, each, axis=1))
+        assert np.array_equal((await producer.topk(WHOLE, 5, mode="logits")).values, top(logits[-1], 5).values)
+        assert np.array_equal((await producer.batch_topk(prompts, 5, mode="logits")).ids[3], top(logits[3], 5).ids)
+        assert await producer.logz(WHOLE) == log_z[-1]
+        assert np.array_equal(await producer.batch_logz(prompts), log_z)
+        assert (await producer.batch_logz([])).shape == (0,)
+        assert np.array_equal(await producer.logprobs(WHOLE), behind()[-1])
 
 
 async def test_a_stream_ends_when_the_model_changes_between_its_parts(
@@ -472,6 +515,9 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("topk", {"k": V + 1}, SettingsError, f"k: {V + 1}"),
     ("topk", {"k": 1.0}, SettingsError, "k: 1.0"),
     ("topk", {"k": True}, SettingsError, "k: True"),
+    ("topk", {"k": 1, "mode": 3}, SettingsError, "mode: 3 is not one of"),
+    ("logprobs", {"mode": "logit"}, SettingsError, "mode: 'logit' is not one of logprobs, logits"),
+    ("logprobs", {"mode": "logits", "fresh": True}, SettingsError, "fresh: True, of rows only"),
     ("sample", {"temperature": -1}, SettingsError, "temperature: -1 must be a number from 0"),
     ("sample", {"temperature": float("nan")}, SettingsError, "temperature: nan"),
     ("sample", {"temperature": "hot"}, SettingsError, "temperature: 'hot'"),
@@ -480,7 +526,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("sample", {"seed": -1}, SettingsError, "seed: -1 must be from 0 to"),
     ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
     ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
-    ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\] and full=True"),
+    ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\], full=True and logz=True"),
     ("positions", {"top": 1, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 0}, SettingsError, f"top: 0 must be a whole number from 1 to {V}"),
     ("positions", {"top": V + 1}, SettingsError, f"top: {V + 1} must be"),
@@ -490,7 +536,14 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("positions", {"top": 1, "start": 3}, SettingsError, "start: 3 must be a whole number from 0 to 2, the last"),
     ("positions", {"top": 1, "start": -1}, SettingsError, "start: -1 must be"),
     ("positions", {"top": 1, "start": 1.0}, SettingsError, "start: 1.0 must be"),
-    ("positions", {"k": 5}, SettingsError, "k: not an option; there are top, targets, full, adapter, timeout"),
+    (
+        "positions",
+        {"k": 5},
+        SettingsError,
+        "k: not an option; there are top, targets, full, logz, mode",
+    ),
+    ("positions", {"logz": True, "full": True}, SettingsError, "give just one of"),
+    ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
     ("score", {"continuation": "text"}, NotTokenIds, "text"),
     ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),

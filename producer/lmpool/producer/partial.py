@@ -3,114 +3,49 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import gather
-from lmpool.errors import (
-    CorruptRow,
-    InvalidPrompt,
-    ModelMismatch,
-    NotTokenIds,
-    PromptTooLong,
-    ProtocolError,
-    SettingsError,
-    SourceMissing,
-    TokenOutOfRange,
-)
-from lmpool.producer.client.receive import WantedEntries
+from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.session_per_loop import SessionPerLoop
 from lmpool.producer.deadline import Deadline
-from lmpool.protocol.prompt import DIGEST_SIZE, Prompt, decode_ids, digest_of, list_prompts
-from lmpool.protocol.query import (
-    MOST_SEED,
-    FreshQuery,
-    PositionsQuery,
-    SampleQuery,
-    Sampling,
-    TopK,
-    TopQuery,
-    sample,
-    stack_tops,
-    top,
-    unpack_token,
-    unpack_top,
+from lmpool.producer.queries import (
+    Expected,
+    GenerateOptions,
+    Mode,
+    PositionOptions,
+    Positions,
+    SampleOptions,
+    Wanted,
+    ask_continuation,
+    ask_last,
+    ask_part,
+    ask_positions,
+    ask_sample,
+    ask_scores,
+    ask_top,
+    beginning,
+    check_k,
+    check_known,
+    check_mode,
+    check_room,
+    check_start,
+    parts_of,
+    read_sampling,
+    read_stops,
+    read_wanted,
 )
-from lmpool.protocol.row import Row, check_logprobs, check_row
+from lmpool.protocol.prompt import Prompt, list_prompts
+from lmpool.protocol.query import MOST_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
+from lmpool.protocol.row import Row
 from lmpool.settings import shown
 
 T = TypeVar("T")
-
-_MOST_READ_IN_PLACE = 128
-"""Entries of one row; for more, fetching the row costs the server less than looking each up."""
-
-
-class SampleOptions(TypedDict, total=False):
-    """Options of `Producer.sample` and `Producer.batch_sample`.
-
-    Attributes:
-        temperature: divides the log-probabilities (default 1); 0 takes the likeliest token.
-        top_p: draw among the likeliest tokens only, the fewest that have at least this probability together (default
-            1: among all).
-        seed: equal seeds draw equal tokens from equal rows, wherever they are drawn; None, the default, draws anew each
-            time (`lmpool.protocol.query.sample`).
-        adapter: as `Producer.logprobs`.
-        timeout: as `Producer.logprobs`.
-    """
-
-    temperature: float
-    top_p: float
-    seed: int | None
-    adapter: str
-    timeout: float | None
-
-
-_OPTIONS = SampleOptions.__optional_keys__
-
-
-Expected = TopK | NDArray[np.float32]
-"""What is wanted of n positions: the likeliest tokens of each, (n, k), or float32 log-probabilities of shape (n, m)."""
-
-
-class PositionOptions(TypedDict, total=False):
-    """Options of `Producer.positions`, `batch_positions` and `stream_positions`.
-
-    Attributes:
-        top: so many of the likeliest tokens are wanted, 1 to V.
-        targets: or the entries of these token ids.
-        full: or whole rows.
-        adapter: as `Producer.logprobs`.
-        timeout: as `Producer.logprobs`.
-    """
-
-    top: int
-    targets: Any
-    full: bool
-    adapter: str
-    timeout: float | None
-
-
-class Positions(NamedTuple):
-    """A part of what `Producer.stream_positions` brings: what is wanted of the positions from `start` on."""
-
-    start: int
-    values: Expected
-
-
-class _Wanted(NamedTuple):
-    """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows."""
-
-    top: int = 0
-    targets: tuple[int, ...] = ()
-
-    def query(self, start: int) -> PositionsQuery:
-        """The query for it."""
-        return PositionsQuery(start, self.top, np.array(self.targets, "<u4").tobytes())
 
 
 class PartialRows:
@@ -126,36 +61,42 @@ class PartialRows:
     _sessions: SessionPerLoop
     _timeout: float
 
-    async def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+    async def topk(
+        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+    ) -> TopK:
         """The `k` likeliest tokens, likeliest first; of equal ones the lowest id first.
 
         Args:
             ids: a prompt, as for `Producer.logprobs`.
             k: how many, 1 to V.
+            mode: as `Producer.logprobs`.
 
         Returns:
-            log-probabilities, float32 of shape (k,), and token ids, int64 of shape (k,).
+            log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
 
         Raises:
             SettingsError: `k` is out of range.
         """
 
-        def ask(session: Session, name: str, deadline: Deadline) -> Coroutine[Any, Any, TopK]:
-            return ask_top(session, session.encode(ids, name), _check_k(k, session), deadline)
-
-        return await self._request(adapter, timeout, ask)
+        best = await self.batch_topk([ids], k, mode=mode, adapter=adapter, timeout=timeout)
+        return TopK(best.values[0], best.ids[0])
 
     async def batch_topk(
-        self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        k: int,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> TopK:
         """As `topk`, for n prompts: both arrays have the shape (n, k)."""
-        listed = list_prompts(prompts)
+        listed, values = list_prompts(prompts), check_mode(mode)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
             encoded = [session.encode(ids, name) for ids in listed]
-            count = _check_k(k, session)
-            tops = await gather([ask_top(session, prompt, count, deadline) for prompt in encoded])
-            return stack_tops(tops, count)
+            count = check_k(k, session)
+            return stack_tops(await gather([ask_top(session, ids, count, deadline, values) for ids in encoded]), count)
 
         return await self._request(adapter, timeout, ask)
 
@@ -177,8 +118,7 @@ class PartialRows:
         Returns:
             int64 token ids of shape (n,).
         """
-        if not options.keys() <= _OPTIONS:
-            raise SettingsError(f"{min(options.keys() - _OPTIONS)}: not an option; there are {', '.join(_OPTIONS)}")
+        check_known(options, SampleOptions)
         listed = list_prompts(prompts)
         first_seed = options.get("seed")
         is_private = first_seed is None
@@ -190,6 +130,51 @@ class PartialRows:
             draws = zip(encoded, [sampling._replace(seed=seed) for seed in seeds], strict=True)
             tokens = await gather([ask_sample(session, *draw, deadline, private=is_private) for draw in draws])
             return np.array(tokens, np.int64)
+
+        return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
+
+    async def generate(
+        self, ids: Any, max_tokens: int, *, n: int = 1, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """Continuations of a prompt, each in one request: a worker draws token after token.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+            max_tokens: so many tokens at most, at least 1; all but the last must fit behind the prompt.
+            n: how many, at least 1; the i-th is drawn with `seed` + i * 2**32.
+            options: see `GenerateOptions`.
+
+        Returns:
+            of each its token ids, int64 (m,), m <= `max_tokens`, and what these have in their rows, float32 (m,): their
+            log-probabilities, whatever the temperature.
+
+        Raises:
+            SettingsError: an option is unknown or out of range.
+            PromptTooLong: prompt and continuation are longer than the model's longest prompt.
+            NotTokenIds, TokenOutOfRange: `stop` has no token ids of the model.
+        """
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
+            raise SettingsError(f"n: {shown(n)} must be a whole number of at least 1")
+        return await self.batch_generate([ids] * int(n), max_tokens, **options)
+
+    async def batch_generate(
+        self, prompts: Iterable[Any], max_tokens: int, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """As `generate`, one continuation of each of several prompts; the i-th is drawn with `seed` + i * 2**32."""
+        check_known(options, GenerateOptions)
+        listed, is_private = list_prompts(prompts), options.get("seed") is None
+        sampling = read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), options.get("seed"))
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> list[Continuation]:
+            stop = pack_stops(read_stops(options.get("stop", ()), session.info.vocab_size))
+            encoded = [session.encode(ids, name) for ids in listed]
+            most = [check_room(max_tokens, prompt, session.info.max_prompt_tokens) for prompt in encoded]
+            seeds = [secrets.randbits(64) if is_private else (sampling.seed + (at << 32)) for at in range(len(encoded))]
+            asked = []
+            for prompt, count, seed in zip(encoded, most, seeds, strict=True):
+                query = GenerateQuery(count, sampling.temperature, sampling.top_p, seed & MOST_SEED, stop)
+                asked.append(ask_continuation(session, prompt, query, deadline, private=is_private))
+            return await gather(asked)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -261,8 +246,8 @@ class PartialRows:
         listed = list_prompts(texts)
 
         async def ask(session: Session, name: str, deadline: Deadline) -> list[Expected]:
-            wanted = _read_wanted(options, session)
-            encoded = [_check_start(start, session.encode(ids, name)) for ids in listed]
+            wanted = read_wanted(options, session)
+            encoded = [check_start(start, session.encode(ids, name)) for ids in listed]
             return await gather([ask_positions(session, text, start, wanted, deadline) for text in encoded])
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
@@ -281,9 +266,9 @@ class PartialRows:
             ModelMismatch: the model, or the adapter, is another one than for the parts before.
         """
 
-        async def plan(session: Session, name: str, deadline: Deadline) -> tuple[Prompt, _Wanted, list[range], str]:
-            text, wanted = _check_start(start, session.encode(ids, name)), _read_wanted(options, session)
-            return text, wanted, _parts(session, text, start, wanted), session.info.fingerprint
+        async def plan(session: Session, name: str, deadline: Deadline) -> tuple[Prompt, Wanted, list[range], str]:
+            text, wanted = check_start(start, session.encode(ids, name)), read_wanted(options, session)
+            return text, wanted, parts_of(session, text, start, wanted), session.info.fingerprint
 
         adapter, timeout = options.get("adapter", ""), options.get("timeout")
         text, wanted, parts, fingerprint = await self._request(adapter, timeout, plan)
@@ -292,12 +277,33 @@ class PartialRows:
             async def ask(session: Session, name: str, deadline: Deadline) -> Expected:
                 if (session.info.fingerprint, name) != (fingerprint, text.adapter):
                     raise ModelMismatch(f"the model or its adapter has changed before position {part.start}: ask again")
-                return await _ask_part(session, _beginning(text, part.stop), part, wanted, deadline)
+                return await ask_part(session, beginning(text, part.stop), part, wanted, deadline)
 
             return ask
 
         for part in parts:
             yield Positions(part.start, await self._request(adapter, timeout, asking(part)))
+
+    async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """The logarithm of the sum of the exponentials of the logits after a prompt: logits less this are its row.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+        """
+        return float((await self.batch_logz([ids], adapter=adapter, timeout=timeout))[0])
+
+    async def batch_logz(
+        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `logz`, for n prompts: float32 (n,)."""
+        listed = list_prompts(prompts)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
+            encoded = [session.encode(ids, name) for ids in listed]
+            wanted = Wanted(values="logz")
+            return np.array(await gather([ask_last(session, ids, wanted, deadline) for ids in encoded]), np.float32)
+
+        return await self._request(adapter, timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.
@@ -322,265 +328,3 @@ class PartialRows:
         """One request: by its deadline, and with the adapter as jobs name it (see `SessionPerLoop.request`)."""
         deadline = Deadline.of(timeout, self._timeout)
         return await self._sessions.request(adapter, deadline, lambda session, name: ask(session, name, deadline))
-
-
-def _check_k(k: Any, session: Session, name: str = "k") -> int:
-    vocab_size = session.info.vocab_size
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or not 1 <= k <= vocab_size:
-        raise SettingsError(f"{name}: {shown(k)} must be a whole number from 1 to {vocab_size}, the model's V")
-    return int(k)
-
-
-def _read_wanted(options: PositionOptions, session: Session) -> _Wanted:
-    """Check what is wanted of every position."""
-    if unknown := options.keys() - PositionOptions.__optional_keys__:
-        raise SettingsError(f"{min(unknown)}: not an option; there are {', '.join(PositionOptions.__annotations__)}")
-    top, targets, full = options.get("top"), options.get("targets"), options.get("full", False)
-    if type(full) is not bool:
-        raise SettingsError(f"full: {shown(full)} must be True or False")
-    if (top is not None) + (targets is not None) + full != 1:
-        raise SettingsError("positions: give just one of top=k, targets=[ids] and full=True")
-    if top is not None:
-        return _Wanted(_check_k(top, session, "top"))
-    return _Wanted() if full else _Wanted(targets=tuple(read_targets(targets, session.info.vocab_size)))
-
-
-def _check_start(start: Any, text: Prompt) -> Prompt:
-    length = len(text.ids) // 4
-    if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or not 0 <= start < length:
-        raise SettingsError(f"start: {shown(start)} must be a whole number from 0 to {length - 1}, the last position")
-    return text
-
-
-def read_targets(targets: Any, vocab_size: int) -> list[int]:
-    """Check which entries of a row a caller wants.
-
-    Raises:
-        NotTokenIds: not a flat sequence of at least one integer.
-        TokenOutOfRange: an id is negative or not below `vocab_size`.
-    """
-    # Ids in a list, as nearly always: numpy would cost several times as much.
-    if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
-        targets = _read_ids(targets, 1).tolist()
-    _check_range(min(targets), max(targets), vocab_size)
-    return list(targets)
-
-
-def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
-    """As `read_targets`, for `count` prompts: the same for all of them, or as many lists of equal length.
-
-    Returns:
-        the targets of each prompt, and how many each has.
-    """
-    ids = _read_ids(targets, 2)
-    if ids.ndim == 1:
-        return [read_targets(ids.tolist(), vocab_size)] * count, len(ids)
-    if len(ids) != count:
-        raise SettingsError(f"targets: {len(ids)} lists for {count} prompts; give one for each, or one for all")
-    return [read_targets(listed, vocab_size) for listed in ids.tolist()], ids.shape[1]
-
-
-def _read_ids(targets: Any, most_axes: int) -> NDArray[Any]:
-    try:
-        ids = np.asarray(targets)
-        # numpy makes integers of bools that stand among them.
-        has_bools = isinstance(targets, (list, tuple)) and any(
-            isinstance(target, (bool, np.bool_)) for target in targets
-        )
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise NotTokenIds(f"targets: {shown(targets)} are no token ids: {error}") from error
-    if has_bools or not 1 <= ids.ndim <= most_axes or ids.size == 0 or ids.dtype.kind not in "iu":
-        raise NotTokenIds(f"targets: {shown(targets)} must be a list of at least 1 token id")
-    return ids
-
-
-def _check_range(low: int, high: int, vocab_size: int) -> None:
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise TokenOutOfRange(
-            f"targets: token id {shown(wrong)} is out of range: this model's go from 0 to {vocab_size - 1}"
-        )
-
-
-def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
-    """Check how a token is to be drawn; the seed is 0 when there is none.
-
-    Raises:
-        SettingsError: a value is malformed.
-    """
-    for name, value, least, most in (("temperature", temperature, 0.0, 1e6), ("top_p", top_p, 0.0, 1.0)):
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or (name == "top_p" and value == 0):
-            limits = "above 0 and at most 1" if name == "top_p" else f"from 0 to {most:g}"
-            raise SettingsError(f"{name}: {shown(value)} must be a number {limits}")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
-        raise SettingsError(f"seed: {shown(seed)} must be a whole number, or None")
-    if seed is not None and not 0 <= seed <= MOST_SEED:
-        raise SettingsError(f"seed: {shown(seed)} must be from 0 to {MOST_SEED}")
-    return Sampling(float(temperature), float(top_p), int(seed or 0))
-
-
-async def ask_entries(session: Session, prompt: Prompt, targets: list[int], deadline: Deadline) -> Row:
-    """Some entries of a row, float32 (k,)."""
-    row = session.cached(prompt)
-    if row is None and len(targets) <= _MOST_READ_IN_PLACE:
-        wanted = WantedEntries(prompt.digest, targets)
-        entries = await session.read_entries(wanted, deadline)
-        if entries is None:
-            await session.answer(prompt, deadline, warm=True)
-            entries = await session.read_entries(wanted, deadline)
-        elif not isinstance(entries, CorruptRow):
-            session.count_hit(deadline)
-        if entries is not None and not isinstance(entries, CorruptRow):
-            return entries
-    if row is None:
-        # Many entries, or none could be read: fetching a damaged row has it computed anew.
-        row = await session.answer(prompt, deadline)
-    return entries_of(row, targets)
-
-
-def entries_of(row: Row, targets: list[int]) -> Row:
-    """Some entries of a row.
-
-    Raises:
-        ModelMismatch: the model has changed since the targets were checked, and its rows are shorter now.
-    """
-    if max(targets) >= len(row):
-        raise ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
-    return row[targets]
-
-
-async def _answer(
-    session: Session, prompt: Prompt, deadline: Deadline, read: Callable[[Row], T], *, private: bool = False
-) -> T:
-    """Ask, and read the answer; one that is damaged in the cache is replaced.
-
-    Args:
-        session: with the model's workers.
-        prompt: what is asked.
-        deadline: for how long.
-        read: reads the answer, or raises ProtocolError.
-        private: as `Session.answer`.
-
-    Raises:
-        CorruptRow: it is damaged again.
-    """
-    answer = await session.answer(prompt, deadline, private=private)
-    try:
-        return read(answer)
-    except ProtocolError:
-        pass
-    try:
-        return read(await session.answer(prompt, deadline, private=private, damaged=True))
-    except ProtocolError as error:
-        raise CorruptRow(f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}") from error
-
-
-async def ask_top(session: Session, prompt: Prompt, k: int, deadline: Deadline) -> TopK:
-    """The `k` largest entries of a row."""
-    row = session.cached(prompt)
-    if row is not None:
-        return top(row, k)
-    query = prompt.with_query(TopQuery(k).pack(), 2 * k)
-    return await _answer(session, query, deadline, lambda answer: unpack_top(answer, session.info.vocab_size))
-
-
-async def ask_sample(session: Session, prompt: Prompt, sampling: Sampling, deadline: Deadline, *, private: bool) -> int:
-    """A token drawn from a row."""
-    row = session.cached(prompt)
-    if row is not None:
-        return sample(row, sampling)
-    query = prompt.with_query(SampleQuery(*sampling).pack(), 1)
-    read = partial(unpack_token, vocab_size=session.info.vocab_size)
-    return await _answer(session, query, deadline, read, private=private)
-
-
-async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, deadline: Deadline) -> Row:
-    """The log-probability of each token of a continuation, float32 (m,)."""
-    info, ids = session.info, prompt.ids + continuation.ids
-    start, end = len(prompt.ids) // 4, len(ids) // 4
-    if end > info.max_prompt_tokens:
-        raise PromptTooLong(
-            f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
-        )
-    if info.positions:
-        whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
-        try:
-            query = whole.with_query(PositionsQuery.scores_from(start).pack(), end - start)
-            return await _answer(session, query, deadline, check_logprobs)
-        except SourceMissing:
-            pass  # Another worker of this model does not score.
-    # One after the other would be slow; workers keep what prefixes have in common.
-    prefixes = [ids[: 4 * at] for at in range(start, end)]
-    prompts = [Prompt(prefix, digest_of(prefix, prompt.adapter), prompt.adapter) for prefix in prefixes]
-    pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
-    scores = await gather([ask_entries(session, prefix, [token], deadline) for prefix, token in pairs])
-    return np.concatenate(scores)
-
-
-def _beginning(text: Prompt, length: int) -> Prompt:
-    """The first tokens of a prompt."""
-    ids = text.ids[: 4 * length]
-    return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
-
-
-def _parts(session: Session, text: Prompt, start: int, wanted: _Wanted) -> list[range]:
-    """The positions of a text from `start` on, in parts whose answers are not too large for one reply."""
-    length, size = len(text.ids) // 4, wanted.query(start).most_positions(session.info.vocab_size)
-    return [range(at, min(at + size, length)) for at in range(start, length, size)]
-
-
-async def ask_positions(session: Session, text: Prompt, start: int, wanted: _Wanted, deadline: Deadline) -> Expected:
-    """What is wanted of every position of a text from `start` on."""
-    parts = _parts(session, text, start, wanted)
-    answers = await gather([_ask_part(session, _beginning(text, part.stop), part, wanted, deadline) for part in parts])
-    if len(answers) == 1:
-        return answers[0]
-    tops = [answer for answer in answers if isinstance(answer, TopK)]
-    if tops:
-        return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
-    return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
-
-
-async def _ask_part(session: Session, text: Prompt, part: range, wanted: _Wanted, deadline: Deadline) -> Expected:
-    """`ask_positions` of the last positions of a text."""
-    count, vocab_size = len(part), session.info.vocab_size
-    query = wanted.query(part.start)
-
-    def read(answer: Row) -> Expected:
-        if wanted.top:
-            return unpack_top(answer.reshape(count, -1), vocab_size)
-        return check_logprobs(answer).reshape(count, -1)
-
-    if session.info.positions:
-        with_query = text.with_query(query.pack(), count * query.width(vocab_size))
-        try:
-            return await _answer(session, with_query, deadline, read)
-        except SourceMissing:
-            pass  # Another worker of this model does not.
-    prompts = [_beginning(text, at + 1) for at in part]
-    if wanted.top:
-        tops = await gather([ask_top(session, prompt, wanted.top, deadline) for prompt in prompts])
-        return stack_tops(tops, wanted.top)
-    if wanted.targets:
-        return await ask_entries_of_all(session, prompts, [list(wanted.targets)] * count, len(wanted.targets), deadline)
-    return await session.answer_all(prompts, deadline)
-
-
-async def ask_fresh(session: Session, prompt: Prompt, deadline: Deadline) -> Row:
-    """A row that is computed now, whatever caches hold."""
-    query = prompt.with_query(FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack(), session.info.vocab_size)
-    return await _answer(session, query, deadline, check_row, private=True)
-
-
-async def ask_entries_of_all(
-    session: Session, prompts: Sequence[Prompt], targets: Sequence[list[int]], count: int, deadline: Deadline
-) -> NDArray[np.float32]:
-    """Some entries of each of several rows, `count` each: float32 (n, count)."""
-    out = np.empty((len(prompts), count), np.float32)
-
-    async def ask(at: int) -> None:
-        out[at] = await ask_entries(session, prompts[at], targets[at], deadline)
-
-    await gather([ask(at) for at in range(len(prompts))])
-    return out

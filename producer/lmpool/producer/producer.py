@@ -18,11 +18,14 @@ from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
 from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
-from lmpool.producer.partial import (
-    PartialRows,
+from lmpool.producer.partial import PartialRows
+from lmpool.producer.queries import (
+    Mode,
+    ask_all,
     ask_entries,
-    ask_entries_of_all,
     ask_fresh,
+    ask_logits,
+    check_mode,
     entries_of,
     read_batch_targets,
     read_targets,
@@ -127,6 +130,7 @@ class Producer(CopiedAsItself, PartialRows):
         ids: Any,
         *,
         targets: Any = None,
+        mode: Mode = "logprobs",
         fresh: bool = False,
         adapter: str = "",
         timeout: float | None = None,
@@ -137,6 +141,8 @@ class Producer(CopiedAsItself, PartialRows):
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
             targets: token ids, if only their entries are wanted: they are read where the row is cached, and only they
                 travel.
+            mode: "logits" for the logits as the model computed them, in place of log-probabilities. They are computed
+                anew, on the keys and values that workers keep, and not kept as rows are.
             fresh: have the row computed now, whatever caches hold; it is not cached.
             adapter: one of the model's adapters (see `adapters`); "" for none.
             timeout: seconds; None for the producer's.
@@ -154,8 +160,8 @@ class Producer(CopiedAsItself, PartialRows):
         """
         # Nearly all requests are like this: no coroutine within another for them.
         session = self._sessions.current(asyncio.get_running_loop())
-        if session is None or targets is not None or fresh is not False or adapter != "":
-            return await self._logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
+        if session is None or targets is not None or mode != "logprobs" or fresh is not False or adapter != "":
+            return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         info = session.info
         prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
@@ -169,15 +175,19 @@ class Producer(CopiedAsItself, PartialRows):
             session.end(waiter)
 
     async def _logprobs(
-        self, ids: Any, *, targets: Any, fresh: bool, adapter: str, timeout: float | None
+        self, ids: Any, targets: Any, mode: Mode, fresh: bool, adapter: str, timeout: float | None
     ) -> NDArray[np.float32]:
         """Any request for a row, or for entries of one."""
         if type(fresh) is not bool:
             raise SettingsError(f"fresh: {shown(fresh)} must be True or False")
+        if check_mode(mode) == "logits" and fresh:
+            raise SettingsError("fresh: True, of rows only: logits are computed anew in any case")
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
             prompt = session.encode(ids, name)
             entries = None if targets is None else read_targets(targets, session.info.vocab_size)
+            if mode == "logits":
+                return await ask_logits(session, prompt, entries or [], deadline)
             if fresh:
                 fresh_row = await ask_fresh(session, prompt, deadline)
                 return fresh_row if entries is None else entries_of(fresh_row, entries)
@@ -189,13 +199,20 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def batch_logprobs(
-        self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        *,
+        targets: Any = None,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """The rows of several prompts; all prompts are checked before the first is sent.
 
         Args:
             prompts: prompts, each as `logprobs` takes it (or a 2-D integer array).
             targets: token ids, if only their entries are wanted: k for all prompts, or (n, k) for each its own.
+            mode: as `logprobs`.
             adapter: as `logprobs`, for all of them.
             timeout: seconds for all of them together; None for the producer's.
 
@@ -205,14 +222,18 @@ class Producer(CopiedAsItself, PartialRows):
         Raises:
             As `logprobs`; the first failure ends the batch.
         """
-        listed = list_prompts(prompts)
+        listed, of_logits = list_prompts(prompts), check_mode(mode) == "logits"
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
-            encoded = [session.encode(ids, name) for ids in listed]
-            if targets is None:
+            encoded, vocab_size = [session.encode(ids, name) for ids in listed], session.info.vocab_size
+            if targets is None and not of_logits:
                 return await session.answer_all(encoded, deadline)
-            entries, count = read_batch_targets(targets, len(encoded), session.info.vocab_size)
-            return await ask_entries_of_all(session, encoded, entries, count, deadline)
+            entries: list[list[int]] = [[]] * len(encoded)
+            count = vocab_size
+            if targets is not None:
+                entries, count = read_batch_targets(targets, len(encoded), vocab_size)
+            ask_one = ask_logits if of_logits else ask_entries
+            return await ask_all(session, encoded, entries, count, deadline, ask_one)
 
         return await self._request(adapter, timeout, ask)
 

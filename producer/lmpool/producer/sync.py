@@ -23,11 +23,11 @@ from lmpool.errors import LMPoolError, ProducerClosed
 from lmpool.producer.client.requests import ProducerStats
 from lmpool.producer.client.session import WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
-from lmpool.producer.partial import Expected, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
+from lmpool.producer.queries import Expected, GenerateOptions, Mode, PositionOptions, Positions, SampleOptions
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import TopK
+from lmpool.protocol.query import Continuation, TopK
 from lmpool.protocol.row import Values
 from lmpool.vocabulary import Vocabulary
 
@@ -158,27 +158,45 @@ class SyncProducer(CopiedAsItself):
         ids: Any,
         *,
         targets: Any = None,
+        mode: Mode = "logprobs",
         fresh: bool = False,
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """As `Producer.logprobs`."""
-        work = self._producer.logprobs(ids, targets=targets, fresh=fresh, adapter=adapter, timeout=timeout)
+        work = self._producer.logprobs(ids, targets=targets, mode=mode, fresh=fresh, adapter=adapter, timeout=timeout)
         return self._wait_for(work)
 
     def batch_logprobs(
-        self, prompts: Iterable[Any], *, targets: Any = None, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        *,
+        targets: Any = None,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """As `Producer.batch_logprobs`."""
-        return self._wait_for(self._producer.batch_logprobs(prompts, targets=targets, adapter=adapter, timeout=timeout))
+        work = self._producer.batch_logprobs(prompts, targets=targets, mode=mode, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
 
-    def topk(self, ids: Any, k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+    def topk(
+        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+    ) -> TopK:
         """As `Producer.topk`."""
-        return self._wait_for(self._producer.topk(ids, k, adapter=adapter, timeout=timeout))
+        return self._wait_for(self._producer.topk(ids, k, mode=mode, adapter=adapter, timeout=timeout))
 
-    def batch_topk(self, prompts: Iterable[Any], k: int, *, adapter: str = "", timeout: float | None = None) -> TopK:
+    def batch_topk(
+        self,
+        prompts: Iterable[Any],
+        k: int,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
+    ) -> TopK:
         """As `Producer.batch_topk`."""
-        return self._wait_for(self._producer.batch_topk(prompts, k, adapter=adapter, timeout=timeout))
+        return self._wait_for(self._producer.batch_topk(prompts, k, mode=mode, adapter=adapter, timeout=timeout))
 
     def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
         """As `Producer.sample`."""
@@ -187,6 +205,18 @@ class SyncProducer(CopiedAsItself):
     def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
         """As `Producer.batch_sample`."""
         return self._wait_for(self._producer.batch_sample(prompts, **options))
+
+    def generate(
+        self, ids: Any, max_tokens: int, *, n: int = 1, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """As `Producer.generate`."""
+        return self._wait_for(self._producer.generate(ids, max_tokens, n=n, **options))
+
+    def batch_generate(
+        self, prompts: Iterable[Any], max_tokens: int, **options: Unpack[GenerateOptions]
+    ) -> list[Continuation]:
+        """As `Producer.batch_generate`."""
+        return self._wait_for(self._producer.batch_generate(prompts, max_tokens, **options))
 
     def score(
         self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
@@ -220,6 +250,16 @@ class SyncProducer(CopiedAsItself):
 
         while (part := self._wait_for(following())) is not None:
             yield part
+
+    def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """As `Producer.logz`."""
+        return self._wait_for(self._producer.logz(ids, adapter=adapter, timeout=timeout))
+
+    def batch_logz(
+        self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `Producer.batch_logz`."""
+        return self._wait_for(self._producer.batch_logz(prompts, adapter=adapter, timeout=timeout))
 
     def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """As `Producer.warm`."""

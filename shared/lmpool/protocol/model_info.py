@@ -37,6 +37,7 @@ _VERSION_WITHOUT_FIELD = 2
 """The wire version of the last releases whose infos did not tell it."""
 
 _FIELDS_SINCE_THEN = {"positions"}
+_FIELDS_UNTIL_THEN = {"scores"}
 """What their infos did not have either."""
 
 # What programs and people know a model by; the other texts may be paths and sentences.
@@ -162,7 +163,7 @@ class ModelInfo:
             raise ProtocolError(f"a model info does not decode: {error}") from error
         version = None
         if isinstance(values, dict):
-            is_older = values.keys() == _TYPES.keys() - _FIELDS_SINCE_THEN
+            is_older = values.keys() == _TYPES.keys() - _FIELDS_SINCE_THEN | _FIELDS_UNTIL_THEN
             version = values.pop(_VERSION_FIELD, _VERSION_WITHOUT_FIELD if is_older else None)
         if type(version) is int and version != WIRE_VERSION:
             raise ProtocolError(other_version(f"the model {shown(values.get('name'))} is served with", version))

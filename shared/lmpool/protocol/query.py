@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
-from lmpool.protocol.row import Row, check_largest
+from lmpool.protocol.row import Row, check_largest, check_logprobs
 from lmpool.settings import shown
 
 MOST_SEED = 2**64 - 1
@@ -28,17 +28,31 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
 
+PositionValues = Literal["logprobs", "logits", "scores", "logz"]
+"""What is told of positions; see `PositionsQuery`."""
+
 MOST_ANSWER = 1 << 21
 """Numbers of an answer for several positions (8 MiB): more would fill a worker's memory, or the server's, at once."""
 
 SECRET_SIZE = 16
 """Bytes of the secret that is stored before the encoding of weights."""
 
+MOST_GENERATED = 1 << 20
+"""Tokens of one continuation; the longest prompt of a model is shorter."""
+
+MOST_STOP_NUMBERS = 1 << 17
+"""Tokens of the sequences that end a continuation, and how many these are, together."""
+
+# Where a continuation has ended before its longest: no vocabulary is so large.
+_NO_TOKEN = 0xFFFFFFFF
+# One number of each position.
+_SINGLE = ("scores", "logz")
 _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
 # Tokens that nearly always have what `top_p` asks for: sorting all takes far longer.
 _FEW = 1024
+_BLOCK = 256
 
 
 class TopK(NamedTuple):
@@ -67,6 +81,18 @@ class Sampling(NamedTuple):
     seed: int
 
 
+class Continuation(NamedTuple):
+    """Tokens that were drawn one after another, each from the row of what stands before it.
+
+    Attributes:
+        ids: int64 token ids of shape (m,).
+        logprobs: float32 (m,), what each of them has in its row, whatever the temperature.
+    """
+
+    ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+
+
 def top(row: Row, k: int) -> TopK:
     """The `k` largest entries of a row of shape (V,), 1 <= k <= V."""
     ids = _largest(row, k)
@@ -80,11 +106,30 @@ def sample(row: Row, how: Sampling) -> int:
     # Shifted first: divided by a small temperature, log-probabilities alone could all be 0 as probabilities.
     with np.errstate(over="ignore"):  # A tiny temperature makes -inf of what is not the likeliest.
         weights = np.exp((row - row.max()).astype(np.float64) / how.temperature)
-    ids = None if how.top_p == 1 else _nucleus(weights, how.top_p)
-    mass = np.cumsum(weights if ids is None else weights[ids])
-    at = np.random.Generator(np.random.PCG64(how.seed)).random() * mass[-1]
-    index = min(int(np.searchsorted(mass, at, side="right")), len(mass) - 1)
-    return index if ids is None else int(ids[index])
+    share = np.random.Generator(np.random.PCG64(how.seed)).random()
+    if how.top_p == 1:
+        return _at_share(weights, share)
+    ids = _nucleus(weights, how.top_p)
+    return int(ids[_at_share(weights[ids], share)])
+
+
+def _at_share(weights: NDArray[np.float64], share: float) -> int:
+    """The first place up to which the weights have more than this share of their sum, 0 <= `share` < 1."""
+    # First among the sums of blocks: adding up all of a large vocabulary one by one takes four times as long.
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK))
+    mass = np.cumsum(sums)
+    wanted = share * mass[-1]
+    block = _first_above(mass, wanted, sums)
+    part = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    rest = wanted - mass[block - 1] if block else wanted
+    return block * _BLOCK + _first_above(np.cumsum(part), rest, part)
+
+
+def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.float64]) -> int:
+    """The first place where `mass`, the sums of weights up to there, is above what is wanted."""
+    place = int(np.searchsorted(mass, wanted, side="right"))
+    # Sums are rounded: what is wanted may be all of them. What weighs nothing is never drawn.
+    return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
@@ -113,8 +158,8 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
     return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
-def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
-    """Read what `pack_top` made.
+def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool = False) -> TopK:
+    """Read what `pack_top` made, of log-probabilities or of logits.
 
     Raises:
         ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
@@ -128,7 +173,10 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int) -> TopK:
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
-        check_largest(most, vocab_size)
+        if not of_logits:
+            check_largest(most, vocab_size)
+        elif not np.isfinite(most):
+            raise ProtocolError(f"the largest of {vocab_size} logits is {most}")
     return TopK(values, ids)
 
 
@@ -153,6 +201,36 @@ def unpack_token(answer: NDArray[np.float32], vocab_size: int) -> int:
     if token >= vocab_size:
         raise ProtocolError(f"{token} was drawn from a row of {vocab_size} entries")
     return token
+
+
+def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
+    """A continuation as an answer travels: float32 of shape (2 * length,), the bits of the ids and then the values.
+
+    Args:
+        made: of at most `length` tokens; what is missing is filled up.
+        length: so many tokens were asked for.
+    """
+    answer = np.zeros(2 * length, np.float32)
+    ids = answer[:length].view("<u4")
+    ids[:] = _NO_TOKEN
+    ids[: len(made.ids)] = made.ids
+    answer[length : length + len(made.ids)] = made.logprobs
+    return answer
+
+
+def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continuation:
+    """Read what `pack_continuation` made.
+
+    Raises:
+        ProtocolError: no token, an id that is not below `vocab_size`, or a value that is no log-probability.
+    """
+    length = len(answer) // 2
+    ids = np.ascontiguousarray(answer[:length]).view("<u4").astype(np.int64)
+    count = int((ids != _NO_TOKEN).sum())
+    ids, logprobs = ids[:count], answer[length : length + count].copy()
+    if not count or ids.max() >= vocab_size:
+        raise ProtocolError(f"these {count} tokens do not continue a prompt of a model with V = {vocab_size}")
+    return Continuation(ids, check_logprobs(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,20 +309,20 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     Attributes:
         start: the first position. At position i is wanted what comes after the tokens 0 to i.
         top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
-        targets: otherwise these entries, little-endian uint32 ids.
-        scores: otherwise of each position the entry of the token that follows it; the last position has none.
-            If nothing of these is said, whole rows.
+        targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
+        values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
+            position has none. "logz": the logarithm of the sum of the exponentials of the logits.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
-    scores: bool = False
+    values: PositionValues = "logprobs"
 
     @classmethod
     def scores_from(cls, start: int) -> Self:
         """What the prompt's own tokens from `start` on score, which must not be the first."""
-        return cls(start - 1, scores=True)
+        return cls(start - 1, values="scores")
 
     @property
     def target_ids(self) -> NDArray[np.int64]:
@@ -253,23 +331,83 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def width(self, vocab_size: int) -> int:
         """Numbers of each position."""
-        return 2 * self.top or len(self.targets) // 4 or (1 if self.scores else vocab_size)
+        return 2 * self.top or len(self.targets) // 4 or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
         """The positions of a prompt of so many tokens that are asked for."""
-        return range(self.start, length - 1 if self.scores else length)
+        return range(self.start, length - 1 if self.values == "scores" else length)
 
     def most_positions(self, vocab_size: int) -> int:
         """So many positions one job may ask for."""
         return max(1, MOST_ANSWER // self.width(vocab_size))
 
-    def of(self, rows: Row, following: NDArray[Any]) -> NDArray[np.float32]:
-        """What is wanted of rows, float32 (n, V), and the tokens that follow: float32 (n, width)."""
+    def of(
+        self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
+    ) -> NDArray[np.float32]:
+        """What is wanted of positions: float32 (n, width).
+
+        Args:
+            logits: float32 (n, V).
+            log_z: float32 (n,), the logarithms of the sums of their exponentials.
+            following: the tokens that follow, (n,).
+        """
+        if self.values == "logz":
+            return log_z[:, None]
+        rows = logits if self.values == "logits" else logits - log_z[:, None]
         if self.top:
             return pack_top(stack_tops([top(row, self.top) for row in rows], self.top))
-        if self.scores:
+        if self.values == "scores":
             return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
         return rows[:, self.target_ids] if self.targets else rows
+
+
+class GenerateQuery(Message, frozen=True, tag="generate"):
+    """Tokens drawn one after another, as `lmpool.protocol.query.pack_continuation` packs them.
+
+    Attributes:
+        most: so many at most.
+        temperature: as `Sampling`.
+        top_p: as `Sampling`.
+        seed: the token at place i is drawn with the seed + i.
+        stop: little-endian uint32: of each sequence of tokens that ends it, how many it has, and these.
+    """
+
+    most: Annotated[int, Meta(ge=1, le=MOST_GENERATED)]
+    temperature: Annotated[float, Meta(ge=0, le=1e6)]
+    top_p: Annotated[float, Meta(gt=0, le=1)]
+    seed: Annotated[int, Meta(ge=0)]
+    stop: Annotated[bytes, Meta(max_length=4 * MOST_STOP_NUMBERS)] = b""
+
+    @property
+    def how(self) -> Sampling:
+        """How the first token is drawn."""
+        return Sampling(self.temperature, self.top_p, self.seed)
+
+    @property
+    def stops(self) -> list[bytes]:
+        """The sequences of tokens that end it, as little-endian uint32.
+
+        Raises:
+            ProtocolError: `stop` is not made of whole ones.
+        """
+        numbers, at, stops = np.frombuffer(self.stop[: len(self.stop) // 4 * 4], "<u4").tolist(), 0, []
+        while at < len(numbers):
+            end = at + 1 + numbers[at]
+            stops.append(self.stop[4 * (at + 1) : 4 * end])
+            if not numbers[at] or end > len(numbers):
+                raise ProtocolError("a query to generate has sequences to stop at that are empty or cut off")
+            at = end
+        return stops
+
+
+def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
+    """Sequences of tokens as `GenerateQuery.stop` has them."""
+    return np.array([number for stop in stops for number in (len(stop), *stop)], "<u4").tobytes()
+
+
+def drawn_at(how: Sampling, place: int) -> Sampling:
+    """How the token at a place of a continuation is drawn, when this is how the first is."""
+    return how._replace(seed=(how.seed + place) & MOST_SEED)
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):
@@ -285,7 +423,7 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
 PickQuery = TopQuery | SampleQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | PositionsQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | PositionsQuery | GenerateQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -299,11 +437,15 @@ def unpack_query(data: bytes) -> Query:
             return checked(TopQuery, values, "a query")
         case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(), bytes(targets), bool(scores)] as values:
+        case ["positions", int(), int(k), bytes(targets), str(kind)] as values:
             # One of them at most, or clients would read the answer as something else.
-            if len(targets) % 4 or (values[2] > 0) + bool(targets) + scores > 1:
+            if len(targets) % 4 or (k > 0) + bool(targets) + (kind in _SINGLE) > 1:
                 raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
+        case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:
+            query = checked(GenerateQuery, values, "a query")
+            _ = query.stops
+            return query
         case ["fresh", *_] as values:
             return checked(FreshQuery, values, "a query")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:

@@ -152,6 +152,11 @@ class RowBlock:
         data, width = integers.data.cast("B"), integers.shape[1] * integers.itemsize
         return [data[at * width : (at + 1) * width] for at in chosen]
 
+    def row(self, index: int) -> Row:
+        """The log-probabilities of one row, float32 (V,), to the bit as clients read them; in place where it can be."""
+        numbers = self.numbers[index]
+        return numbers if self.log_z is None else _widened(numbers, self.encoding, float(self.log_z[index]))
+
     def select(self, indices: Sequence[int]) -> RowBlock:
         """Some of the rows (a copy)."""
         log_z = None if self.log_z is None else self.log_z[indices]

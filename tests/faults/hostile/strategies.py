@@ -16,11 +16,13 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import (
     OPS,
     FreshQuery,
+    GenerateQuery,
     PositionsQuery,
     SampleQuery,
     Sampling,
     TopQuery,
     TrieQuery,
+    pack_stops,
 )
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
@@ -87,14 +89,26 @@ valid_queries = st.one_of(
     samplings.map(lambda how: SampleQuery(*how)),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3)),
     st.builds(PositionsQuery, st.integers(0, 9), st.just(0), st.just(b"\1\0\0\0")),
-    st.builds(PositionsQuery, st.integers(0, 9), scores=st.booleans()),
+    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), values=st.just("logits")),
+    st.builds(PositionsQuery, st.integers(0, 9), values=st.sampled_from(["scores", "logz"])),
     st.builds(FreshQuery, digests),
+    st.builds(
+        GenerateQuery,
+        st.integers(1, 9),
+        st.floats(0, 1e6),
+        st.floats(1e-300, 1.0),
+        st.integers(0, 2**64 - 1),
+        st.lists(st.lists(st.integers(0, 600), min_size=1, max_size=3), max_size=3).map(pack_stops),
+    ),
     trie_queries,
 ).map(lambda query: query.pack())
 wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), st.booleans()).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names).map(lambda query: query.pack()),
+    st.builds(GenerateQuery, numbers, st.floats(), st.floats(), numbers, st.binary(max_size=20)).map(
+        lambda query: query.pack()
+    ),
     st.builds(FreshQuery, noise).map(lambda query: query.pack()),
     st.lists(anything, max_size=8).map(lambda fields: bytes(msgpack.packb(fields))),
 )

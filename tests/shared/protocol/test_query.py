@@ -14,15 +14,21 @@ from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.protocol.prompt import digest_of, encode_prompt, query_digest
 from lmpool.protocol.query import (
+    MOST_GENERATED,
+    Continuation,
     FreshQuery,
+    GenerateQuery,
     PositionsQuery,
     Query,
     SampleQuery,
     TopK,
     TopQuery,
     TrieQuery,
+    pack_continuation,
+    pack_stops,
     pack_top,
     top,
+    unpack_continuation,
     unpack_query,
     unpack_top,
 )
@@ -45,10 +51,14 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         SampleQuery(0.0, 1.0, 0),
         SampleQuery(0.7, 0.9, 2**64 - 1),
         FreshQuery(b"n" * 16),
+        GenerateQuery(1, 0.0, 1.0, 0),
+        GenerateQuery(MOST_GENERATED, 0.7, 0.9, 2**64 - 1, pack_stops([[1], [2, 3]])),
         PositionsQuery(0),
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
-        PositionsQuery(5, scores=True),
+        PositionsQuery(5, values="scores"),
+        PositionsQuery(0, 3, values="logits"),
+        PositionsQuery(2**32, values="logz"),
     ],
 )
 def test_an_ask_survives_the_wire(query: Query) -> None:
@@ -59,9 +69,12 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     # The name of an answer is made from these bytes.
     assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
-    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400c2"
-    assert PositionsQuery(3, 0, b"\1\0\0\0").pack().hex() == "95a9706f736974696f6e730300c40401000000c2"
-    assert PositionsQuery(3, scores=True).pack().hex() == "95a9706f736974696f6e730300c400c3"
+    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400a86c6f6770726f6273"
+    wanted = PositionsQuery(3, 0, b"\1\0\0\0", "logits").pack().hex()
+    assert wanted == "95a9706f736974696f6e730300c40401000000a66c6f67697473"
+    assert PositionsQuery(3, values="scores").pack().hex() == "95a9706f736974696f6e730300c400a673636f726573"
+    made = GenerateQuery(3, 0.5, 1.0, 7, pack_stops([[9]])).pack().hex()
+    assert made == "96a867656e657261746503cb3fe0000000000000cb3ff000000000000007c4080100000009000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
     assert QUERY.pack() == msgpack.packb(["sum", "0" * 32, "nodes", QUERY.nodes, "f" * 32, b"s" * 16])
 
@@ -140,7 +153,7 @@ def rows_of(count: int, vocab_size: int) -> Row:
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
     rows = rows_of(4, 9)
-    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.uint32))
+    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.float32), np.zeros(4, np.uint32))
     assert packed.shape == (4, PositionsQuery(0, k).width(9))
     largest = unpack_top(packed, 9)
     for at, row in enumerate(rows):
@@ -158,6 +171,26 @@ def test_what_cannot_be_the_largest_entries_is_refused(at: int, value: float, wh
     getattr(largest, what)[1, at] = value
     with pytest.raises(ProtocolError):
         unpack_top(pack_top(largest), 9)
+
+
+@given(st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4), max_size=4))
+def test_what_ends_a_continuation_survives_the_wire(stops: list[list[int]]) -> None:
+    query = GenerateQuery(1, 1.0, 1.0, 0, pack_stops(stops))
+    assert [np.frombuffer(stop, "<u4").tolist() for stop in query.stops] == stops
+
+
+@pytest.mark.parametrize("stop", [b"\0\0\0\0", b"\2\0\0\0\1\0\0\0", b"\1\0\0", b"\xff\xff\xff\xff\1\0\0\0"])
+def test_sequences_to_stop_at_that_are_cut_off_are_refused(stop: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_query(GenerateQuery(1, 1.0, 1.0, 0, stop).pack())
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.integers(5, 7))
+def test_a_continuation_survives_the_wire(tokens: list[int], length: int) -> None:
+    made = Continuation(np.array(tokens, np.int64), -np.arange(len(tokens), dtype=np.float32))
+    again = unpack_continuation(pack_continuation(made, length), 9)
+    assert np.array_equal(again.ids, made.ids)
+    assert np.array_equal(again.logprobs, made.logprobs)
 
 
 @given(st.binary(max_size=200))

@@ -151,4 +151,4 @@ def test_of_equal_entries_those_with_the_lowest_ids_are_expected(dtype: torch.dt
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
     query = PositionsQuery(0, k)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
-    assert np.array_equal(expected_at(logits, query, []), query.of(rows, np.empty(0)))
+    assert np.array_equal(expected_at(logits, query, []), query.of(rows, np.zeros(len(rows), np.float32), np.empty(0)))

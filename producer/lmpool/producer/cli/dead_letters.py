@@ -29,7 +29,7 @@ from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
 from lmpool.protocol.keys import JOB_FIELD, Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
-from lmpool.protocol.query import FreshQuery, PositionsQuery, Query, SampleQuery, TopQuery, unpack_query
+from lmpool.protocol.query import FreshQuery, GenerateQuery, PositionsQuery, Query, SampleQuery, TopQuery, unpack_query
 from lmpool.settings import check_name
 
 T = TypeVar("T")
@@ -501,8 +501,10 @@ def _describe(query: Query | None) -> str:
             return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
         case PositionsQuery():
             what = f"{query.top} likeliest tokens" if query.top else "targets" if query.targets else "rows"
-            what = "next token" if query.scores else what
-            return f"{what} at every position from {query.start} on"
+            return f"{what} ({query.values}) at every position from {query.start} on"
+        case GenerateQuery():
+            how = f"temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed}"
+            return f"continuation of {query.most} tokens ({how})"
         case FreshQuery():
             return "fresh row"
         case _:

@@ -47,6 +47,8 @@ _BACKENDS = {
     "mock": "synthetic",
 }
 _GENLM_BATCH_SIZE = 20
+# Tokens of one request: all of a long continuation may take more seconds than a request has.
+_MOST_AT_ONCE = 64
 
 
 class UnknownLora(UnknownAdapter, ValueError):
@@ -247,7 +249,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """A continuation of a prompt, sampled token by token.
 
         With a seed the tokens are drawn here from full rows, by a torch generator: the tokens that genlm-backend draws
-        from the same rows. Without one the workers draw, so that no row travels, and `torch.manual_seed` has no effect.
+        from the same rows. Without one a worker draws many in one request, so that nothing else travels, and
+        `torch.manual_seed` has no effect.
 
         Args:
             prompt_token_ids: the prompt, as `next_token_logprobs` takes it.
@@ -270,17 +273,29 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             return continuation
         generated: list[int] = []
         while len(generated) < max_tokens:
-            token = await self._draw(prompt + generated, temperature, lora_name)
-            if token in ends:
-                break
-            generated.append(token)
+            made = await self._generate(prompt + generated, max_tokens - len(generated), ends, temperature, lora_name)
+            if made[-1] in ends:
+                return generated + made[:-1]
+            generated += made
         return generated
 
-    async def _draw(self, token_ids: list[int], temperature: float, lora_name: str | None) -> int:
+    async def _generate(
+        self, token_ids: list[int], max_tokens: int, ends: frozenset[int], temperature: float, lora_name: str | None
+    ) -> list[int]:
+        """At least one token, and no more than the model has room for: the one that has none may never be drawn."""
+        producer = self._connection.producer
         with _errors_of_genlm():
-            return await self._connection.producer.sample(
-                token_ids, temperature=temperature, adapter=_adapter(lora_name), timeout=self._seconds
+            await producer.open()
+            room = producer.model.max_prompt_tokens - len(token_ids) + 1
+            (made,) = await producer.generate(
+                token_ids,
+                max(1, min(max_tokens, room, _MOST_AT_ONCE)),
+                stop=sorted(ends),
+                temperature=temperature,
+                adapter=_adapter(lora_name),
+                timeout=self._seconds,
             )
+        return [int(token) for token in made.ids]
 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that prompts that begin with it cost their new tokens only.

@@ -11,7 +11,7 @@ import numpy as np
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.query import GenerateQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.vocabulary import Vocabulary
 
@@ -27,6 +27,8 @@ class BackendJob(NamedTuple):
         fresh: the row must be computed without keys and values of earlier prompts, where the backend can.
         positions: not the row is wanted but this of every position, in `Finished.answers`; None for the row. Only
             backends whose info says so are asked.
+        generate: not the row is wanted but tokens that are drawn from it and those after it, in `Finished.answers`. The
+            engine's thread asks the backend for these rows (`Generations`); backends are not told.
     """
 
     digest: bytes
@@ -35,6 +37,7 @@ class BackendJob(NamedTuple):
     payload: object | None = None
     fresh: bool = False
     positions: PositionsQuery | None = None
+    generate: GenerateQuery | None = None
 
     @property
     def span(self) -> range:

@@ -36,6 +36,7 @@ from lmpool.workers.backend.contract import (
     check_answers,
     check_first_rows,
 )
+from lmpool.workers.backend.generation import Generations
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
 
 EXIT_CODE = int(signal.SIGALRM)
@@ -288,6 +289,7 @@ class EngineThread:
     def _serve(self, backend: Backend) -> None:
         info = backend.info
         adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
+        generations = Generations()
         taken = 0
         while True:
             try:
@@ -295,7 +297,7 @@ class EngineThread:
                 if command is None:
                     return
                 self.call = Call(command)
-                stale = self._execute(backend, command, adapters)
+                stale = self._execute(backend, command, adapters, generations)
                 self.call = None
                 taken += len(command) if isinstance(command, Sequence) else 0
                 if stale or isinstance(command, _Abort):  # There is room again.
@@ -312,11 +314,17 @@ class EngineThread:
             check_first_rows(finished.blocks, info)
             self._on_step(seconds, len(answered))
             self._note_step(seconds, len(answered))
+            if generations:
+                finished, longer = generations.advance(finished)
+                backend.submit(longer)
+                answered = finished.digests
             for digest in answered:
                 del adapters[digest]
             self._tell(finished, backend, taken)
 
-    def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
+    def _execute(
+        self, backend: Backend, command: _Command, adapters: dict[bytes, str], generations: Generations
+    ) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
         match command:
             case _Load():
@@ -325,23 +333,25 @@ class EngineThread:
             case _Drop():
                 stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
+                generations.drop(stale)
                 backend.drop_adapter(command.adapter)
                 for digest in stale:
                     del adapters[digest]
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(command.new_rows)
+                    backend.write_to(generations.leaving_out(command.new_rows))
                 return ()
             case _Abort():
                 aborted = [digest for digest in command.digests if digest in adapters]
                 backend.abort(aborted)
+                generations.drop(aborted)
                 for digest in aborted:
                     del adapters[digest]
                 return ()
             case jobs:
                 stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
                 served = [job for job in jobs if job.digest not in stale] if stale else jobs
-                backend.submit(served)
+                backend.submit(generations.begin(served))
                 adapters.update((job.digest, job.adapter) for job in served)
         return stale
 

@@ -74,7 +74,7 @@ def check_canary(backend: Backend) -> None:
         grown = _rows(backend, [_Prompt(long[:end])], f"grown-{end}")[0]
     _check_agree(backend, grown, batched[0], "when it grows token by token")
     if info.positions and length > 1:
-        _check_entry(backend, long, PositionsQuery(length - 2, scores=True))
+        _check_entry(backend, long, PositionsQuery.scores_from(length - 1))
         _check_entry(backend, long, PositionsQuery(length - 2, targets=np.array(long[-1:], "<u4").tobytes()))
     # Of few tokens, rows may be alike by chance.
     if info.vocab_size >= _LEAST_V and np.array_equal(batched[0], batched[1]):
@@ -83,9 +83,9 @@ def check_canary(backend: Backend) -> None:
 
 def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
     """What is first told of a prompt's last token must be its entry in the row of what comes before it."""
-    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.scores}")[0]
+    row = _rows(backend, [_Prompt(ids[:-1])], f"scored-{query.values}")[0]
     encoded = np.asarray(ids, "<u4").tobytes()
-    job = BackendJob(digest_of(encoded, f"canary score {query.scores}"), encoded, positions=query)
+    job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
     backend.submit([job])
     for _ in range(_MOST_STEPS):
         finished = backend.step()

@@ -175,17 +175,26 @@ def expected_at(logits: Tensor, query: PositionsQuery, following: Sequence[int])
     Returns:
         float32 of shape (m, width); NaN where logits are no distribution.
     """
-    if query.scores:
+    if query.values == "scores":
         return _scores(logits, following)[:, None]
     targets = torch.from_numpy(query.target_ids).to(logits.device)
     parts = []
     for part in torch.split(logits, _rows_at_once(logits)):
-        logprobs = torch.log_softmax(part.float(), dim=-1)
+        values = _values_at(part.float(), query)
         if query.top:
-            parts.append(pack_top(_largest_of(logprobs, query.top)))
+            parts.append(pack_top(_largest_of(values, query.top)))
         else:
-            parts.append((logprobs[:, targets] if query.targets else logprobs).cpu().numpy())
+            parts.append((values[:, targets] if query.targets else values).cpu().numpy())
     return np.concatenate(parts)
+
+
+def _values_at(logits: Tensor, query: PositionsQuery) -> Tensor:
+    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution."""
+    if query.values == "logprobs":
+        return torch.log_softmax(logits, dim=-1)
+    log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
+    sound = log_z.isfinite()
+    return torch.where(sound, log_z if query.values == "logz" else logits, torch.nan)
 
 
 def _rows_at_once(logits: Tensor) -> int:

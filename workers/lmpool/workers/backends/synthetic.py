@@ -24,7 +24,7 @@ from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
 from lmpool.protocol.query import PositionsQuery
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows
+from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
 from lmpool.settings import check_choice, check_name, check_number, shown
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
@@ -300,12 +300,13 @@ class SyntheticBackend:
 
     def _vector(self, job: BackendJob, query: PositionsQuery) -> NDArray[np.float32]:
         """What is wanted of each position."""
-        tokens, row = decode_ids(job.ids), np.empty((1, self._settings.vocab_size), np.float32)
+        tokens, bits = decode_ids(job.ids), np.empty(self._settings.vocab_size, np.uint16)
         parts = []
         for at in job.span:
             base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
-            fill(row[0], base.logprobs, shifts)
-            parts.append(query.of(row, tokens[at + 1 : at + 2]).copy().ravel())
+            fill(bits, base.bits, shifts)
+            logits, log_z = widen_bf16(bits)[None], np.array([base.log_z], np.float32)
+            parts.append(query.of(logits, log_z, tokens[at + 1 : at + 2]).copy().ravel())
         return np.concatenate(parts)
 
     def _fault(self, ids: bytes) -> str | None:

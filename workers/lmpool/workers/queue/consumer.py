@@ -18,6 +18,7 @@ from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
     InvalidPrompt,
     ModelMismatch,
+    PromptTooLong,
     ProtocolError,
     ServerError,
     SourceMissing,
@@ -31,6 +32,7 @@ from lmpool.protocol.model_info import LIMITS, ModelInfo
 from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
+    GenerateQuery,
     PickQuery,
     PositionsQuery,
     Query,
@@ -498,6 +500,8 @@ class Consumer:
         """What the backend is to compute, and the query that is then answered from the row."""
         if isinstance(query, PositionsQuery):
             return BackendJob(digest, job.ids, job.adapter, positions=query), None
+        if isinstance(query, GenerateQuery):
+            return BackendJob(digest, job.ids, job.adapter, generate=query), None
         if isinstance(query, FreshQuery):
             return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
@@ -532,6 +536,9 @@ class Consumer:
         if isinstance(query, TopQuery) and query.k > info.vocab_size:
             text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
             return Failure(ProtocolError.__name__, text)
+        if isinstance(query, GenerateQuery) and len(job.ids) // 4 + query.most - 1 > info.max_prompt_tokens:
+            text = f"{query.most} tokens after a prompt of {len(job.ids) // 4}: at most {info.max_prompt_tokens} in all"
+            return Failure(PromptTooLong.__name__, text)
         return self._positions_refusal(query, len(job.ids) // 4) if isinstance(query, PositionsQuery) else None
 
     def _positions_refusal(self, query: PositionsQuery, length: int) -> Failure | None:

@@ -33,6 +33,7 @@ from lmpool.workers.backends.hf.batching import (
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
+from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.requirements import first_line
 from lmpool.workers.backends.row_encoder import RowEncoder, expected_at
 from lmpool.workers.backends.settings import HfSettings
@@ -336,7 +337,7 @@ class HfBackend:
             taken[digest] = expected_at(kept, job.positions, following)
         for digest, part in taken.items():
             if np.isnan(part).any():
-                answer.failures[digest] = "the model returned logits that are no distribution: NaN or infinite"
+                answer.failures[digest] = NO_DISTRIBUTION
                 continue
             progress = self._progress.get(digest, _NO_PROGRESS)
             self._progress[digest] = progress = progress._replace(parts=(*progress.parts, part))

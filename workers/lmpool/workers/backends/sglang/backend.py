@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterable
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
@@ -56,6 +58,7 @@ class SglangBackend:
             max_prompt_tokens=launched.max_prompt_tokens,
             revision=launched.revision,
             dtype=str(facts.dtype).removeprefix("torch."),
+            positions=facts.positions,
             source=checkpoint_source(settings.model),
         )
         try:
@@ -100,14 +103,14 @@ class SglangBackend:
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Hand jobs to the engine, which computes already; one that is held is computed once."""
-        requests = []
+        requests = {}
         for job in jobs:
             if job.digest not in self._held:
                 name = self._held[job.digest] = next(self._names)
                 self._digests[name] = job.digest
-                requests.append(self._engine.request(name, job.ids, job.adapter))
+                requests[name] = job
         if requests:
-            self._engine.put(requests, [])
+            self._engine.submit(requests)
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait or run."""
@@ -115,7 +118,7 @@ class SglangBackend:
         for name in names:
             del self._digests[name]
         if names:
-            self._engine.put([], names)
+            self._engine.drop(names)
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
@@ -130,17 +133,19 @@ class SglangBackend:
         Raises:
             WorkerError: the engine has ended, or has computed something else than it was asked.
         """
-        finished = Finished([], {})
+        finished, vectors = Finished([], {}), dict[bytes, NDArray[np.float32]]()
         if self._held:
             for batch in self._engine.results():
-                self._add(batch, finished)
-        return finished
+                self._add(batch, finished, vectors)
+        return finished._replace(answers=VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
-    def _add(self, batch: EngineBatch, finished: Finished) -> None:
+    def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
         """Add the answers that somebody still waits for."""
         for name, message in batch.failures.items():
             if name in self._digests:
                 finished.failures[self._release(name)] = message
+        answered = [name for name in batch.positions if name in self._digests]
+        vectors.update({self._release(name): batch.positions[name] for name in answered})
         rows = [row for row, name in enumerate(batch.names) if name in self._digests]
         failed = 0
         if rows and batch.logits is not None:
@@ -153,7 +158,7 @@ class SglangBackend:
                 finished.blocks.append(encoded.block)
         self._stats = BackendStats(
             steps=self._stats.steps + 1,
-            rows=self._stats.rows + len(rows) - failed,
+            rows=self._stats.rows + len(rows) - failed + len(answered),
             tokens=self._stats.tokens + batch.tokens,
             reused=self._stats.reused + batch.reused,
         )

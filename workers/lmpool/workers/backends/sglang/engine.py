@@ -8,14 +8,16 @@ import logging
 import sys
 import threading
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
@@ -29,7 +31,10 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.prompt import decode_ids
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backends.positions import NO_DISTRIBUTION, PositionAnswers
 from lmpool.workers.backends.requirements import first_line
+from lmpool.workers.backends.sglang.positions import PositionTap, tells_positions
 
 _RANKS = {
     "gpu_id": 0, "tp_rank": 0, "moe_ep_rank": 0, "pp_rank": 0, "attn_cp_rank": 0, "moe_dp_rank": 0, "dp_rank": None,
@@ -44,10 +49,12 @@ class Order(NamedTuple):
 
     Attributes:
         requests: prompts to compute; each is SGLang's request, its `rid` a name that was never used before.
+        positions: the jobs of those that want something of positions, by these names.
         dropped: names of those that nobody waits for any more.
     """
 
     requests: list[Any]
+    positions: dict[str, BackendJob]
     dropped: list[str]
 
 
@@ -55,20 +62,22 @@ class EngineBatch(NamedTuple):
     """What one forward of the engine brought.
 
     Attributes:
-        names: of the prompts that it has completed, one a row of logits.
+        names: of the prompts that it has completed and whose rows are wanted, one a row of logits.
         logits: tensor (n, V) on the engine's device, ours alone; None if no prompt is complete.
         computed: what must have happened on the engine's device before the logits may be read; None on a CPU.
         tokens: tokens of the completed prompts.
         reused: tokens among them whose keys and values were there already.
-        failures: name -> message of the prompts that the engine has refused.
+        failures: name -> message of the prompts that the engine has refused, or that have no distribution.
+        positions: name -> what was wanted of the positions of completed prompts, float32 (n * width,).
     """
 
-    names: list[str]
-    logits: Tensor | None
-    computed: Any
-    tokens: int
-    reused: int
-    failures: dict[str, str]
+    names: Sequence[str] = ()
+    logits: Tensor | None = None
+    computed: Any = None
+    tokens: int = 0
+    reused: int = 0
+    failures: Mapping[str, str] = MappingProxyType({})
+    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})
 
     def wait(self) -> None:
         """Have what this thread does with the logits from now on wait for them."""
@@ -110,13 +119,18 @@ class Engine:
         self._ready.wait()
         return self._error
 
-    def request(self, name: str, ids: bytes, adapter: str) -> Any:
-        """A request for the logits after a prompt; as `make_request`, but for the adapter's name, or "" for none."""
-        return make_request(name, ids, self.facts.adapters[adapter] if adapter else None)
+    def submit(self, jobs: Mapping[str, BackendJob]) -> None:
+        """Hand jobs over, by the names of their requests."""
+        adapters = self.facts.adapters
+        requests = [
+            make_request(name, job, adapters[job.adapter] if job.adapter else None) for name, job in jobs.items()
+        ]
+        positions = {name: job for name, job in jobs.items() if job.positions is not None}
+        self._orders.put(Order(requests, positions, []))
 
-    def put(self, requests: list[Any], dropped: list[str]) -> None:
-        """Hand requests over, and take some back by their names."""
-        self._orders.put(Order(requests, dropped))
+    def drop(self, names: list[str]) -> None:
+        """Take requests back."""
+        self._orders.put(Order([], {}, names))
 
     def results(self) -> list[EngineBatch]:
         """What the engine's forwards have brought since the last call; waits for one.
@@ -185,6 +199,8 @@ class Seams:
         self._results = results
         self._vocab_size: int = scheduler.model_config.vocab_size
         self._owed: dict[str, int] = {}  # name -> tokens that were asked for
+        self._positions = PositionAnswers()
+        PositionTap(scheduler, self._positions)
         self._process = scheduler.process_batch_result
         scheduler.process_batch_result = self._process_and_capture
         # It has slots and is frozen, so it is replaced.
@@ -205,8 +221,10 @@ class Seams:
                 break
             for request in order.requests:
                 self._owed[request.rid] = len(request.input_ids)
+            for name, job in order.positions.items():
+                self._positions.open(name, job)
             received += order.requests
-            received += [AbortReq(rid=name) for name in order.dropped if self._owed.pop(name, None) is not None]
+            received += [AbortReq(rid=name) for name in order.dropped if self._forget(name)]
         return received
 
     def _waiting_orders(self) -> list[Order | None]:
@@ -224,17 +242,22 @@ class Seams:
     def _fail(self, names: list[str], reason: str) -> None:
         """Hand out failures of prompts that are owed, if there are any."""
         for name in names:
-            del self._owed[name]
+            self._forget(name)
         if names:
-            self._results.put(EngineBatch([], None, None, 0, 0, dict.fromkeys(names, reason)))
+            self._results.put(EngineBatch(failures=dict.fromkeys(names, reason)))
+
+    def _forget(self, name: str) -> bool:
+        """A prompt is owed no more; returns whether it was."""
+        self._positions.drop(name)
+        return self._owed.pop(name, None) is not None
 
     def _process_and_capture(self, batch: Any, result: Any, *more: Any, **named: Any) -> None:
-        """Around what the scheduler does with a result: the rows of the prompts that it completes."""
+        """Around what the scheduler does with a result: what is wanted of the prompts that it completes."""
         # The engine drops both when it is done with them.
         requests = list(batch.reqs)
         logits = result.logits_output.next_token_logits if result.logits_output is not None else None
         self._process(batch, result, *more, **named)
-        rows, names, failures = [], [], {}
+        rows, names, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
             # A prompt that is computed in parts has a row of logits for each.
@@ -242,11 +265,17 @@ class Seams:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
                 failures[request.rid] = f"SGLang refuses the prompt: {request.finished_reason.message}"
+                self._positions.drop(request.rid)
                 continue
             if len(request.origin_input_ids) != length:
                 raise WorkerError(f"SGLang has computed {len(request.origin_input_ids)} tokens of a prompt of {length}")
-            rows.append(row)
-            names.append(request.rid)
+            if request.rid not in self._positions:
+                rows.append(row)
+                names.append(request.rid)
+            elif (answer := self._positions.take(request.rid)) is not None:
+                positions[request.rid] = answer
+            else:
+                failures[request.rid] = NO_DISTRIBUTION
             tokens += length
             reused += request.cached_tokens
         taken = self._rows(batch, logits, rows, len(requests)) if rows else None
@@ -254,7 +283,7 @@ class Seams:
         if taken is not None and taken.is_cuda:
             computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
             computed.record()
-        self._results.put(EngineBatch(names, taken, computed, tokens, reused, failures))
+        self._results.put(EngineBatch(names, taken, computed, tokens, reused, failures, positions))
 
     def _rows(self, batch: Any, logits: Any, rows: list[int], count: int) -> Tensor:
         """A copy of some rows: the engine may write over its own with the next forward."""
@@ -301,6 +330,7 @@ class SchedulerFacts(NamedTuple):
         max_batch: prompts that it runs together.
         dtype: of the model.
         adapters: adapter -> the id that requests name it by.
+        positions: something can be told of all positions of a prompt.
     """
 
     vocab_size: int
@@ -308,6 +338,7 @@ class SchedulerFacts(NamedTuple):
     max_batch: int
     dtype: torch.dtype
     adapters: dict[str, str]
+    positions: bool
 
 
 def known_options() -> dict[str, bool]:
@@ -364,19 +395,20 @@ def facts_of(scheduler: Any) -> SchedulerFacts:
         max_batch=scheduler.max_running_requests,
         dtype=scheduler.model_config.dtype,
         adapters=adapters,
+        positions=tells_positions(scheduler),
     )
 
 
-def make_request(name: str, ids: bytes, adapter: str | None) -> Any:
-    """A request for the logits after a prompt, without sampling a token.
+def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
+    """A request for the logits of a prompt, without sampling a token.
 
     Args:
         name: of the request; no other's may begin with it.
-        ids: the token ids as little-endian uint32 bytes.
+        job: the prompt, and whether something is wanted of its positions.
         adapter: what SGLang calls the adapter; None for none.
     """
     tokens = array("q")
-    tokens.frombytes(decode_ids(ids).astype(np.int64).tobytes())
+    tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)
     sampling.normalize(None)
     return TokenizedGenerateReqInput(
@@ -387,8 +419,8 @@ def make_request(name: str, ids: bytes, adapter: str | None) -> Any:
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
+        return_logprob=job.positions is not None,
+        logprob_start_len=-1 if job.positions is None else job.positions.start,
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,

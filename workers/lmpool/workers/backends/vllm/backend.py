@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ from vllm.v1.request import RequestStatus
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
 from lmpool.workers.backends.canary import check_canary, completed_info
 from lmpool.workers.backends.checkpoint import read_vocabulary
+from lmpool.workers.backends.positions import NO_DISTRIBUTION
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.capture import KEY
@@ -66,7 +67,6 @@ class VllmBackend:
         self._numbers = count()
         self._requests: dict[str, _Request] = {}
         self._held: dict[bytes, str] = {}
-        self._scores: dict[bytes, NDArray[np.float32]] = {}
         self._left_waiting = 0
         self._idle_steps = 0
         self._stats = BackendStats()
@@ -78,9 +78,7 @@ class VllmBackend:
             revision=engine.revision,
             dtype=engine.dtype,
             source=engine.source,
-            # With LoRA switched on, vLLM 0.32 multiplies the logits of scored tokens by the wrong adapters, or ends.
-            # Logits processors never see them.
-            positions=not engine.adapter_slots and not settings.logits_processors,
+            positions=engine.positions is not None,
         )
         try:
             self._info = completed_info(self)
@@ -151,15 +149,17 @@ class VllmBackend:
         else:
             name, held = session.request, len(session.ids) // 4
             preemptions = self._scheduler.requests[name].num_preemptions
+        lora = self._engine.adapters[job.adapter][0] if job.adapter else None
+        if job.positions is not None:
+            assert self._engine.positions is not None  # Else the info says so, and nobody asks.
+            self._engine.positions.open(name, job, lora.lora_int_id if lora is not None else 0)
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
-            # 0 means the prompt's own tokens only.
-            prompt_logprobs=0 if job.positions else None,
-            skip_reading_prefix_cache=True if job.positions or job.fresh else None,
-            extra_args=None if job.positions else {KEY: job.digest},
+            skip_reading_prefix_cache=job.fresh or None,
+            extra_args=None if job.positions is not None else {KEY: job.digest},
         )
         self._core.add_request(
             EngineCoreRequest(
@@ -169,7 +169,7 @@ class VllmBackend:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=self._engine.adapters[job.adapter][0] if job.adapter else None,
+                lora_request=lora,
                 cache_salt=None,
                 data_parallel_rank=None,
                 resumable=is_session,
@@ -189,21 +189,42 @@ class VllmBackend:
             WorkerError: the engine has answered what it was not asked, or nothing for very long.
         """
         outputs = self._core.get_output().outputs
-        for output in outputs:
-            logprobs, request = output.new_prompt_logprobs_tensors, self._requests.get(output.request_id)
-            if logprobs is not None and request is not None:
-                self._scores[request.job.digest] = logprobs.logprobs[:, 0].float().numpy()
-        ended = [self._end(output) for output in outputs if output.new_token_ids or output.finish_reason is not None]
-        failures = {job.digest: text for job, text in ended if text}
-        for digest in failures:
-            self._engine.captured.drop(digest)
-            self._scores.pop(digest, None)
-        rows = [job.digest for job, text in ended if not text and not job.positions]
-        blocks, unsound = self._engine.captured.take(rows)
-        scores, unscored = self._take_scores([job for job, text in ended if not text and job.positions])
+        ended = {
+            output.request_id: self._end(output)
+            for output in outputs
+            if output.new_token_ids or output.finish_reason is not None
+        }
+        failures = {job.digest: text for job, text in ended.values() if text}
+        for name, (job, text) in ended.items():
+            if text:
+                self._drop(name, job.digest)
+        good = {name: job for name, (job, text) in ended.items() if not text}
+        blocks, unsound = self._engine.captured.take([job.digest for job in good.values() if job.positions is None])
+        failures |= unsound
+        vectors, unsound = self._take_positions(good)
+        failures |= unsound
         self._make_room(bool(outputs))
-        self._count(blocks)
-        return Finished(blocks, failures | unsound | unscored, scores)
+        self._count(blocks, len(vectors))
+        return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
+
+    def _take_positions(
+        self, ended: dict[str, BackendJob]
+    ) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
+        """What was wanted of the positions of prompts that have ended, and failures."""
+        vectors, failures = {}, {}
+        for name, job in ended.items():
+            if job.positions is not None and self._engine.positions is not None:
+                if (answer := self._engine.positions.take(name)) is None:
+                    failures[job.digest] = NO_DISTRIBUTION
+                else:
+                    vectors[job.digest] = answer
+        return vectors, failures
+
+    def _drop(self, name: str, digest: bytes) -> None:
+        """Forget what was taken for a request that is not answered."""
+        self._engine.captured.drop(digest)
+        if self._engine.positions is not None:
+            self._engine.positions.drop(name)
 
     def _end(self, output: Any) -> tuple[BackendJob, str]:
         """A request has ended: its job, and what went wrong or ""."""
@@ -228,25 +249,6 @@ class VllmBackend:
         held = self._scheduler.requests.get(output.request_id)
         # One that was preempted was computed anew; vLLM does not tell how much of it its prefix cache still had.
         return request.held if held is None or held.num_preemptions == request.preemptions else 0
-
-    def _take_scores(self, jobs: Sequence[BackendJob]) -> tuple[VectorBlock | None, dict[bytes, str]]:
-        """The scores of prompts that have ended, and failures.
-
-        Raises:
-            WorkerError: not all tokens of one have been scored.
-        """
-        scores, failures = {}, {}
-        for job in jobs:
-            # vLLM scores every token but the first.
-            logprobs = self._scores.pop(job.digest, None)
-            if logprobs is None or len(logprobs) != len(job.ids) // 4 - 1:
-                raise WorkerError("vLLM has ended a prompt without scoring its tokens")
-            vector = np.ascontiguousarray(logprobs[job.positions.start :])
-            if np.isnan(vector).any():
-                failures[job.digest] = "the model returned logits that are no distribution: NaN or infinite"
-            else:
-                scores[job.digest] = vector
-        return (VectorBlock(list(scores), list(scores.values())) if scores else None), failures
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Have a session wait for its next tokens, if the engine holds all of it."""
@@ -292,18 +294,16 @@ class VllmBackend:
                 self._request(request.job, None, is_session=False)
                 return
 
-    def _count(self, blocks: Sequence[Any]) -> None:
+    def _count(self, blocks: list[RowBlock], further: int) -> None:
         stats = self._stats
-        rows = sum(len(block.digests) for block in blocks)
+        rows = sum(len(block.digests) for block in blocks) + further
         self._stats = stats._replace(steps=stats.steps + 1, rows=stats.rows + rows)
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs that wait or run."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
-            digest = self._requests.pop(name).job.digest
-            self._engine.captured.drop(digest)
-            self._scores.pop(digest, None)
+            self._drop(name, self._requests.pop(name).job.digest)
         self._close(names)
 
     def load_adapter(self, name: str, source: str) -> str:

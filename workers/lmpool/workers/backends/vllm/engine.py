@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -44,6 +45,7 @@ from lmpool.workers.backends.settings import (
     parse_engine_args,
 )
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor
+from lmpool.workers.backends.vllm.positions import PositionCapture
 
 Adapters = dict[str, tuple[LoRARequest, str]]
 """Adapter ("name@revision") -> what a request names it by, and its folder or hub name."""
@@ -53,6 +55,8 @@ START_ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError,
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30
 _CPU_BLOCK = 32
@@ -95,6 +99,7 @@ class Engine:
     Attributes:
         core: the client of the engine core in this process.
         captured: where its rows are.
+        positions: where what is wanted of positions is; None if nothing can be told of them.
         vocab_size: V.
         dtype: of the computation.
         max_prompt_tokens: the longest prompt that leaves room for the token that vLLM samples.
@@ -112,6 +117,7 @@ class Engine:
 
     core: InprocClient
     captured: Captured
+    positions: PositionCapture | None
     vocab_size: int
     dtype: str
     max_prompt_tokens: int
@@ -185,6 +191,7 @@ def open_engine(settings: VllmSettings) -> Engine:
     return Engine(
         core=core,
         captured=captured,
+        positions=_positions(core, config, bool(processors)),
         vocab_size=model.get_vocab_size(),
         dtype=_DTYPES.get(model.dtype, str(model.dtype)),
         max_prompt_tokens=model.max_model_len - 1,
@@ -308,6 +315,19 @@ def _start(settings: VllmSettings, config: Any, adapters: Adapters) -> InprocCli
             core.shutdown()
             raise
     return core
+
+
+def _positions(core: InprocClient, config: Any, has_processors: bool) -> PositionCapture | None:
+    """What answers for positions, unless they have no logits that are those of the rows."""
+    # Logits processors never see them. Fast prefill leaves them out in the last layers, and keys and values that come
+    # from elsewhere skip them.
+    if has_processors or config.cache_config.kv_sharing_fast_prefill or config.kv_transfer_config is not None:
+        return None
+    try:
+        return PositionCapture(core.engine_core, config.model_config.get_vocab_size())
+    except AttributeError as error:
+        _log.warning("vLLM %s does not tell of positions, which come from rows: %s", vllm_version, first_line(error))
+        return None
 
 
 def _load_adapter(core: InprocClient, name: str, request: LoRARequest) -> None:

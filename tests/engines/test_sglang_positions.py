@@ -1,0 +1,134 @@
+"""What SGLang's forwards tell of every position: in parts, from its radix cache on, and in corners."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.row import Row
+from lmpool.workers.backend.contract import BackendJob
+from tests.contract.driver import Opened, prompt
+from tests.contract.model import reference_row
+from tests.contract.sglang_subject import SUBJECT
+from tests.contract.subjects import MAX_BATCH_TOKENS
+
+LONG = 3 * MAX_BATCH_TOKENS + 5
+TARGETS = PositionsQuery(0, targets=np.arange(4, dtype="<u4").tobytes())
+
+
+@pytest.fixture(scope="module")
+def driver(model_folder: Path) -> Iterator[Opened]:
+    """One backend for all tests that do not break it."""
+    with Opened(SUBJECT, model_folder, "float32", {}) as opened:
+        yield opened
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> random.Random:
+    """Random prompts, others in each test."""
+    return random.Random(request.node.name)
+
+
+def asked(driver: Opened, ids: list[int], query: PositionsQuery) -> BackendJob:
+    """A job for what is wanted of a prompt's positions."""
+    return driver.job(ids)._replace(positions=query)
+
+
+def expected(ids: list[int], start: int = 0) -> Row:
+    """The reference rows from a position on, (n, V)."""
+    return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
+
+
+def processor_of(driver: Opened) -> Any:
+    """What computes the logits of prompts' tokens."""
+    return scheduler_of(driver).tp_worker.model_runner.model.logits_processor.input_logprob_processor
+
+
+def scheduler_of(driver: Opened) -> Any:
+    """SGLang's scheduler."""
+    backend: Any = driver.backend
+    return backend._engine.scheduler
+
+
+def nothing_is_left(driver: Opened) -> bool:
+    """Whether nothing is kept of the positions of any prompt."""
+    seams: Any = scheduler_of(driver).process_batch_result.__self__
+    return not (seams._positions._open or seams._owed)
+
+
+def test_logits_that_come_in_parts_are_put_together(
+    driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Neither prompts nor chunks of the prefill are multiples of it.
+    monkeypatch.setattr(processor_of(driver), "logprobs_chunk_size", 7)
+    prompts = [prompt(draw, length) for length in (3, 12, LONG, 8, 19)]
+    beside = driver.submit(prompts)
+    for ids, rows in zip(prompts, driver.expect(prompts, PositionsQuery(2)), strict=True):
+        np.testing.assert_allclose(rows, expected(ids, 2), atol=3e-4)
+    driver.check(prompts, driver.finish(beside))
+    assert nothing_is_left(driver)
+
+
+def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened, draw: random.Random) -> None:
+    ids = prompt(draw, 60)
+    driver.ask([ids])
+    before = driver.backend.stats().reused
+    (rows,) = driver.expect([ids], PositionsQuery(41))
+    np.testing.assert_allclose(rows, expected(ids, 41), atol=3e-4)
+    assert driver.backend.stats().reused - before == 41
+
+
+def test_what_is_dropped_while_it_is_computed_leaves_nothing(driver: Opened, draw: random.Random) -> None:
+    dropped, kept = (asked(driver, prompt(draw, LONG), TARGETS) for _ in range(2))
+    driver.backend.submit([dropped, kept])
+    driver.step()
+    driver.backend.abort([dropped.digest])
+    while kept.digest not in driver.scores:
+        driver.step()
+    ids = np.frombuffer(kept.ids, "<u4").tolist()
+    np.testing.assert_allclose(driver.scores[kept.digest].reshape(-1, 4), expected(ids)[:, :4], atol=3e-4)
+    driver.ask([prompt(draw, 5)])
+    assert dropped.digest not in driver.scores
+    assert nothing_is_left(driver)
+
+
+def test_positions_that_have_no_distribution_fail_their_prompt_alone(
+    driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
+    compute, calls = logits_processor._get_logits, list[int]()
+
+    def spoil(*arguments: Any, **named: Any) -> torch.Tensor:
+        logits: torch.Tensor = compute(*arguments, **named)
+        if not calls:
+            logits[2, 5] = float("nan")
+        calls.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(logits_processor, "_get_logits", spoil)
+    spoilt, sound = asked(driver, prompt(draw, LONG), PositionsQuery(0, 5)), asked(driver, prompt(draw, 9), TARGETS)
+    driver.backend.submit([spoilt, sound])
+    while len(calls) < 2 or not (driver.failures and sound.digest in driver.scores):
+        driver.step()
+    message = "the model returned logits that are no distribution: NaN or infinite"
+    assert driver.failures.pop(spoilt.digest) == message
+    assert not driver.failures
+    assert nothing_is_left(driver)
+
+
+def test_a_prompt_that_sglang_refuses_is_forgotten(driver: Opened, draw: random.Random) -> None:
+    length = driver.backend.info.max_prompt_tokens + 1
+    data = np.asarray(prompt(draw, length), "<u4").tobytes()
+    long = BackendJob(bytes(16), data, positions=TARGETS)
+    driver.backend.submit([long])
+    while not driver.failures:
+        driver.step()
+    assert "SGLang refuses the prompt" in driver.failures.pop(long.digest)
+    assert nothing_is_left(driver)

@@ -1,0 +1,224 @@
+"""What vLLM's steps tell of every position: under adapters of the head, in parts, beside rows, and in corners."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from vllm.config import KVTransferConfig
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from lmpool.errors import WorkerError
+from lmpool.protocol.adapter import name_of
+from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.row import Row
+from lmpool.workers.backend.contract import BackendJob, Finished
+from lmpool.workers.backends.vllm import engine
+from lmpool.workers.backends.vllm.backend import VllmBackend
+from tests.contract.model import RANK, V, reference_row
+from tests.engines.vllm_small import BLOCK, answer, draw, job, settings
+
+HIDDEN = 128
+
+
+@pytest.fixture(scope="module")
+def backend(
+    model_folder: Path, adapter_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmBackend]:
+    """One small backend, with an adapter of the attention and one of the head too."""
+    head = tmp_path_factory.mktemp("adapter") / "head"
+    head.mkdir()
+    draws = torch.Generator().manual_seed(7)
+    factors = {
+        "lora_A": torch.randn(RANK, HIDDEN, generator=draws) * 0.2,
+        "lora_B": torch.randn(V, RANK, generator=draws) * 0.2,
+    }
+    save_file(
+        {f"base_model.model.lm_head.{name}.weight": factor for name, factor in factors.items()},
+        head / "adapter_model.safetensors",
+    )
+    config = json.loads((adapter_folder / "adapter_config.json").read_text()) | {"target_modules": ["lm_head"]}
+    (head / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.MonkeyPatch.context() as patched:
+        # As for a model of whose modules nothing is known: else only modules in layers may have adapters.
+        patched.setattr(engine, "check_adapter", lambda folder, model: None)
+        made = settings(model_folder, adapters=[f"warm={adapter_folder}", f"head={head}"]).open()
+    assert isinstance(made, VllmBackend)
+    yield made
+    made.close()
+
+
+def positions(ids: list[int], query: PositionsQuery, adapter: str = "") -> BackendJob:
+    """A job for what is wanted of a prompt's positions."""
+    return job(ids, f"{query} {adapter}")._replace(positions=query, adapter=adapter)
+
+
+def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
+    """Have jobs answered: digest -> row or what was wanted of the positions, and failures."""
+    backend.submit(jobs)
+    answers: dict[bytes, NDArray[np.float32]] = {}
+    failures: dict[bytes, str] = {}
+    while len(answers) + len(failures) < len(jobs):
+        finished: Finished = backend.step()
+        failures |= finished.failures
+        for block in finished.blocks:
+            answers.update(zip(block.digests, block.numbers, strict=True))
+        if finished.answers is not None:
+            answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    assert nothing_is_left(backend)
+    return answers, failures
+
+
+def nothing_is_left(backend: VllmBackend) -> bool:
+    """Whether nothing is kept of the positions of any prompt."""
+    capture: Any = backend._engine.positions
+    return not (capture.answers._open or capture._lora_ids or backend._requests)
+
+
+def expected(ids: list[int], start: int = 0) -> Row:
+    """The reference rows from a position on, (n, V)."""
+    return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
+
+
+def test_each_prompt_of_a_batch_has_the_head_of_its_adapter(backend: VllmBackend) -> None:
+    by_name = {name_of(adapter): adapter for adapter in backend.adapters}
+    prompts = [draw(10 + at, 9 + at) for at in range(6)]
+    adapters = [by_name.get(name, "") for name in ("head", "", "warm", "head", "", "warm")]
+    jobs = [positions(ids, PositionsQuery(0), adapter) for ids, adapter in zip(prompts, adapters, strict=True)]
+    answers, _ = finish(backend, jobs)
+    for asked, ids in zip(jobs, prompts, strict=True):
+        prefixes = [job(ids[:end], f"row {end}")._replace(adapter=asked.adapter) for end in range(1, len(ids) + 1)]
+        rows, _ = finish(backend, prefixes)
+        same = np.stack([rows[prefix.digest] for prefix in prefixes])
+        np.testing.assert_allclose(answers[asked.digest].reshape(len(ids), V), same, atol=3e-4)
+        assert (np.abs(same - expected(ids)).max() > 0.1) == bool(asked.adapter)
+
+
+def test_what_is_held_of_a_prompt_is_used_up_to_the_first_wanted_position(backend: VllmBackend) -> None:
+    ids, start = draw(20, 150), 2 * BLOCK + 7
+    answer(backend, ids)
+    before = backend.stats().reused
+    answers, _ = finish(backend, [asked := positions(ids, PositionsQuery(start))])
+    np.testing.assert_allclose(answers[asked.digest].reshape(-1, V), expected(ids, start), atol=3e-4)
+    assert backend.stats().reused - before == 2 * BLOCK
+
+
+def test_long_prompts_are_scored_in_parts_beside_rows(backend: VllmBackend) -> None:
+    lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
+    prompts = [draw(50 + length, length) for length in lengths]
+    for _ in range(2):  # What is held of them the second time must not be used.
+        rows = [job(ids) for ids in prompts]
+        jobs = [positions(ids, PositionsQuery.scores_from(at)) for ids, at in zip(prompts, starts, strict=True)]
+        answers, failures = finish(backend, [queued for pair in zip(jobs, rows, strict=True) for queued in pair])
+        assert not failures
+        for scored, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
+            entries = [reference_row(ids[:at])[ids[at]] for at in range(start, len(ids))]
+            np.testing.assert_allclose(answers[scored.digest], entries, atol=3e-4)
+            np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
+
+
+@pytest.mark.parametrize("is_cached", [True, False], ids=["goes on", "begins again"])
+def test_a_prompt_whose_memory_is_taken_while_it_is_computed_is_told_whole(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    query = PositionsQuery(3, targets=np.arange(4, dtype="<u4").tobytes())
+    asked = positions(ids := draw(30 + is_cached, 150), query)._replace(fresh=not is_cached)
+    manager: Any = backend._scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    refused: list[Any] = []
+    computed_at: list[int] = []
+
+    def refuse_once(request: Any, *more: Any, **named: Any) -> Any:
+        computed_at.append(request.num_computed_tokens)
+        if request.num_computed_tokens and not refused:
+            refused.append(request)
+            return None
+        return allocate(request, *more, **named)
+
+    monkeypatch.setattr(manager, "allocate_slots", refuse_once)
+    answers, _ = finish(backend, [asked])
+    assert [request.num_preemptions for request in refused] == [1]
+    assert computed_at[1] > 0, "a part was computed when it lost its memory"
+    np.testing.assert_allclose(answers[asked.digest].reshape(-1, 4), expected(ids, 3)[:, :4], atol=3e-4)
+
+
+def test_what_is_dropped_while_it_is_computed_leaves_nothing(backend: VllmBackend) -> None:
+    scored = positions(ids := draw(58, 150), PositionsQuery.scores_from(3))
+    backend.submit([scored])
+    backend.step()
+    backend.abort([scored.digest])
+    answer(backend, ids)
+    assert nothing_is_left(backend)
+
+
+def test_positions_that_have_no_distribution_fail_their_prompt_alone(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture: Any = backend._engine.positions
+    compute = capture._logits
+    calls: list[int] = []
+
+    def spoil(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = compute(hidden)
+        if not calls:
+            logits[2, 5] = float("nan")
+        calls.append(len(hidden))
+        return logits
+
+    monkeypatch.setattr(capture, "_logits", spoil)
+    jobs = [positions(draw(40 + length, length), PositionsQuery(0, 5)) for length in (100, 20)]
+    answers, failures = finish(backend, jobs)
+    assert failures == {jobs[0].digest: "the model returned logits that are no distribution: NaN or infinite"}
+    assert [*answers] == [jobs[1].digest]
+    assert len(calls) > 1, "of the long one a part was spoilt"
+
+
+def test_logits_of_another_shape_are_no_answer(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture: Any = backend._engine.positions
+    monkeypatch.setattr(capture._runner.model, "compute_logits", lambda hidden: torch.zeros(len(hidden), V - 1))
+    with pytest.raises(WorkerError, match=rf"logits of shape \(2, {V - 1}\) for 2 positions and V = {V}"):
+        capture._logits(torch.zeros(2, HIDDEN))
+
+
+def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = positions(draw(60, 10), PositionsQuery(4))
+    backend.submit([asked])
+    name = backend._held[asked.digest]
+    ended = EngineCoreOutput(name, [1], finish_reason=FinishReason.LENGTH)
+    monkeypatch.setattr(backend._core, "get_output", lambda: EngineCoreOutputs(outputs=[ended]))
+    with pytest.raises(WorkerError, match="has ended a prompt without position 4"):
+        backend.step()
+    backend._core.abort_requests([name])
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "value"),
+    [("cache_config", "kv_sharing_fast_prefill", True), (None, "kv_transfer_config", KVTransferConfig())],
+)
+def test_where_positions_are_left_out_nothing_is_told_of_them(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, part: str | None, option: str, value: object
+) -> None:
+    core: Any = backend._core.engine_core
+    monkeypatch.setattr(getattr(core.vllm_config, part) if part else core.vllm_config, option, value)
+    assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+
+
+def test_a_release_that_is_built_otherwise_is_served_without(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core: Any = backend._core.engine_core
+    manager = core.scheduler.kv_cache_manager
+    monkeypatch.delattr(manager, "get_computed_blocks")
+    monkeypatch.delattr(type(manager), "get_computed_blocks")
+    with caplog.at_level("WARNING"):
+        assert engine._positions(backend._core, core.vllm_config, has_processors=False) is None
+    assert "does not tell of positions, which come from rows" in caplog.text
+    monkeypatch.undo()
+    finish(backend, [positions(draw(80, 20), PositionsQuery(3))])

@@ -1,0 +1,123 @@
+"""Continuations: tokens drawn one after another where the rows are computed, without the queue between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
+from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock
+from lmpool.workers.backend.contract import BackendJob, Finished
+
+
+@dataclass(slots=True)
+class _Generation:
+    """A continuation that grows.
+
+    Attributes:
+        job: what the backend computes now: the row of the prompt and the tokens so far.
+        query: what is wanted.
+        ends: tokens that end it, as little-endian uint32.
+        stops: sequences of several tokens that do.
+        tokens: those drawn so far.
+        logprobs: what they have in their rows.
+    """
+
+    job: BackendJob
+    query: GenerateQuery
+    ends: frozenset[bytes]
+    stops: tuple[bytes, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[np.float32] = field(default_factory=list)
+
+    def draw(self, row: Row) -> bool:
+        """Draw the next token; whether that was the last."""
+        token = sample(row, drawn_at(self.query.how, len(self.tokens)))
+        self.tokens.append(token)
+        self.logprobs.append(row[token])
+        encoded = token.to_bytes(4, "little")
+        ids = self.job.ids + encoded
+        self.job = self.job._replace(ids=ids)
+        if len(self.tokens) == self.query.most or encoded in self.ends:
+            return True
+        # Of the tokens that were drawn only: a prompt may end with half of what ends a continuation.
+        return any(map(ids[-4 * len(self.tokens) :].endswith, self.stops)) if self.stops else False
+
+    @property
+    def answer(self) -> NDArray[np.float32]:
+        """It, as it travels."""
+        made = Continuation(np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32))
+        return pack_continuation(made, self.query.most)
+
+
+class Generations:
+    """The continuations that a backend computes rows for. All of it happens in the backend's thread.
+
+    Each row is that of a longer prompt, under the digest of the first: so a backend reuses the keys and values of the
+    prompt, and batches it with whatever else there is.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[bytes, _Generation] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self, jobs: Collection[BackendJob]) -> Collection[BackendJob]:
+        """The jobs as the backend is to have them: the row of the prompt where a continuation is wanted."""
+        if all(job.generate is None for job in jobs):
+            return jobs
+        return [job if job.generate is None else self._begin(job, job.generate) for job in jobs]
+
+    def _begin(self, job: BackendJob, query: GenerateQuery) -> BackendJob:
+        first = job._replace(generate=None)
+        stops = query.stops
+        ends = frozenset(stop for stop in stops if len(stop) == 4)
+        self._running[job.digest] = _Generation(first, query, ends, tuple(stop for stop in stops if len(stop) > 4))
+        return first
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Forget those that the backend does not compute any more."""
+        for digest in digests:
+            self._running.pop(digest, None)
+
+    def advance(self, finished: Finished) -> tuple[Finished, list[BackendJob]]:
+        """Draw from the rows of a step that are of continuations.
+
+        Returns:
+            what the step brought for others, with the continuations that have ended; and what to compute next.
+        """
+        self.drop(finished.failures)
+        blocks: list[RowBlock] = []
+        answers: dict[bytes, NDArray[np.float32]] = {}
+        longer: list[BackendJob] = []
+        for block in finished.blocks:
+            others = [index for index, digest in enumerate(block.digests) if digest not in self._running]
+            if len(others) == len(block.digests):
+                blocks.append(block)
+                continue
+            for index, digest in enumerate(block.digests):
+                if (generation := self._running.get(digest)) is None:
+                    continue
+                if generation.draw(block.row(index)):
+                    answers[digest] = self._running.pop(digest).answer
+                else:
+                    longer.append(generation.job)
+            if others:
+                blocks.append(block.select(others))
+        if finished.answers is not None:
+            answers.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+        vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
+        return finished._replace(blocks=blocks, answers=vectors), longer
+
+    def leaving_out(self, new_rows: NewRows) -> NewRows:
+        """Memory for rows that clients read: none while continuations run, whose rows nobody asks for."""
+
+        def memory(count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
+            return None if self._running else new_rows(count, vocab_size, encoding)
+
+        return memory
