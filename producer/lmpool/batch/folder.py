@@ -235,6 +235,12 @@ class Folder:
         manifest.done.sort(key=lambda shard: shard.number)
         self.write(MANIFEST, iter([msgspec.json.format(msgspec.json.encode(manifest), indent=1), b"\n"]))
 
+    def begin(self, manifest: Manifest) -> None:
+        """Put the manifest of a run that has nothing yet into place."""
+        for path in (self.path / "errors").glob("*"):
+            path.unlink()
+        self.write_manifest(manifest)
+
     def shards(self) -> dict[int, Path]:
         """The shards that are in place: number -> file, in order."""
         found = {int(match[1]): path for path in self.path.iterdir() if (match := _SHARD.fullmatch(path.name))}

@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import BatchError, SettingsError
-from lmpool.settings import shown
+from lmpool.batch.kinds import Ids
+from lmpool.errors import BatchError
 
 MOST_LINE_BYTES = 64 * 1024 * 1024
 """Of one line; a longer one is not read."""
@@ -26,8 +26,6 @@ _DIGEST_SIZE = 16
 _READ_BYTES = 1024 * 1024
 _LINES_AT_ONCE = 256
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-Ids = list[int]
 
 
 class Body(msgspec.Struct):
@@ -115,21 +113,6 @@ class Source(Protocol):
             BatchError: it cannot be read, or has changed since it was indexed.
         """
         ...
-
-
-def open_source(path: Path) -> Source:
-    """The input at a path: Parquet if it ends in ".parquet", else JSONL.
-
-    Raises:
-        SettingsError: there is no such file, or its format needs an extra that is not installed.
-    """
-    if not path.is_file():
-        raise SettingsError(f"input: {shown(str(path))} is no file")
-    if path.suffix == ".parquet":
-        from lmpool.batch.parquet import ParquetSource
-
-        return ParquetSource(path)
-    return JsonlSource(path)
 
 
 class CustomIds:

@@ -11,9 +11,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.kinds import Columns
+from lmpool.batch.kinds import Columns, Text
 from lmpool.batch.lines import Chunk, CustomIds, Fields, FileDigest, Index, chunks, converted, readable
-from lmpool.batch.texts import Text
 from lmpool.errors import BatchError, SettingsError
 
 try:

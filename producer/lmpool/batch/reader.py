@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from lmpool.batch.folder import Folder, Manifest, Shard, digest_of_file, errors_name
 from lmpool.errors import BatchError
+from lmpool.protocol.row import widen_bf16
 
 Answer = dict[str, Any]
 """The answer for one text: "line" (int, from 1), "custom_id" (str, "" for none), "ids" (int64 (N,)), "start" (int), and
-the columns that the manifest describes, as arrays whose first axis goes along the positions from "start" on."""
+the columns that the manifest describes, as arrays whose first axis goes along the positions from "start" on. Where
+they are logits and their logZ, there are the log-probabilities too."""
 
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
 
@@ -86,7 +88,7 @@ def _array(name: str, listed: list[Any]) -> NDArray[Any]:
 
 
 class SafetensorsShard:
-    """See the top of `lmpool.batch.shards`; arrays are views of the file.
+    """See the top of `lmpool.batch.shards`; arrays are views of the file. Logits become float32 as they are read.
 
     Args:
         path: of the file.
@@ -117,7 +119,12 @@ class SafetensorsShard:
         head = {"line": int(small["lines"][at]), "custom_id": self._names[at]}
         head |= {"ids": small["ids"][slice(*small["tokens"][at : at + 2])], "start": int(small["starts"][at])}
         rows = slice(*small["positions"][at : at + 2])
-        return head | {name: values[rows] for name, values in self._tensors.items()}
+        columns = {name: values[rows] for name, values in self._tensors.items()}
+        if "logits" in columns:
+            bits = columns["logits"]
+            columns["logits"] = widen_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
+            columns["logprobs"] = columns["logits"] - columns["log_z"][:, None]
+        return head | columns
 
     def custom_ids(self) -> Iterator[str]:
         """See `ShardFile.custom_ids`."""

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from lmpool.aio import finish
 from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options
-from lmpool.batch.kinds import Columns, Kind, parse_kind
-from lmpool.batch.lines import Chunk, Index, Source, open_source
+from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
+from lmpool.batch.lines import Chunk, Index, JsonlSource, Source
 from lmpool.batch.progress import Progress
 from lmpool.batch.reader import count_lines
 from lmpool.batch.shards import ShardWriter, suffix_of
-from lmpool.batch.texts import Failed, Preparer, Text
+from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer
 from lmpool.settings import check_number, shown
@@ -124,6 +124,21 @@ async def run_batch(
         return await _Run(producer, folder, manifest, opened, index, settings, progress).run()
 
 
+def open_source(path: Path) -> Source:
+    """The input at a path: Parquet if it ends in ".parquet", else JSONL.
+
+    Raises:
+        SettingsError: there is no such file, or its format needs an extra that is not installed.
+    """
+    if not path.is_file():
+        raise SettingsError(f"input: {shown(str(path))} is no file")
+    if path.suffix == ".parquet":
+        from lmpool.batch.parquet import ParquetSource
+
+        return ParquetSource(path)
+    return JsonlSource(path)
+
+
 async def begin(producer: Producer, folder: Folder, source: Path, index: Index, settings: BatchSettings) -> Manifest:
     """The manifest of a folder that goes on, or of one that begins, which is then put into place.
 
@@ -145,11 +160,11 @@ async def begin(producer: Producer, folder: Folder, source: Path, index: Index, 
         await _qualified(producer, settings.adapter),
     )
     given = Input(source.name, index.format, index.size, index.lines, index.digest)
-    wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns, len(index.starts))
+    wanted = Manifest(VERSION, version("lmpool"), given, model, options, kind.columns(info), len(index.starts))
     there = folder.read_manifest()
-    if there is None:
+    if there is None or not folder.shards():
         with folder.explained():
-            await asyncio.to_thread(folder.write_manifest, wanted)
+            await asyncio.to_thread(folder.begin, wanted)
         return wanted
     there.check_same(wanted, folder.path)
     with folder.explained():
@@ -379,7 +394,7 @@ class _Run:
         """The answer for some positions of a text, or why this text has none."""
         self._check_model()
         try:
-            answer = await self._kind.ask(self._producer, text.ids, part, self._adapter)
+            answer = await self._kind.ask(self._producer, text, part, self._adapter)
         except (InvalidPrompt, WorkerError) as error:
             self._check_model()
             return Failed(text.line, text.custom_id, str(error))

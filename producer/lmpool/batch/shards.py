@@ -2,7 +2,7 @@
 
 A safetensors shard of n texts with N positions in all:
 
-    <column>     (N, …)    the answers, text after text
+    <columns>    (N, …)    the answers, text after text
     custom_ids   U8        the texts' custom ids: a JSON list, with spaces behind it
     positions    I64 (n+1) text i has the answers [positions[i], positions[i + 1])
     starts       I64 (n)   the first position of each text
@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.batch.folder import Folder, Shard, digest_of_file, errors_name, shard_name, sync
-from lmpool.batch.kinds import Columns
-from lmpool.batch.texts import Failed, Text
+from lmpool.batch.kinds import Columns, Text
+from lmpool.batch.texts import Failed
 from lmpool.errors import SettingsError
 
 FORMATS = ("jsonl", "parquet")
@@ -115,14 +115,17 @@ class SafetensorsAnswers:
         self._file = file
         file.write(bytes(_HEADER_BYTES))
         self._column, self._shape, self._dtype = "", tuple[int, ...](), "float32"
+        self._more: dict[str, list[NDArray[Any]]] = {}
         self._custom_ids: list[str | None] = []
         self._small: dict[str, list[int]] = {"positions": [0], "starts": [], "lines": [], "ids": [], "tokens": [0]}
         self._positions = 0
 
     def add(self, text: Text, part: Columns) -> None:
         """See `AnswerFile.add`."""
-        ((self._column, values),) = part.items()
+        (self._column, values), *more = part.items()
         self._shape, self._dtype = values.shape[1:], values.dtype.name
+        for name, few in more:
+            self._more.setdefault(name, []).append(few)
         self._file.write(np.ascontiguousarray(values).data.cast("B"))
         self._positions += len(values)
 
@@ -139,6 +142,8 @@ class SafetensorsAnswers:
     def drop_text(self) -> None:
         """See `AnswerFile.drop_text`."""
         self._positions = self._small["positions"][-1]
+        for name, parts in self._more.items():
+            self._more[name] = [np.concatenate(parts)[: self._positions]]
         width = int(np.prod(self._shape)) * np.dtype(self._dtype).itemsize
         self._file.seek(_HEADER_BYTES + self._positions * width)
         self._file.truncate()
@@ -154,6 +159,7 @@ class SafetensorsAnswers:
             header[self._column] = {"dtype": _DTYPES[self._dtype], "shape": shape, "data_offsets": [0, end]}
         arrays: dict[str, NDArray[Any]] = {"custom_ids": np.frombuffer(custom_ids, np.uint8)}
         arrays |= {name: np.array(values, np.int64) for name, values in self._small.items()}
+        arrays |= {name: np.concatenate(parts) for name, parts in self._more.items()}
         for name, values in arrays.items():
             begin, end = end, end + values.nbytes
             dtype = _DTYPES[values.dtype.name]

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from lmpool.batch.kinds import Kind
-from lmpool.batch.lines import Fields, Ids, Line
+from lmpool.batch.kinds import Ids, Kind, Text
+from lmpool.batch.lines import Fields, Line
 from lmpool.errors import InvalidPrompt
 from lmpool.producer.tokenizer import Tokenizer, load_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import encode_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """What is asked about one line.
-
-    Attributes:
-        line: its number, from 1.
-        custom_id: of the line; None where it has none.
-        ids: the token ids.
-        span: the positions that are asked about.
-    """
-
-    line: int
-    custom_id: str | None
-    ids: Ids
-    span: range
 
 
 class Failed(NamedTuple):

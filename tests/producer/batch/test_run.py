@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import lmpool.batch
@@ -77,6 +78,43 @@ async def test_every_line_has_the_answer_of_a_producer(
         for name, values in columns.items():
             assert answer[name].dtype == values.dtype
             assert np.array_equal(answer[name], values)
+
+
+async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: Path) -> None:
+    """A text that fails takes its logZ with it."""
+    pool.start("--encoding", "bf16", "--fail-token", 0)
+    source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [3, 0], *TEXTS[5:]])
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "rows", start=-3, shard_lines=9)
+        assert producer.model.encoding == "bf16"
+        logits = await producer.batch_positions(TEXTS, full=True, mode="logits")
+    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # As anybody reads it.
+    assert tensors.get_slice("logits").get_dtype() == "BF16"
+    batch = lmpool.batch.open(tmp_path / "out")
+    assert batch.manifest.columns["logits"].startswith("bfloat16 (n, V)")
+    for answer, ids, values in zip(batch, TEXTS, logits, strict=True):
+        rows = rows_of(ids)[-3:]
+        assert np.array_equal(answer["logits"], np.asarray(values)[-3:])
+        assert np.allclose(answer["logprobs"], rows, rtol=0, atol=2e-6)
+        assert np.allclose(np.exp(answer["logits"] - answer["log_z"][:, None]).sum(axis=1), 1, atol=1e-5)
+    assert np.array_equal(tensors.get_tensor("logits")[0].float().numpy(), np.asarray(logits[0])[-3:][0])
+
+
+@pytest.mark.parametrize("shard_format", ["jsonl", "parquet"])
+async def test_continuations_are_those_of_one_batch(pool: Pool, tmp_path: Path, shard_format: str) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    stop = list(range(1, 100))
+    what = f"generate:6,temperature=0.7,seed=3,stop={' '.join(map(str, stop))}"
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", what, format=shard_format, shard_lines=9)
+        drawn = await producer.batch_generate(TEXTS, 6, temperature=0.7, seed=3, stop=stop)
+    assert len({len(found.ids) for found in drawn}) > 1
+    for answer, ids, found in zip(lmpool.batch.open(tmp_path / "out"), TEXTS, drawn, strict=True):
+        assert answer["ids"].tolist() == ids
+        assert answer["start"] == len(ids) - 1
+        assert np.array_equal(answer["new_ids"], found.ids)
+        assert np.array_equal(answer["logprobs"], found.logprobs)
 
 
 async def test_nothing_of_a_run_stays_in_the_pools_cache(pool: Pool, tmp_path: Path) -> None:
@@ -229,12 +267,14 @@ async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_read() -> None:
-    for what in ("topk", "topk:0", "topk:-1", "topk:2.5", "targets:", "targets:a", "scores:1", "rows:2", "nothing", ""):
+    wrong = "topk topk:0 topk:-1 topk:2.5 targets: targets:a scores:1 rows:2 nothing"
+    wrong += " generate generate:a generate:4,heat=1 generate:4,seed=x"
+    for what in ("", *wrong.split()):
         with pytest.raises(SettingsError, match="what: "):
             BatchSettings(what)
     for name, value in (("start", "1"), ("shard_lines", -1), ("concurrency", 0), ("format", "csv")):
         with pytest.raises(SettingsError, match=f"{name}: "):
             BatchSettings("topk:2", **{name: value})  # type: ignore[arg-type]
-    for what, wrong in (("rows", "jsonl"), ("topk:2", "safetensors")):
+    for what, unfit in (("rows", "jsonl"), ("topk:2", "safetensors")):
         with pytest.raises(SettingsError, match="format: "):
-            BatchSettings(what, format=wrong)
+            BatchSettings(what, format=unfit)
