@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import lmpool.batch
-from lmpool.errors import BatchError, BatchRefused, ModelMismatch
+from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backend.contract import BackendJob
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, run, write_texts
@@ -196,13 +196,15 @@ def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) ->
 
 async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    first = pool.start("--lease-s", 1, "--max-batch", 4, command=gate.command)
+    first = pool.start("--lease-s", 1, "--max-batch", 4, "--step-ms", 20, command=gate.command)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     gate.open()
     async with pool.producer(when_absent="wait", keep_answers=False) as producer:
         await run(producer, source, tmp_path / "whole", "topk:2", shard_lines=SHARD_LINES)
+        settings = {"shard_lines": SHARD_LINES, "concurrency": 8}
+        running = asyncio.create_task(run(producer, source, output, "topk:2", **settings))
+        await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
         gate.shut()
-        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=SHARD_LINES))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
         first.end()
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
@@ -220,6 +222,17 @@ async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_p
     async with pool.producer() as producer:
         await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
     assert content(output) == content(tmp_path / "whole")
+
+
+async def test_a_folder_with_nothing_done_may_be_begun_anew(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    async with pool.producer() as producer:
+        source.write_text('{"text": "There is no tokenizer."}\n')
+        with pytest.raises(SettingsError, match="has no tokenizer"):
+            await run(producer, source, output, "topk:2")
+        await run(producer, write_texts(source, TEXTS), output, "topk:3", shard_lines=SHARD_LINES)
+    assert len(lmpool.batch.open(output)) == len(TEXTS)
 
 
 async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
