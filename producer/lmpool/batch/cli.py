@@ -1,19 +1,22 @@
-"""`lmpool batch run`: a file in, a folder of answers out; and `lmpool perplexity` of a text file."""
+"""`lmpool batch`: a file in, a folder of answers out, now or by jobs of arq; and `lmpool perplexity` of a text file."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import logging
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from redis.exceptions import RedisError
 
 from lmpool.batch.kinds import KINDS_HELP
 from lmpool.batch.perplexity import perplexity_of
 from lmpool.batch.progress import Progress
 from lmpool.batch.run import BatchSettings, run_batch
+from lmpool.broker.server import Server
 from lmpool.cli import say, say_json
-from lmpool.errors import SettingsError
+from lmpool.errors import LogFormatter, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, run, when_absent
 
@@ -83,6 +86,88 @@ def run_command(
         say(f"{outcome.texts} answers in {outcome.shards} shards in {output}{failed}")
     if outcome.errors:
         raise typer.Exit(SOME_FAILED)
+
+
+@batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` does the jobs, where the same files are seen.")
+def submit(
+    source: Source,
+    output: Output,
+    what: What,
+    start: Start = 0,
+    shard_format: Format = None,
+    shard_lines: ShardLines = 0,
+    adapter: Adapter = "",
+    concurrency: Concurrency = 512,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Queue a job for each shard that is not done, for `lmpool batch worker`. The same again queues what is left."""
+    from lmpool.batch import jobs
+
+    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+    pool = {"model": model, "prefix": prefix, "timeout": timeout}
+    producer = _producer(model, redis, prefix, timeout, waits)
+    sending = _with_queue(redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool))
+    queued = run(_closing(producer, sending))
+    if as_json:
+        say_json(queued._asdict())
+    else:
+        say(f"{queued.jobs} shards queued; {queued.there} were already, {queued.done} of {queued.shards} are done")
+
+
+@batch_app.command()
+def worker(
+    burst: Annotated[bool, typer.Option("--burst", help="End when nothing is queued.")] = False,
+    jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Shards at once.")] = 4,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until others do what a killed worker held.")] = 30.0,
+    schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
+    redis: RedisUrl = None,
+) -> None:
+    """Do the jobs that `lmpool batch submit` has queued, until Ctrl-C. Any number of these may run."""
+    from lmpool.batch import jobs
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    jobs.work(redis, schedule, jobs_at_once, lease_s, burst=burst)
+
+
+@batch_app.command()
+def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
+    """Show how many shards of OUT are done, queued, under way, and why some have failed."""
+    from lmpool.batch import jobs
+
+    counts = run(_with_queue(redis, lambda arq: jobs.count_jobs(arq, output)))
+    if as_json:
+        say_json(counts)
+        return
+    say("{done} of {shards} shards are done, {under_way} under way, {queued} queued".format_map(counts))
+    for shard, reason in counts["failed"].items():
+        say(f"shard {shard} has failed: {reason}")
+
+
+@batch_app.command()
+def cancel(output: Output, redis: RedisUrl = None) -> None:
+    """Take the jobs of OUT out of the queue, and stop those under way. What is done stays."""
+    from lmpool.batch import jobs
+
+    say(f"{run(_with_queue(redis, lambda arq: jobs.cancel(arq, output)))} jobs cancelled")
+
+
+async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """Do something with arq's client of a server."""
+    from lmpool.batch import jobs
+
+    arq = jobs.connect(redis)
+    try:
+        return await work(arq)
+    except (RedisError, OSError) as error:
+        raise Server(redis).explain(error) from error
+    finally:
+        await arq.aclose(close_connection_pool=True)
 
 
 def perplexity(

@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import msgspec
 
 from lmpool.errors import BatchError, BatchRefused
 
-MANIFEST, ERRORS, LOCK = "manifest.json", "errors.jsonl", "lock"
+MANIFEST, ERRORS, LOCK, MANIFEST_LOCK = "manifest.json", "errors.jsonl", "lock", "lock-manifest"
 VERSION = 1
 """Of the manifest and of the layout of shards."""
 
@@ -135,10 +135,12 @@ class Folder:
 
     Args:
         path: where it is.
+        unique: put into the names of temporary files, where several write into one folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unique: str = "") -> None:
         self.path = path
+        self._unique = unique
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -156,23 +158,65 @@ class Folder:
         strangers = [name for name in names if name != LOCK and not name.endswith(_TEMPORARY)]
         if strangers and MANIFEST not in strangers:
             raise BatchRefused(f"{self.path} holds {strangers[0]} and no {MANIFEST}: give an empty or a new folder")
-        with self.explained():
-            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(lock, 32).decode("ascii", "replace")
-                raise BatchRefused(
-                    f"another run (process {owner}) writes to {self.path}: let that one end first"
-                ) from None
+        with self._lock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
             with self.explained():
                 self._remove_temporary()
             yield
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the folder together with others that make shards of the same run.
+
+        Raises:
+            BatchRefused: a run holds it alone.
+        """
+        with self._lock(LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            yield
+
+    @contextmanager
+    def _lock(self, name: str, how: int) -> Iterator[int]:
+        with self.explained():
+            lock = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(lock, how)
+            except BlockingIOError:
+                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
+                raise BatchRefused(
+                    f"another run (process {owner}) writes to {self.path}: let that one end first"
+                ) from None
+            yield lock
         finally:
             os.close(lock)
+
+    def record(self, number: int, shard: Shard | None, find_done: Callable[[Folder, Manifest], None]) -> Shard:
+        """Have the manifest list a shard that is in place; several may do so at once.
+
+        Args:
+            number: of the shard.
+            shard: what the manifest is to say of it; None for what the files say.
+            find_done: has a manifest list what is in place.
+
+        Raises:
+            BatchError: it cannot be written.
+        """
+        with self._lock(MANIFEST_LOCK, fcntl.LOCK_EX), self.explained():
+            manifest = self.read_manifest()
+            if manifest is None:
+                raise BatchError(f"{self.path} has no {MANIFEST} any more: submit it again")
+            done = {known.number: known for known in manifest.done}
+            if shard is not None:
+                done[number] = shard
+            manifest.done = list(done.values())
+            if number not in done or len(self.shards()) == manifest.shards != len(done):
+                find_done(self, manifest)
+            manifest.finished = len(manifest.done) == manifest.shards
+            if manifest.finished:
+                self.collect_errors()
+            self.write_manifest(manifest)
+            return next(known for known in manifest.done if known.number == number)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -191,7 +235,7 @@ class Folder:
 
     def temporary(self, name: str) -> Path:
         """Where the file of this name is written before it is put into place."""
-        return self.path / f"{name}{_TEMPORARY}"
+        return self.path / f"{name}{self._unique}{_TEMPORARY}"
 
     def place(self, name: str) -> None:
         """Put a file that has been written and synced into place, for good."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from itertools import islice
@@ -84,7 +84,7 @@ class Index(NamedTuple):
     digest: str
     lines: int
     is_empty: bool
-    starts: list[int]
+    starts: Mapping[int, int]
     duplicates: NDArray[np.int64]
 
     def is_duplicate(self, line: int) -> bool:
@@ -196,13 +196,13 @@ class JsonlSource:
 
     def index(self, shard_lines: int) -> Index:
         """See `Source.index`."""
-        ids, starts, number, is_empty = CustomIds(), list[int](), 0, True
+        ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
         decode = msgspec.json.Decoder(_CustomId).decode
         with readable(self.path) as file:
             digest = self._digest.of(file)
             for number, (begin, line) in enumerate(_split(file), 1):
                 if (number - 1) % shard_lines == 0:
-                    starts.append(begin)
+                    starts[len(starts)] = begin
                 is_empty = is_empty and line is not None and line.isspace()
                 try:
                     ids.add(number, decode(line or b"{}").custom_id)

@@ -64,7 +64,9 @@ class ParquetSource:
             self._digest.check(raw)
             rows: int = file.metadata.num_rows
             size = self.path.stat().st_size
-        return Index("parquet", size, digest, rows, not rows, list(range(0, rows, shard_lines)), ids.duplicates())
+        return Index(
+            "parquet", size, digest, rows, not rows, dict(enumerate(range(0, rows, shard_lines))), ids.duplicates()
+        )
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from lmpool.aio import finish
-from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options
+from lmpool.batch.folder import VERSION, Folder, Input, Manifest, Model, Options, Shard
 from lmpool.batch.kinds import Columns, Kind, Text, parse_kind
 from lmpool.batch.lines import Chunk, Index, JsonlSource, Source
 from lmpool.batch.progress import Progress
@@ -26,6 +26,7 @@ from lmpool.batch.shards import ShardWriter, suffix_of
 from lmpool.batch.texts import Failed, Preparer
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError, UnknownAdapter, WorkerError
 from lmpool.producer import Producer
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
 _MOST_BYTES = 64 * 1024 * 1024
@@ -139,6 +140,32 @@ def open_source(path: Path) -> Source:
     return JsonlSource(path)
 
 
+async def answer_shard(
+    producer: Producer,
+    folder: Folder,
+    manifest: Manifest,
+    source: Source,
+    index: Index,
+    settings: BatchSettings,
+    shard: int,
+) -> Shard:
+    """Ask about the lines of one shard, and put that into place.
+
+    Args:
+        producer: open.
+        folder: which no run holds alone.
+        manifest: of the folder.
+        source: the input.
+        index: of the input, at least where this shard begins.
+        settings: what is asked.
+        shard: its number.
+
+    Raises:
+        As `run_batch`.
+    """
+    return await _Run(producer, folder, manifest, source, index, settings, Progress()).run_one(shard)
+
+
 async def begin(producer: Producer, folder: Folder, source: Path, index: Index, settings: BatchSettings) -> Manifest:
     """The manifest of a folder that goes on, or of one that begins, which is then put into place.
 
@@ -168,11 +195,11 @@ async def begin(producer: Producer, folder: Folder, source: Path, index: Index, 
         return wanted
     there.check_same(wanted, folder.path)
     with folder.explained():
-        await asyncio.to_thread(_find_done, folder, there)
+        await asyncio.to_thread(find_done, folder, there)
     return there
 
 
-def _find_done(folder: Folder, manifest: Manifest) -> None:
+def find_done(folder: Folder, manifest: Manifest) -> None:
     """Have the manifest list what is in place: a run that was killed may have done more, and files may be gone."""
     known = {shard.number: shard for shard in manifest.done}
     done = []
@@ -301,9 +328,22 @@ class _Run:
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
         self._unasked: asyncio.Queue[_Item] = asyncio.Queue()
         self._info = producer.model
+        self._checked: ModelInfo | None = None
+        self._writes_manifest = True
         self._writer: ShardWriter | None = None
         self._manifest_at = monotonic()
         self._preparer = Preparer(self._kind, settings.start, producer.model, index.is_duplicate)
+
+    async def run_one(self, shard: int) -> Shard:
+        """Do one shard, and leave the manifest to whoever wants that.
+
+        Raises:
+            ModelMismatch: the model is another one than that of the manifest.
+        """
+        self._writes_manifest = False
+        await self._check_adapter()
+        await self._answer(self._source.read(self._index, self._manifest.options.shard_lines, [shard]), 1)
+        return self._manifest.done[-1]
 
     async def run(self) -> Outcome:
         """Do what is left."""
@@ -408,14 +448,14 @@ class _Run:
             ModelMismatch: it has changed.
         """
         began, now = self._manifest.model, self._producer.model
-        if now is self._info:  # Most often; it is read anew every second.
+        if now is self._checked:  # Most often; it is read anew every second.
             return
         if now.fingerprint != began.fingerprint:
             raise ModelMismatch(
                 f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint}): what is "
                 "done stays; run the same command again when the first one is served again"
             )
-        self._info = now
+        self._checked = now
 
     async def _check_adapter(self) -> None:
         """The same of the adapter, by what the server tells now."""
@@ -474,6 +514,7 @@ class _Run:
                         self._writer.fail(answer)
                     else:
                         self._writer.add(item.entry, answer, item.is_last)
-            if self._writer is None and monotonic() - self._manifest_at > _MANIFEST_EVERY_S:
+            is_due = self._writes_manifest and monotonic() - self._manifest_at > _MANIFEST_EVERY_S
+            if self._writer is None and is_due:
                 self._folder.write_manifest(self._manifest)
                 self._manifest_at = monotonic()

@@ -42,8 +42,8 @@ def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output folder but the lock, by their paths in it."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
+    """All files of an output folder but the locks, by their paths in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
