@@ -92,7 +92,7 @@ test-main: collect
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
-## test-smoke: jobs of arq, and a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl as it is, with the oldest redis-py
+## test-smoke: jobs of arq; a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl, with the oldest redis-py
 # The part of `make test-servers` that `make test` does.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3) $(ARQ)
 	PYTHONPATH=$(ARQ) $(BIN)/python -m pytest tests/producer/batch/test_jobs.py

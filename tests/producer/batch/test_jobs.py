@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ def worker(pool: Pool, *options: str) -> WorkerProcess:
     return WorkerProcess(command, pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
 
 
+def is_in_place(output: Path, number: int) -> bool:
+    return in_place(output) >= number
+
+
 def in_place(output: Path) -> int:
     return len(list(output.glob("shard-*[0-9].jsonl")))
 
@@ -99,7 +104,7 @@ async def test_a_killed_worker_costs_time_and_no_byte(
     submit(jobs_pool, source, output)
     for after in (1, 4):
         victim = worker(jobs_pool, "--jobs", "2")
-        await asyncio.to_thread(until, lambda n=after: in_place(output) >= n, f"{after} shards are in place")
+        await asyncio.to_thread(until, partial(is_in_place, output, after), f"{after} shards are in place")
         victim.end()
     last = worker(jobs_pool)
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
