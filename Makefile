@@ -35,6 +35,8 @@ export LMPOOL_TEST_SERVERS ?= $(abspath $(ENGINES))
 DEBIAN_REDIS := $(LMPOOL_TEST_SERVERS)/redis-debian/redis-server
 REDIS_6_2 := $(LMPOOL_TEST_SERVERS)/redis-6.2/redis-server
 REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
+# arq, with a redis-py that it works with.
+ARQ := $(LMPOOL_TEST_SERVERS)/arq
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
 # The longest first.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
@@ -90,9 +92,10 @@ test-main: collect
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
 
-## test-smoke: a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl as it is, with the oldest redis-py
+## test-smoke: jobs of arq; a few tests of the pool on Redis 7.0, the oldest for docker/redis/users.acl, with the oldest redis-py
 # The part of `make test-servers` that `make test` does.
-test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3)
+test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3) $(ARQ)
+	PYTHONPATH=$(ARQ) $(BIN)/python -m pytest tests/producer/batch/test_jobs.py
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
@@ -167,6 +170,11 @@ $(REDIS_6_2): $(INSTALLED) tools/install_server.py
 
 $(REDIS_PY_5_3): $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ redis==5.3.1 'PyJWT>=2.9'
+	touch $@
+
+$(ARQ): $(INSTALLED)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ \
+		'arq>=0.28' redis==5.3.1 'PyJWT>=2.9'
 	touch $@
 
 ## lint: ruff's checks, its format, and mypy

@@ -16,6 +16,7 @@ from benchmarks.harness.processes import BenchmarkError, LeftOut
 from benchmarks.harness.report import Failures, Surroundings, read_notes, render
 from benchmarks.harness.workplace import Workplace, open_workplace
 from benchmarks.measures import (
+    bulk,
     engine_measures,
     job_queue,
     latency,
@@ -45,6 +46,8 @@ _POOL: dict[str, Callable[[Workplace], list[Result]]] = {
     "hf-shared": real_model.hf_shared,
     "hf-direct": real_model.hf_direct,
     "hf-long": real_model.hf_long,
+    "bulk-run": bulk.bulk_run,
+    "bulk-memory": bulk.bulk_memory,
 }
 _SCALING: dict[str, Callable[[Workplace], list[Result]]] = {
     "scaling-distinct": scaling.distinct,

@@ -70,8 +70,8 @@ def say_json(value: Any) -> None:
 class Terminal(Console):
     """Where tables are printed: in their strings rich sees no markup. What is no terminal gets them whole and plain."""
 
-    def __init__(self) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False)
+    def __init__(self, *, err: bool = False) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, stderr=err)
         # With FORCE_COLOR in its environment rich sees a terminal, whose width COLUMNS tells.
         is_told = self.is_terminal and "COLUMNS" in os.environ
         if not is_told and not self.file.isatty():
@@ -108,7 +108,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; exits 0, 2 on an error, 130 on Ctrl-C."""
+    """Run the command line; exits 0, 2 on an error (a few have codes of their own), 130 on Ctrl-C."""
     if logging.lastResort is not None:  # What shows warnings as long as nobody has set up a log.
         logging.lastResort.setFormatter(_Warnings())
     # What others have registered may import torch, whichever command is run.
@@ -123,7 +123,10 @@ def main() -> None:
         code = 130
     except SettingsError as error:
         code = _fail(_with_option(str(error)))
-    except (_ClickException, LMPoolError) as error:
+    except LMPoolError as error:
+        _fail(str(error))
+        code = error.exit_code
+    except _ClickException as error:
         code = _fail(str(error))
     except BrokenPipeError:
         # The reader of our output has gone, as with `| head`; nothing is left to say, not even at exit.

@@ -34,6 +34,8 @@
     │   ├── QueueCleared                an operator has taken the prompt out of the queue
     │   ├── CorruptRow                  what the cache holds is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was under way
+    ├── BatchError                      a file could not be answered to its end; what is done stays
+    │   └── BatchRefused                its output belongs to another model, input or options, or another run has it
     └── ProtocolError (ValueError)      a message or row does not decode
 
 Messages name the offending value, the limit and what to do.
@@ -78,7 +80,13 @@ class LogFormatter(logging.Formatter):
 
 
 class LMPoolError(Exception):
-    """Base of all exceptions of this package."""
+    """Base of all exceptions of this package.
+
+    Attributes:
+        exit_code: what a command exits with that ends in it.
+    """
+
+    exit_code = 2
 
     def __str__(self) -> str:
         # Names and reasons in it may be somebody else's, and tracebacks end in terminals.
@@ -217,6 +225,16 @@ class CorruptRow(RequestFailed):
 
 class ProducerClosed(RequestFailed):
     """The producer was closed while the request was under way."""
+
+
+class BatchError(LMPoolError):
+    """A file could not be answered to its end; what is done stays, and the same command goes on with it."""
+
+
+class BatchRefused(BatchError):
+    """The output belongs to another model, input or options, or another run writes there."""
+
+    exit_code = 4
 
 
 class ProtocolError(LMPoolError, ValueError):

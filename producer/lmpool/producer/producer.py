@@ -55,6 +55,9 @@ class Producer(CopiedAsItself, PartialRows):
         priority: whose turn it is where prompts wait: "interactive" clients take turns with one another; "bulk" is for
             what nobody waits for at a screen, such as a file of texts: its prompts go behind all others, and get what
             these leave, and a sixteenth at least.
+        keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
+            for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
+            about a million texts would fill the server with what nobody asks for again.
 
     Raises:
         SettingsError: a value is malformed.
@@ -71,12 +74,15 @@ class Producer(CopiedAsItself, PartialRows):
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
+        keep_answers: bool = True,
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
         check_choice("priority", priority, get_args(Priority))
+        if type(keep_answers) is not bool:
+            raise SettingsError(f"keep_answers: {shown(keep_answers)} must be True or False")
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
             raise SettingsError(f"cache_bytes: {cache_bytes!r} must be a whole number of at least 0")
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
@@ -91,6 +97,7 @@ class Producer(CopiedAsItself, PartialRows):
             "when_full": when_full,
             "when_absent": when_absent,
             "priority": priority,
+            "keep_answers": keep_answers,
         }
         self._keys = Keys(prefix)
         self._heads = {}
@@ -100,7 +107,15 @@ class Producer(CopiedAsItself, PartialRows):
         self._sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent, priority
+                server,
+                self._keys,
+                self._cache,
+                self._stats,
+                self._counters,
+                when_full,
+                when_absent,
+                priority,
+                keep_answers,
             ),
             model,
             when_absent,

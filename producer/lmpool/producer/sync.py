@@ -104,7 +104,7 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers: as `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -121,6 +121,7 @@ class SyncProducer(CopiedAsItself):
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
+        keep_answers: bool = True,
     ) -> None:
         producer = Producer(
             model,
@@ -131,6 +132,7 @@ class SyncProducer(CopiedAsItself):
             when_full=when_full,
             when_absent=when_absent,
             priority=priority,
+            keep_answers=keep_answers,
         )
         self._start(producer)
         try:

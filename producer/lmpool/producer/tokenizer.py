@@ -11,8 +11,8 @@ from lmpool.protocol.model_info import ModelInfo
 class Tokenizer(Protocol):
     """What the command line uses of a transformers tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with those that mark its beginning or end for this model, or without."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:

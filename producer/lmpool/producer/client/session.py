@@ -76,6 +76,7 @@ class Session:
         when_full: what requests do while the queue is at its limit.
         when_absent: what requests do while no worker serves the model.
         priority: of its requests, where they wait.
+        keep_answers: whether answers to queries stay in the pool's cache when they have been read.
 
     Attributes:
         loop: the event loop.
@@ -98,10 +99,12 @@ class Session:
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
+        keep_answers: bool = True,
     ) -> None:
         self.closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._waits_when_absent = when_absent == "wait"
+        self._keeps_answers = keep_answers
         self._has_told_of_absence = False
         self._alone_since: float | None = None
         self._tasks = Tasks()
@@ -269,7 +272,8 @@ class Session:
         request = waiter.request
         if weights is not None:
             request.weights_name, request.weights = weights.name, weights
-        request.is_private = private or weights is not None
+        is_not_kept = bool(prompt.query) and not self._keeps_answers
+        request.is_private = private or weights is not None or is_not_kept
         request.damaged = request.damaged or damaged
         request.whole = request.whole or whole
         try:

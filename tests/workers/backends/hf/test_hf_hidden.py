@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
 
+import lmpool.batch
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
 from lmpool.protocol import query
@@ -19,6 +21,7 @@ from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.workers.backends.hf import head as hf_head
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
+from tests.producer.batch.runs import run, write_texts
 from tests.support.models.tiny_models import CONFIGS, VOCAB_SIZE, make_model
 from tests.support.pool import Pool, until
 from tests.workers.backends.hf.hf_tiny import drain, job, random_prompts
@@ -148,6 +151,33 @@ def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch:
         until(lambda: len(pool.names("row:*")) == 7, "two answers of hidden states and five of rows are left")
         with pytest.raises(SettingsError, match="start: 30 must be a whole number from 0 to 29"):
             producer.hidden(text, 30)
+
+
+async def test_hidden_states_of_a_file_are_kept_in_the_dtype_of_the_model(pool: Pool, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "untied", torch.bfloat16)
+    dtype = ("--dtype", "bfloat16")
+    await asyncio.to_thread(
+        pool.start, "--backend", "hf", "--name", "tiny", "--device", "cpu", *dtype, model=str(folder)
+    )
+    texts = [[1, 2, 3, 4], [5], list(range(40))]
+    source = write_texts(tmp_path / "in.jsonl", texts)
+    async with pool.producer("tiny", cache_bytes=0) as producer:
+        await run(producer, source, tmp_path / "out", "hidden", shard_lines=2)
+        found = lmpool.batch.open(tmp_path / "out")
+        assert found.manifest.columns["hidden"].startswith("bfloat16 (n, 33)")
+        for text, answer in zip(texts, found, strict=True):
+            expected: NDArray[Any] = await producer.hidden(text)
+            # Other prompts may have run beside it, and it has 8 bits.
+            np.testing.assert_allclose(answer["hidden"], expected, atol=0.1, rtol=0.1)
+            assert not (answer["hidden"].view(np.uint32) & 0xFFFF).any()
+
+
+async def test_a_file_is_refused_where_no_hidden_states_are_told(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    async with pool.producer() as producer:
+        with pytest.raises(SettingsError, match="what: the workers of 'syn' tell no hidden states"):
+            await run(producer, source, tmp_path / "out", "hidden")
 
 
 def test_workers_that_tell_none_refuse(pool: Pool) -> None:

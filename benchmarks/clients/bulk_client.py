@@ -1,0 +1,65 @@
+"""A process that asks about every line of a file: by a run, or by a producer as a program would: `python -m …`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import uvloop
+
+from benchmarks.harness.lines import serve
+from lmpool.batch.progress import Progress
+from lmpool.batch.run import BatchSettings, run_batch
+from lmpool.producer import Producer
+
+_AT_ONCE = BatchSettings("scores").concurrency
+
+
+class BulkClient:
+    """Answers the benchmark's requests with timings.
+
+    Args:
+        producer: open, and keeps no answers.
+    """
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+
+    async def run(self, source: str, output: str, top: int) -> float:
+        """Seconds for a run over a file, all shards in place."""
+        start = time.perf_counter()
+        outcome = await run_batch(self._producer, Path(source), Path(output), BatchSettings(f"topk:{top}"), Progress())
+        if outcome.errors or outcome.resumed:
+            raise RuntimeError(f"the run ended with {outcome}")
+        return time.perf_counter() - start
+
+    async def ask(self, source: str, top: int) -> float:
+        """Seconds for the same answers, each dropped as it comes; the file is read before the clock starts."""
+        lines = await asyncio.to_thread(Path(source).read_text, "utf-8")
+        texts = iter([json.loads(line)["ids"] for line in lines.splitlines()])
+
+        async def consume() -> None:
+            for ids in texts:
+                await self._producer.positions(ids, top=top)
+
+        start = time.perf_counter()
+        await asyncio.gather(*[consume() for _ in range(_AT_ONCE)])
+        return time.perf_counter() - start
+
+
+async def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--redis", required=True)
+    parser.add_argument("--model", required=True)
+    given = parser.parse_args()
+    async with Producer(given.model, redis=given.redis, cache_bytes=0, keep_answers=False, timeout=3600) as producer:
+        client = BulkClient(producer)
+        await serve({"run": client.run, "ask": client.ask})
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

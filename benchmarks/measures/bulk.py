@@ -1,0 +1,113 @@
+"""Runs over files: against a producer that is asked the same, and how much memory they take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.harness.pairs import Goal, Result, Side, alternate
+from benchmarks.harness.processes import BenchmarkError, Child
+from benchmarks.harness.workplace import Workplace
+from benchmarks.measures.real_model import smollm2_folder
+
+_V, _FIRST_ORDINARY_ID = 512, 3
+_SHORT_TOKENS, _STEP_MS = 12, 5
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32
+_MOST_MB, _LINES = 300, 1_000_000
+
+
+def bulk_run(place: Workplace) -> list[Result]:
+    """Many short texts by a worker whose steps take some ms, and longer ones by a real model."""
+    results = []
+    for name, model, options, lines, tokens, top in (
+        ("bulk-run", "synthetic", ("--vocab-size", str(_V), "--step-ms", str(_STEP_MS)), 40_000, _SHORT_TOKENS, 8),
+        ("bulk-run-hf", str(smollm2_folder()), ("--backend", "hf", "--device", "cpu"), _TEXTS, _TEXT_TOKENS, _TOP),
+    ):
+        backend = () if "--backend" in options else ("--backend", "synthetic")
+        with ExitStack() as stack:
+            stack.enter_context(place.workers(name, model, *backend, *options))
+            arguments = ("--redis", place.url, "--model", name)
+            client = stack.enter_context(place.child("clients.bulk_client", *arguments))
+            count = place.scaled(lines, min(lines, 2000))
+            pair = _Pair(place, client, count, tokens, top)
+            pair.run()
+            samples = alternate({"batch run": pair.run, "producer": pair.ask}, place.repeats)
+        meaning = (
+            f"texts/s of a run over a file of {count:,} texts of {tokens} tokens, the {top} likeliest tokens at every "
+            f"position, {'SmolLM2-135M f32, hf' if 'hf' in options else f'synthetic steps of {_STEP_MS} ms'} ÷ a "
+            "producer in the same process that is asked about as many texts and drops the answers"
+        )
+        results.append(
+            Result(name, meaning, Goal(0.9), *[Side(side, "texts/s", taken) for side, taken in samples.items()])
+        )
+    return results
+
+
+def bulk_memory(place: Workplace) -> list[Result]:
+    """The most memory that a run over very many texts has had, as the system tells it when it ends."""
+    count = place.scaled(_LINES, 20_000)
+    with place.workers("bulk", "synthetic", "--backend", "synthetic", "--vocab-size", str(_V)):
+        source = write_texts(place.folder / "many.jsonl", count, 8, _V)
+        command = ["lmpool", "batch", "run", str(source), str(place.folder / "many"), "--what", "topk:2"]
+        log = place.folder / "bulk.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen([*command, "--redis", place.url, "--model", "bulk"], stdout=out, stderr=out)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise BenchmarkError(f"the run ended with {process.returncode}: {log.read_text('utf-8')[-1000:]}")
+    meaning = f"most memory of the process of a run over {count:,} texts of 8 tokens ÷ what is allowed"
+    peak = Side("batch run", "MB", [usage.ru_maxrss / 1000])
+    return [Result("bulk-memory", meaning, Goal(1, at_most=True), peak, Side("allowed", "MB", [_MOST_MB]))]
+
+
+class _Pair:
+    """Texts that nobody has asked about before, for a run and for a producer.
+
+    Args:
+        place: where files go.
+        client: asks.
+        count: texts of a sample.
+        tokens: of each text.
+        top: how many of the likeliest tokens are wanted.
+    """
+
+    def __init__(self, place: Workplace, client: Child, count: int, tokens: int, top: int) -> None:
+        self._folder = place.folder
+        self._client = client
+        self._count = count
+        self._tokens = tokens
+        self._top = top
+
+    def run(self) -> float:
+        """Texts per second of a run."""
+        source = self._source()
+        seconds: float = self._client.ask("run", source=str(source), output=str(source.with_suffix("")), top=self._top)
+        return self._count / seconds
+
+    def ask(self) -> float:
+        """Texts per second of a producer."""
+        seconds: float = self._client.ask("ask", source=str(self._source()), top=self._top)
+        return self._count / seconds
+
+    def _source(self) -> Path:
+        path = self._folder / f"texts-{next(_numbers)}.jsonl"
+        return write_texts(path, self._count, self._tokens, _V)
+
+
+_numbers = itertools.count()
+
+
+def write_texts(path: Path, count: int, tokens: int, vocab_size: int) -> Path:
+    """A JSONL file of random texts."""
+    draw = random.Random()
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            ids = [draw.randrange(_FIRST_ORDINARY_ID, vocab_size) for _ in range(tokens)]
+            file.write(json.dumps({"custom_id": f"text-{number}", "ids": ids}) + "\n")
+    return path

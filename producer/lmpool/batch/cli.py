@@ -1,0 +1,220 @@
+"""`lmpool batch`: a file in, a folder of answers out, now or by jobs of arq; and `lmpool perplexity` of a text file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from redis.exceptions import RedisError
+
+from lmpool.batch.kinds import KINDS_HELP
+from lmpool.batch.perplexity import perplexity_of
+from lmpool.batch.progress import Progress
+from lmpool.batch.run import BatchSettings, run_batch
+from lmpool.broker.server import Server
+from lmpool.cli import say, say_json
+from lmpool.errors import LogFormatter, SettingsError
+from lmpool.producer import Producer
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, run, when_absent
+
+T = TypeVar("T")
+
+SOME_FAILED = 3
+"""What the command exits with when lines have no answer; errors have 2, or 4 when the output folder is refused."""
+
+_EXIT_CODES = (
+    "Exits with 0 when every line has an answer, 3 when some have none (OUT/errors.jsonl says why), 4 when OUT belongs "
+    "to another model, input or options or another run writes there, 2 on any other error, and 130 on Ctrl-C. After 2 "
+    "and 130 the same command goes on where it stopped."
+)
+
+batch_app = typer.Typer(
+    name="batch", help="Whole files: every line is asked, answers go to a folder.", no_args_is_help=True
+)
+
+Source = Annotated[Path, typer.Argument(metavar="IN", help="JSONL (text or ids, and custom_id), or .parquet.")]
+Output = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the answers; one that was begun goes on.")]
+What = Annotated[str, typer.Option(help=f"What is asked of every text: {KINDS_HELP}.")]
+Start = Annotated[int, typer.Option(help="First position of each text; -1 for the last one, and so on.")]
+Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
+ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, of rows 64.")]
+Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
+Concurrency = Annotated[int, typer.Option(help="Requests under way at once.")]
+Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(batch_app)
+    app.command()(perplexity)
+
+
+@batch_app.callback()
+def _batch() -> None:
+    """Whole files: every line is asked, answers go to a folder."""
+
+
+@batch_app.command("run", epilog=_EXIT_CODES)
+def run_command(
+    source: Source,
+    output: Output,
+    what: What,
+    start: Start = 0,
+    shard_format: Format = None,
+    shard_lines: ShardLines = 0,
+    adapter: Adapter = "",
+    concurrency: Concurrency = 512,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Ask about every line of IN, and write the answers to shards in OUT. The same command again goes on."""
+    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+
+    producer = _producer(model, redis, prefix, timeout, waits)
+    outcome = run(_closing(producer, run_batch(producer, source, output, settings, Progress())))
+    if as_json:
+        say_json(outcome._asdict())
+    else:
+        failed = f"; {outcome.errors} lines have none: see {output / 'errors.jsonl'}" if outcome.errors else ""
+        say(f"{outcome.texts} answers in {outcome.shards} shards in {output}{failed}")
+    if outcome.errors:
+        raise typer.Exit(SOME_FAILED)
+
+
+@batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` does the jobs, where the same files are seen.")
+def submit(
+    source: Source,
+    output: Output,
+    what: What,
+    start: Start = 0,
+    shard_format: Format = None,
+    shard_lines: ShardLines = 0,
+    adapter: Adapter = "",
+    concurrency: Concurrency = 512,
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Queue a job for each shard that is not done, for `lmpool batch worker`. The same again queues what is left."""
+    from lmpool.batch import jobs
+
+    settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
+    pool = {"model": model, "prefix": prefix, "timeout": timeout}
+    producer = _producer(model, redis, prefix, timeout, waits)
+    sending = _with_queue(redis, lambda arq: jobs.submit(producer, arq, source, output, settings, pool))
+    queued = run(_closing(producer, sending))
+    if as_json:
+        say_json(queued._asdict())
+    else:
+        say(f"{queued.jobs} shards queued; {queued.there} were already, {queued.done} of {queued.shards} are done")
+
+
+@batch_app.command()
+def worker(
+    burst: Annotated[bool, typer.Option("--burst", help="End when nothing is queued.")] = False,
+    jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Shards at once.")] = 4,
+    lease_s: Annotated[float, typer.Option(min=1, help="Seconds until others do what a killed worker held.")] = 30.0,
+    schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
+    redis: RedisUrl = None,
+) -> None:
+    """Do the jobs that `lmpool batch submit` has queued, until Ctrl-C. Any number of these may run."""
+    from lmpool.batch import jobs
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    jobs.work(redis, schedule, jobs_at_once, lease_s, burst=burst)
+
+
+@batch_app.command()
+def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
+    """Show how many shards of OUT are done, queued, under way, and why some have failed."""
+    from lmpool.batch import jobs
+
+    counts = run(_with_queue(redis, lambda arq: jobs.count_jobs(arq, output)))
+    if as_json:
+        say_json(counts)
+        return
+    say("{done} of {shards} shards are done, {under_way} under way, {queued} queued".format_map(counts))
+    for shard, reason in counts["failed"].items():
+        say(f"shard {shard} has failed: {reason}")
+
+
+@batch_app.command()
+def cancel(output: Output, redis: RedisUrl = None) -> None:
+    """Take the jobs of OUT out of the queue, and stop those under way. What is done stays."""
+    from lmpool.batch import jobs
+
+    say(f"{run(_with_queue(redis, lambda arq: jobs.cancel(arq, output)))} jobs cancelled")
+
+
+async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+    """Do something with arq's client of a server."""
+    from lmpool.batch import jobs
+
+    arq = jobs.connect(redis)
+    try:
+        return await work(arq)
+    except (RedisError, OSError) as error:
+        raise Server(redis).explain(error) from error
+    finally:
+        await arq.aclose(close_connection_pool=True)
+
+
+def perplexity(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
+    window: Annotated[int, typer.Option(min=0, help="Most tokens of one forward (default: 2,048 at most).")] = 0,
+    overlap: Annotated[int, typer.Option(min=0, help="Tokens that are read again (default: half a window).")] = 0,
+    adapter: Adapter = "",
+    model: ModelName = None,
+    redis: RedisUrl = None,
+    prefix: Prefix = "lmpool",
+    timeout: Patience = 3600.0,
+    waits: Waits = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show the perplexity of a text file, and its bits per byte."""
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"file: {file} cannot be read: {error}") from error
+    producer = _producer(model, redis, prefix, timeout, waits)
+    found = run(_closing(producer, perplexity_of(producer, text, window, overlap, adapter, Progress("tokens"))))
+    if as_json:
+        say_json(found._asdict())
+        return
+    say(f"tokens         {found.tokens}")
+    say(f"nats per token {found.nats_per_token:.4f}")
+    say(f"perplexity     {found.perplexity:.3f}")
+    say(f"bits per byte  {found.bits_per_byte:.4f}")
+
+
+def _producer(model: str | None, redis: str | None, prefix: str, timeout: float, waits: bool) -> Producer:
+    """A producer for what is asked once: it keeps nothing, here or in the pool, and goes behind all others."""
+    return Producer(
+        model,
+        redis=redis,
+        prefix=prefix,
+        timeout=timeout,
+        cache_bytes=0,
+        when_absent=when_absent(waits),
+        priority="bulk",
+        keep_answers=False,
+    )
+
+
+async def _closing(producer: Producer, work: Coroutine[Any, Any, T]) -> T:
+    """Await something that asks, and close the producer however that ends."""
+    try:
+        return await work
+    finally:
+        await producer.close()

@@ -1,0 +1,331 @@
+"""The output folder: its lock, files that are put into place whole, and the manifest that says what they are.
+
+manifest.json        what was asked of which model and input, and the shards that are done
+shard-00000.jsonl    the answers to the first lines, in order; or .parquet, .safetensors
+errors.jsonl         the lines without an answer, once a run has ended
+errors/00000.jsonl   those of one shard
+lock                 flock held by the run that writes here
+*.tmp                what is being written; of no use when nobody holds the lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lmpool.errors import BatchError, BatchRefused
+
+MANIFEST, ERRORS, LOCK, MANIFEST_LOCK = "manifest.json", "errors.jsonl", "lock", "lock-manifest"
+VERSION = 1
+"""Of the manifest and of the layout of shards."""
+
+_TEMPORARY = ".tmp"
+_SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A shard that is done.
+
+    Attributes:
+        number: from 0.
+        texts: lines that have an answer in it.
+        errors: lines that have none.
+        bytes: its size.
+        digest: 128-bit BLAKE2b of its bytes, hexadecimal.
+    """
+
+    number: int
+    texts: int
+    errors: int
+    bytes: int
+    digest: str
+
+
+class Input(msgspec.Struct, frozen=True):
+    """The input: its name, and what tells it from any other."""
+
+    name: str
+    format: str
+    bytes: int
+    lines: int
+    digest: str
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The model that answers; `fingerprint` says which rows it gives."""
+
+    name: str
+    fingerprint: str
+    backend: str
+    revision: str
+    dtype: str
+    encoding: str
+    lossy: bool
+    vocab_size: int
+    source: str
+    adapter: str
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What is asked, and how the answers are laid out."""
+
+    what: str
+    start: int
+    format: str
+    shard_lines: int
+
+
+class Manifest(msgspec.Struct):
+    """What an output folder holds.
+
+    Attributes:
+        version: of this layout.
+        lmpool: the release that began it.
+        input, model, options: as there.
+        columns: of each text's answer: name -> what it holds.
+        shards: how many there are in all.
+        finished: whether all of them are done.
+        done: those that are.
+    """
+
+    version: int
+    lmpool: str
+    input: Input
+    model: Model
+    options: Options
+    columns: dict[str, str]
+    shards: int
+    finished: bool = False
+    done: list[Shard] = []
+
+    def check_same(self, wanted: Manifest, folder: Path) -> None:
+        """Refuse to go on with something else than was begun.
+
+        Raises:
+            BatchRefused: another model, input, or options; it says which.
+        """
+        pairs: dict[str, tuple[object, object]] = {
+            "layout": (self.version, wanted.version),
+            "model (its fingerprint)": (self.model.fingerprint, wanted.model.fingerprint),
+            "adapter": (self.model.adapter, wanted.model.adapter),
+            "input (its digest)": (self.input.digest, wanted.input.digest),
+            "format of the input": (self.input.format, wanted.input.format),
+        }
+        names = {"what": "--what", "start": "--start", "format": "--format", "shard_lines": "--shard-lines"}
+        for name, option in names.items():
+            pairs[option] = getattr(self.options, name), getattr(wanted.options, name)
+        differing = [f"{name} {was!r}, now {now!r}" for name, (was, now) in pairs.items() if was != now]
+        if differing:
+            raise BatchRefused(
+                f"{folder} holds answers of another run: {'; '.join(differing)}: give another folder, or the same "
+                "command as before"
+            )
+
+
+class Folder:
+    """An output folder.
+
+    Args:
+        path: where it is.
+        unique: put into the names of temporary files, where several write into one folder.
+    """
+
+    def __init__(self, path: Path, unique: str = "") -> None:
+        self.path = path
+        self._unique = unique
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder, which is made if it is not there, alone.
+
+        Raises:
+            BatchRefused: another run holds it, or it holds something else than answers.
+            BatchError: it cannot be written.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise BatchRefused(f"{self.path} is no folder: give a new or an empty one for the answers")
+        with self.explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            names = [path.name for path in self.path.iterdir()]
+        strangers = [name for name in names if name != LOCK and not name.endswith(_TEMPORARY)]
+        if strangers and MANIFEST not in strangers:
+            raise BatchRefused(f"{self.path} holds {strangers[0]} and no {MANIFEST}: give an empty or a new folder")
+        with self._lock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            with self.explained():
+                self._remove_temporary()
+            yield
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the folder together with others that make shards of the same run.
+
+        Raises:
+            BatchRefused: a run holds it alone.
+        """
+        with self._lock(LOCK, fcntl.LOCK_SH | fcntl.LOCK_NB):
+            yield
+
+    @contextmanager
+    def _lock(self, name: str, how: int) -> Iterator[int]:
+        with self.explained():
+            lock = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            try:
+                fcntl.flock(lock, how)
+            except BlockingIOError:
+                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
+                raise BatchRefused(
+                    f"another run (process {owner}) writes to {self.path}: let that one end first"
+                ) from None
+            yield lock
+        finally:
+            os.close(lock)
+
+    def record(self, number: int, shard: Shard | None, find_done: Callable[[Folder, Manifest], None]) -> Shard:
+        """Have the manifest list a shard that is in place; several may do so at once.
+
+        Args:
+            number: of the shard.
+            shard: what the manifest is to say of it; None for what the files say.
+            find_done: has a manifest list what is in place.
+
+        Raises:
+            BatchError: it cannot be written.
+        """
+        with self._lock(MANIFEST_LOCK, fcntl.LOCK_EX), self.explained():
+            manifest = self.read_manifest()
+            if manifest is None:
+                raise BatchError(f"{self.path} has no {MANIFEST} any more: submit it again")
+            done = {known.number: known for known in manifest.done}
+            if shard is not None:
+                done[number] = shard
+            manifest.done = list(done.values())
+            if number not in done or len(self.shards()) == manifest.shards != len(done):
+                find_done(self, manifest)
+            manifest.finished = len(manifest.done) == manifest.shards
+            if manifest.finished:
+                self.collect_errors()
+            self.write_manifest(manifest)
+            return next(known for known in manifest.done if known.number == number)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Make trouble with the disk an error that says what to do.
+
+        Raises:
+            BatchError: an OSError came up.
+        """
+        try:
+            yield
+        except OSError as error:
+            raise BatchError(
+                f"{self.path}: {error.strerror or error}: what is done stays; mend that (free some space?) and run the "
+                "same command again"
+            ) from error
+
+    def temporary(self, name: str) -> Path:
+        """Where the file of this name is written before it is put into place."""
+        return self.path / f"{name}{self._unique}{_TEMPORARY}"
+
+    def place(self, name: str) -> None:
+        """Put a file that has been written and synced into place, for good."""
+        self.temporary(name).replace(self.path / name)
+        folder = os.open((self.path / name).parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def write(self, name: str, parts: Iterator[bytes]) -> None:
+        """Write a file whole, or leave the one of that name as it is."""
+        path = self.temporary(name)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            with path.open("wb") as file:
+                file.writelines(parts)
+                sync(file)
+            self.place(name)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+    def read_manifest(self) -> Manifest | None:
+        """The manifest, if there is one.
+
+        Raises:
+            BatchRefused: it is none.
+        """
+        path = self.path / MANIFEST
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise BatchRefused(f"{path} is no manifest of this release: {error}: give another folder") from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Put the manifest into place."""
+        manifest.done.sort(key=lambda shard: shard.number)
+        self.write(MANIFEST, iter([msgspec.json.format(msgspec.json.encode(manifest), indent=1), b"\n"]))
+
+    def begin(self, manifest: Manifest) -> None:
+        """Put the manifest of a run that has nothing yet into place."""
+        for path in (self.path / "errors").glob("*"):
+            path.unlink()
+        self.write_manifest(manifest)
+
+    def shards(self) -> dict[int, Path]:
+        """The shards that are in place: number -> file, in order."""
+        found = {int(match[1]): path for path in self.path.iterdir() if (match := _SHARD.fullmatch(path.name))}
+        return dict(sorted(found.items()))
+
+    def collect_errors(self) -> None:
+        """Make `errors.jsonl` of what the shards have; none when there are no errors."""
+        paths = sorted((self.path / "errors").glob("*.jsonl"), key=lambda path: (len(path.name), path.name))
+        if paths:
+            self.write(ERRORS, (part for path in paths for part in _parts(path)))
+        else:
+            (self.path / ERRORS).unlink(missing_ok=True)
+
+    def _remove_temporary(self) -> None:
+        for path in (*self.path.glob(f"*{_TEMPORARY}"), *self.path.glob(f"*/*{_TEMPORARY}")):
+            path.unlink()
+
+
+def shard_name(number: int, suffix: str) -> str:
+    """The name of a shard's file."""
+    return f"shard-{number:05}.{suffix}"
+
+
+def errors_name(number: int) -> str:
+    """The name of the file with a shard's errors."""
+    return f"errors/{number:05}.jsonl"
+
+
+def sync(file: Any) -> None:
+    """Have a file's content on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def digest_of_file(path: Path) -> str:
+    """128-bit BLAKE2b of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            yield part

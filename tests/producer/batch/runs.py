@@ -1,0 +1,69 @@
+"""What the tests of `lmpool batch` have in common: inputs, runs in this process, and what must come out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmpool.batch.progress import Progress
+from lmpool.batch.run import BatchSettings, Outcome, run_batch
+from lmpool.producer import Producer
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool, V, WorkerProcess, lmpool_command
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
+    """A JSONL file of objects, and of strings as they are."""
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("".join(f"{text}\n" for text in texts), "utf-8", "surrogatepass")
+    return path
+
+
+def draw_texts(count: int, seed: int = 0, longest: int = 6) -> list[list[int]]:
+    """Token ids of texts of several lengths."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(1, V, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def write_texts(path: Path, texts: Iterable[list[int]]) -> Path:
+    """A JSONL file with a line for each text."""
+    return write_lines(path, ({"custom_id": f"text-{number}", "ids": ids} for number, ids in enumerate(texts)))
+
+
+def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
+    """The rows of a text's positions by a synthetic model, (n, V)."""
+    return np.stack([synthetic_row(ids[: at + 1], vocab_size=V, seed=seed) for at in range(start, len(ids))])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files of an output folder but the locks, by their paths in it."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def errors(folder: Path) -> list[tuple[int, str | None, str]]:
+    """The lines without an answer: number, custom id, reason."""
+    lines = (folder / "errors.jsonl").read_text("utf-8").splitlines()
+    return [tuple(json.loads(line).values()) for line in lines]
+
+
+async def run(producer: Producer, source: Path, output: Path, what: str, **settings: Any) -> Outcome:
+    """A run in this process."""
+    return await run_batch(producer, source, output, BatchSettings(what, **settings), Progress())
+
+
+def arguments(pool: Pool, source: Path, output: Path, *options: str | int | float) -> list[str]:
+    """The command line of a run, without `lmpool`."""
+    return ["batch", "run", str(source), str(output), "--redis", pool.url, "--prefix", pool.prefix, *map(str, options)]
+
+
+def begin(pool: Pool, source: Path, output: Path, *options: str | int | float) -> WorkerProcess:
+    """Start a run as a process."""
+    command = [*lmpool_command(), *arguments(pool, source, output, *options)]
+    return WorkerProcess(command, pool.folder / f"{output.name}.log")

@@ -1,0 +1,209 @@
+"""What is wrong with a line costs that line; what is wrong with a file or a disk is told, and leaves no half shard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import lmpool.batch
+from lmpool.batch import lines as lines_module
+from lmpool.batch.lines import CustomIds
+from lmpool.errors import BatchError, SettingsError, UnknownAdapter
+from tests.producer.batch.runs import arguments, content, draw_texts, errors, run, write_lines, write_texts
+from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
+
+MOST_TOKENS = 8
+BAD: list[tuple[dict[str, Any] | str, str]] = [
+    ('{"custom_id": "broken", "ids": [1', "no JSON: "),
+    ("[1, 2]", "unusable: Expected `object`, got `array`"),
+    ("not JSON", "no JSON: "),
+    ('{"ids": [1]} {"ids": [2]}', "no JSON: "),
+    ('{"custom_id": "\udc80", "ids": [1]}', "no JSON: 'utf-8' codec can't decode"),
+    ({}, "a line needs one of text, ids, prompt, body.prompt, body.input: it has none of them"),
+    ({"custom_id": "none"}, "it has none of them"),
+    ({"body": {"messages": [{"role": "user", "content": "Hello"}]}}, "it has none of them"),
+    ({"ids": [1], "text": "two"}, "it has text and ids"),
+    ({"ids": []}, "the prompt is empty"),
+    ({"ids": ["a"]}, "unusable: Expected `int`, got `str` - at `$.ids[0]`"),
+    ({"ids": [1.5]}, "unusable: Expected `int`, got `float`"),
+    ({"ids": [True]}, "unusable: Expected `int`, got `bool`"),
+    ({"ids": [[1], [2]]}, "unusable: Expected `int`, got `array`"),
+    ({"ids": [1, V]}, f"token id {V} is out of range"),
+    ({"ids": [-1]}, "token id -1 is out of range"),
+    ({"ids": [10**30]}, "is out of range"),
+    ({"ids": [1] * (MOST_TOKENS + 1)}, f"at most {MOST_TOKENS}"),
+    ({"custom_id": ["a"], "ids": [1]}, "unusable: Expected `int | str | null`, got `array` - at `$.custom_id`"),
+    ({"ids": [1], "continuation": [2]}, "continuation: only --what scores reads it"),
+    ({"custom_id": "good-1", "ids": [3]}, "its custom_id has come before"),
+    ({"custom_id": "good-1", "ids": [1] * 100}, "its custom_id has come before"),
+    ({"ids": [1, 9]}, "was told to fail"),
+]
+
+
+async def test_bad_lines_are_told_with_their_numbers_and_reasons(pool: Pool, tmp_path: Path) -> None:
+    pool.start("--max-prompt-tokens", MOST_TOKENS, "--fail-token", 9)
+    good: list[dict[str, Any] | str] = [{"custom_id": f"good-{number}", "ids": [number + 1]} for number in range(4)]
+    listed = [*good[:3], "", *(line for line, _ in BAD), "  ", good[3]]
+    source = write_lines(tmp_path / "in.jsonl", listed)
+    ended = await asyncio.to_thread(
+        run_lmpool, *arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--shard-lines", 5)
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert f"4 answers in 6 shards in {tmp_path / 'out'}; {len(BAD)} lines have none: see" in ended.stdout
+    told = errors(tmp_path / "out")
+    assert [number for number, _, _ in told] == list(range(5, 5 + len(BAD)))
+    for (line, reason), (_, custom_id, error) in zip(BAD, told, strict=True):
+        assert reason in error
+        assert custom_id == (line.get("custom_id") if isinstance(line, dict) and "unusable" not in error else None)
+    answers = lmpool.batch.open(tmp_path / "out")
+    assert [answer["line"] for answer in answers] == [1, 2, 3, len(listed)]
+    # The same again has nothing to do, and still says so.
+    before = content(tmp_path / "out")
+    ended = await asyncio.to_thread(
+        run_lmpool, *arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--shard-lines", 5, "--json")
+    )
+    assert (ended.returncode, ended.stdout) == (3, f'{{"texts": 4, "errors": {len(BAD)}, "shards": 6, "resumed": 6}}\n')
+    assert content(tmp_path / "out") == before
+
+
+async def test_rows_of_a_table_may_be_bad_too(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    table = pa.table({"custom_id": ["a", "b", "a", None], "ids": [[1], [V], [2], None]})
+    pq.write_table(table, tmp_path / "in.parquet")
+    async with pool.producer() as producer:
+        await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:2")
+        assert [(number, custom_id) for number, custom_id, _ in errors(tmp_path / "out")] == [
+            (2, "b"), (3, "a"), (4, None)
+        ]  # fmt: skip
+        (tmp_path / "no.parquet").write_bytes(b"not Parquet")
+        with pytest.raises(BatchError, match=r"no\.parquet cannot be read as Parquet"):
+            await run(producer, tmp_path / "no.parquet", tmp_path / "other", "topk:2")
+
+
+async def test_start_may_lie_beyond_a_text(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", [[1, 2], [1, 2, 3]])
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "topk:2", start=2)
+    assert errors(tmp_path / "out") == [(1, "text-0", "start 2 is beyond the text, which has 2 tokens")]
+
+
+def test_a_long_line_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lines_module, "MOST_LINE_BYTES", 40)
+    monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
+    source = lines_module.JsonlSource(
+        write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])
+    )
+    index = source.index(1)
+    read = [line for chunk in source.read(index, 1, range(3)) for line in chunk.lines]
+    assert [line.fields and line.fields.ids for line in read] == [[1], None, None]
+    assert "the line has more than" in read[1].reason
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # As some editors begin a file, and end it.
+    source = lines_module.JsonlSource(tmp_path / "in.jsonl")
+    (chunk,) = source.read(source.index(10), 10, [0])
+    assert [line.fields and line.fields.ids for line in chunk.lines] == [[1]]
+
+
+def test_duplicates_are_all_but_the_first_of_equal_ids() -> None:
+    generator = np.random.default_rng(0)
+    drawn = [None if value == 0 else str(value) for value in generator.integers(0, 300, 2000)]
+    ids, seen, wanted = CustomIds(), set[str](), []
+    for line, custom_id in enumerate(drawn, 1):
+        ids.add(line, custom_id)
+        if custom_id in seen:
+            wanted.append(line)
+        elif custom_id is not None:
+            seen.add(custom_id)
+    assert ids.duplicates().tolist() == wanted
+    assert CustomIds().duplicates().tolist() == []
+
+
+@pytest.mark.parametrize("text", ["", "\n", " \n\n  \n"])
+def test_an_empty_input_is_an_error(pool: Pool, tmp_path: Path, text: str) -> None:
+    (tmp_path / "in.jsonl").write_text(text)
+    ended = run_lmpool(*arguments(pool, tmp_path / "in.jsonl", tmp_path / "out", "--what", "topk:2"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "is empty: there is nothing to ask" in ended.stderr
+    assert content(tmp_path / "out") == {}
+
+
+async def test_what_does_not_fit_the_model_is_an_error_at_once(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    async with pool.producer() as producer:
+        for what, reason in ((f"topk:{V + 1}", "more than V"), (f"targets:1,{V}", f"the target {V} is out of range")):
+            with pytest.raises(SettingsError, match=reason):
+                await run(producer, source, tmp_path / "out", what)
+        with pytest.raises(UnknownAdapter, match="has no adapter 'poet'; it has: none"):
+            await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
+        with pytest.raises(SettingsError, match="input: .*nothing.jsonl' is no file"):
+            await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
+        write_lines(source, [{"text": "Hello"}])
+        with pytest.raises(SettingsError, match="the model 'syn' has no tokenizer; give token ids"):
+            await run(producer, source, tmp_path / "out", "topk:2")
+
+
+@pytest.mark.parametrize("what", ["topk:64", "rows"])
+def test_a_full_disk_is_told_and_leaves_no_half_shard(pool: Pool, tmp_path: Path, what: str) -> None:
+    pool.start()
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(60, longest=4)), tmp_path / "out"
+    # The second shard is too large for a file.
+    with source.open("a") as file:
+        file.write(json.dumps({"ids": [1] * 1000}) + "\n")
+    command = [*lmpool_command(), *arguments(pool, source, output, "--what", what, "--shard-lines", 60)]
+    limited = ["bash", "-c", 'ulimit -f 800; exec "$@"', "limited", *command]
+    ended = subprocess.run(limited, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 2
+    assert f"{output}: File too large: what is done stays; mend that (free some space?)" in ended.stderr
+    assert sorted(path.name for path in output.iterdir() if path.name.startswith("shard")) == [
+        "shard-00000." + ("safetensors" if what == "rows" else "jsonl")
+    ]
+    assert not list(output.rglob("*.tmp"))
+    ended = run_lmpool(*arguments(pool, source, output, "--what", what, "--shard-lines", 60, "--json"))
+    assert ended.stdout == '{"texts": 61, "errors": 0, "shards": 2, "resumed": 1}\n'
+
+
+def test_a_folder_that_cannot_be_made_is_told(pool: Pool, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    ended = run_lmpool(*arguments(pool, source, source / "out", "--what", "topk:2"))
+    assert ended.returncode == 2
+    assert "Not a directory" in ended.stderr
+
+
+def test_without_pyarrow_the_error_names_the_extra_and_jsonl_works(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", [[1, 2]])
+    program = "import sys; sys.modules['pyarrow'] = None; sys.argv[0] = 'lmpool'; from lmpool.cli import main; main()"
+    for options, code in ((["--format", "parquet"], 2), ([], 0)):
+        given = arguments(pool, source, tmp_path / "out", "--what", "topk:2", *options)
+        command = [sys.executable, "-c", program, *given]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert ("pip install 'lmpool[parquet]'" in ended.stderr) == bool(code)
+
+
+def test_a_terminal_shows_a_bar_with_rate_and_time(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", draw_texts(30))
+    controlling, terminal = pty.openpty()
+    command = [*lmpool_command(), *arguments(pool, source, tmp_path / "out", "--what", "topk:2")]
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=environment)
+    process.communicate(timeout=DEADLINE_S)
+    shown = os.read(controlling, 1 << 20).decode()
+    os.close(controlling)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert "30/30" in shown
+    assert "lines/s" in shown

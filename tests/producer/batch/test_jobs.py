@@ -1,0 +1,220 @@
+"""Shards as jobs of arq: any number of workers, killed or not, make what one run makes; no job is a pickle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+from arq.constants import health_check_key_suffix, job_key_prefix
+
+from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, worker_options
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import SettingsError
+from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
+
+TEXTS = draw_texts(120)
+OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
+SHARDS = 12
+
+
+@pytest.fixture
+def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
+    """A pool on a server of its own: jobs of several tests would meet in one queue."""
+    pool = Pool(own_server.url, "jobs", tmp_path)
+    yield pool
+    pool.end()
+
+
+@pytest.fixture
+async def wanted(jobs_pool: Pool, tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+    """An input with a bad line and a duplicate, and what a run makes of it; its model is served."""
+    jobs_pool.start("--step-ms", 10, "--max-batch", 4)
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    lines = source.read_text("utf-8").splitlines()
+    lines[17], lines[55] = "bad", lines[3]
+    write_lines(source, lines)
+    async with jobs_pool.producer(keep_answers=False) as producer:
+        await run(producer, source, tmp_path / "wanted", "topk:3", shard_lines=10)
+    return source, content(tmp_path / "wanted")
+
+
+def batch(pool: Pool, command: str, *arguments: str | Path) -> Any:
+    """What a command of `lmpool batch` prints, as JSON where it can."""
+    ended = run_lmpool("batch", command, *map(str, arguments), "--redis", pool.url)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def submit(pool: Pool, source: Path, output: Path) -> dict[str, int]:
+    told: dict[str, int] = json.loads(
+        batch(pool, "submit", source, output, *OPTIONS, "--prefix", pool.prefix, "--json")
+    )
+    return told
+
+
+def status(pool: Pool, output: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(batch(pool, "status", output, "--json"))
+    return told
+
+
+def worker(pool: Pool, *options: str) -> WorkerProcess:
+    command = [*lmpool_command(), "batch", "worker", "--lease-s", "2", "--redis", pool.url, *options]
+    return WorkerProcess(command, pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
+
+
+def is_in_place(output: Path, number: int) -> bool:
+    return in_place(output) >= number
+
+
+def in_place(output: Path) -> int:
+    return len(list(output.glob("shard-*[0-9].jsonl")))
+
+
+async def test_several_workers_make_what_one_run_makes(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    assert submit(jobs_pool, source, output) == {"jobs": SHARDS, "there": 0, "done": 0, "shards": SHARDS}
+    assert submit(jobs_pool, source, output) == {"jobs": 0, "there": SHARDS, "done": 0, "shards": SHARDS}
+    assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
+    workers = [worker(jobs_pool, "--burst") for _ in range(2)]
+    assert [await asyncio.to_thread(process.wait) for process in workers] == [0, 0], workers[0].text
+    assert content(output) == expected
+    assert status(jobs_pool, output)["done"] == SHARDS
+    assert submit(jobs_pool, source, output) == {"jobs": 0, "there": 0, "done": SHARDS, "shards": SHARDS}
+
+
+async def test_a_killed_worker_costs_time_and_no_byte(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    for after in (1, 4):
+        victim = worker(jobs_pool, "--jobs", "2")
+        await asyncio.to_thread(until, partial(is_in_place, output, after), f"{after} shards are in place")
+        victim.end()
+    last = worker(jobs_pool)
+    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
+    finished = output / "errors.jsonl"
+    await asyncio.to_thread(until, finished.exists, "the run is summed up")
+    last.end()
+    assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected
+
+
+async def test_what_is_cancelled_is_not_done_and_may_be_queued_again(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert in_place(output) == 0
+    assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    assert content(output) == expected
+
+
+async def test_a_job_that_fails_says_why(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, _ = wanted
+    submit(jobs_pool, source, tmp_path / "out")
+    whole = source.read_bytes()
+    source.write_bytes(whole + b"\n")
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    told = status(jobs_pool, tmp_path / "out")
+    assert len(told["failed"]) == SHARDS
+    assert f"has {len(whole) + 1} bytes and had {len(whole)} when this was submitted" in told["failed"]["0"]
+    source.write_bytes(whole)
+    assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
+
+
+async def test_arqs_own_command_is_a_worker_and_jobs_are_no_pickles(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, expected = wanted
+    submit(jobs_pool, source, tmp_path / "out")
+    client = redis.Redis.from_url(jobs_pool.url)
+    keys = list(client.scan_iter(match=f"{job_key_prefix}*"))
+    assert len(keys) == SHARDS
+    assert all(msgpack.unpackb(client.get(key), strict_map_key=False)["f"] == "answer_shard" for key in keys)
+    command = [sys.executable, "-m", "arq", "lmpool.batch.WorkerSettings", "--burst"]
+    ended = await asyncio.to_thread(
+        subprocess.run,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        env={**os.environ, "LMPOOL_REDIS_URL": jobs_pool.url},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert content(tmp_path / "out") == expected
+    client.close()
+
+
+async def test_a_worker_tells_of_its_health(jobs_pool: Pool) -> None:
+    process = worker(jobs_pool)
+    client = redis.Redis.from_url(jobs_pool.url)
+    told = await asyncio.to_thread(until, lambda: client.get(QUEUE + health_check_key_suffix), "it tells of its health")
+    assert b"j_complete=0" in told
+    process.end()
+    client.close()
+
+
+async def test_a_nightly_run_is_submitted_with_the_day_in_its_name(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, _ = wanted
+    schedule = tmp_path / "runs.toml"
+    output = tmp_path / "out-{date}"
+    schedule.write_text(
+        f'[[run]]\nat = "02:30"\nsource = "{source}"\noutput = "{output}"\nwhat = "topk:3"\nprefix = "jobs"\n'
+        "shard_lines = 10\n"
+    )
+    options = worker_options(jobs_pool.url, schedule)
+    (entry,) = options["cron_jobs"]
+    assert (entry.hour, entry.minute) == (2, 30)
+    context = {**options["ctx"], "redis": options["redis_pool"], "producers": {}}
+    assert (await entry.coroutine(context))["jobs"] == SHARDS
+    (made,) = tmp_path.glob("out-2*")
+    assert status(jobs_pool, made)["queued"] == SHARDS
+    await options["on_shutdown"](context)
+    await options["redis_pool"].aclose(close_connection_pool=True)
+    # As arq's own command finds it.
+    monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
+    monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
+    import lmpool.batch
+
+    assert len(lmpool.batch.WorkerSettings.cron_jobs) == 1
+
+
+def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "runs.toml"
+    entry = '[[run]]\nat = "02:30"\nsource = "a"\noutput = "b"\nwhat = "topk:3"\n'
+    for text in ("", "[[run]]\n", "run = 3\n", "not TOML", entry + "colour = 1\n", entry.replace("02:30", "25:00"),
+                 entry.replace("topk:3", "nothing")):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(SettingsError):
+            read_schedule(path)
+    path.write_text(entry)
+    assert [run.what for run in read_schedule(path)] == ["topk:3"]
+
+
+def test_a_cluster_is_refused() -> None:
+    with pytest.raises(SettingsError, match="arq cannot use a cluster"):
+        connect("redis+cluster://127.0.0.1:1")

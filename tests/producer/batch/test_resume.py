@@ -1,0 +1,268 @@
+"""A run that stops, however it does, goes on with the same command, and ends in the same bytes; no other run may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lmpool.batch
+from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
+from lmpool.protocol.query import PositionsQuery
+from lmpool.workers.backend.contract import BackendJob
+from tests.producer.batch.runs import arguments, begin, content, draw_texts, run, write_texts
+from tests.producer.batch.strikes import VICTIMS, strike
+from tests.support.gate import Gate, GatedBackend, gated_worker
+from tests.support.pool import Pool, is_held, run_lmpool, until, until_async
+
+TEXTS = draw_texts(120)
+SHARD_LINES = 20
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_killed_processes_cost_time_and_no_byte(short_dir: Path, victim: str) -> None:
+    strike(short_dir, [victim], rounds=2, seed=VICTIMS.index(victim))
+
+
+class Counting(GatedBackend):
+    """Counts the texts that it has computed."""
+
+    texts = 0
+
+    def _vector(self, job: BackendJob, query: PositionsQuery) -> Any:
+        self.texts += 1
+        return super()._vector(job, query)
+
+
+async def test_a_killed_client_has_no_more_than_a_shard_computed_twice(pool: Pool, tmp_path: Path) -> None:
+    """And what was under way."""
+    concurrency = 8
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
+    backend = Counting(Gate(tmp_path / "gate"), batch=4, step_ms=5)
+    backend.gate.open()
+    async with gated_worker(pool, backend):
+        kills = 3
+        for after in range(1, kills + 1):
+            client = begin(pool, source, tmp_path / "out", *options)
+            await asyncio.to_thread(until, partial(is_in_place, tmp_path / "out", after), f"{after} shards are done")
+            client.end()
+        ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, tmp_path / "out", *options, "--json"))
+        told = json.loads(ended.stdout)
+    assert told["resumed"] >= kills
+    assert told["texts"] == len(TEXTS)
+    # Begun and not written are two for each request at once.
+    assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
+
+
+def is_in_place(folder: Path, number: int) -> bool:
+    return len(list(folder.glob("shard-*[0-9].jsonl"))) >= number
+
+
+@pytest.fixture
+async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
+    """An input and its output folder; the model is served."""
+    pool.start("--seed", 1)
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    async with pool.producer() as producer:
+        await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+    return source, output
+
+
+async def test_what_is_gone_is_made_again(pool: Pool, begun: tuple[Path, Path]) -> None:
+    source, output = begun
+    whole, shards = content(output), len(TEXTS) // SHARD_LINES
+    (output / "shard-00002.jsonl").unlink()
+    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Not as long as it was.
+    (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
+    async with pool.producer() as producer:
+        for missing in (2, 0):
+            outcome = await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+            assert outcome == (len(TEXTS), 0, shards, shards - missing)
+            assert content(output) == whole
+
+
+async def test_shards_that_the_manifest_does_not_know_yet_are_not_made_again(
+    pool: Pool, begun: tuple[Path, Path]
+) -> None:
+    """It is written once a second at most, and a run may be killed before."""
+    source, output = begun
+    whole = content(output)
+    manifest = json.loads(whole["manifest.json"])
+    (output / "manifest.json").write_text(json.dumps({**manifest, "finished": False, "done": manifest["done"][:1]}))
+    (output / "shard-00005.jsonl").unlink()
+    async with pool.producer() as producer:
+        outcome = await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+    assert outcome.resumed == 5
+    assert content(output) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"what": "topk:3"}, "--what 'topk:2', now 'topk:3'"),
+        ({"what": "rows"}, "--what 'topk:2', now 'rows'"),
+        ({"start": 1}, "--start 0, now 1"),
+        ({"shard_lines": 21}, "--shard-lines 20, now 21"),
+        ({"format": "parquet"}, "--format 'jsonl', now 'parquet'"),
+    ],
+)
+async def test_other_options_are_refused(
+    pool: Pool, begun: tuple[Path, Path], change: dict[str, Any], reason: str
+) -> None:
+    source, output = begun
+    before = content(output)
+    settings = {"what": "topk:2", "shard_lines": SHARD_LINES, **change}
+    async with pool.producer() as producer:
+        with pytest.raises(BatchRefused, match=reason):
+            await run(producer, source, output, **settings)
+    assert content(output) == before
+
+
+async def test_another_input_is_refused(pool: Pool, begun: tuple[Path, Path]) -> None:
+    source, output = begun
+    before = content(output)
+    write_texts(source, [*TEXTS[:-1], [1]])
+    async with pool.producer() as producer:
+        with pytest.raises(BatchRefused, match=r"input \(its digest\)"):
+            await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+    assert content(output) == before
+
+
+async def test_another_model_is_refused_by_an_exit_code_of_its_own(pool: Pool, begun: tuple[Path, Path]) -> None:
+    source, output = begun
+    before = content(output)
+    pool.start("--seed", 2, model="other")
+    options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--model", "other")
+    ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, output, *options))
+    assert (ended.returncode, ended.stdout) == (4, "")
+    assert "holds answers of another run: model (its fingerprint)" in ended.stderr
+    assert content(output) == before
+
+
+def test_a_folder_of_something_else_is_refused(pool: Pool, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    (tmp_path / "out").mkdir()
+    for path, reason in ((tmp_path / "out/photo.jpg", "holds photo.jpg and no manifest.json"), (None, "is no folder")):
+        if path is not None:
+            path.touch()
+        ended = run_lmpool(*arguments(pool, source, path.parent if path else source, "--what", "topk:2"))
+        assert (ended.returncode, ended.stdout) == (4, "")
+        assert reason in ended.stderr
+    (tmp_path / "out/manifest.json").write_text('{"version": "what"}')
+    ended = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--no-wait"))
+    assert ended.returncode == 2  # Nobody serves a model; that is seen first.
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "manifest.json", "photo.jpg"]
+
+
+def test_two_runs_do_not_write_into_one_folder(pool: Pool, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    first = begin(pool, source, tmp_path / "out", "--what", "topk:2")  # Waits for a worker.
+    until(lambda: (tmp_path / "out/lock").is_file() and (tmp_path / "out/lock").read_text(), "the folder is locked")
+    second = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2"))
+    assert second.returncode == 4
+    assert f"another run (process {first.process.pid}) writes to {tmp_path / 'out'}" in second.stderr
+    pool.start()
+    assert first.wait() == 0
+    assert len(lmpool.batch.open(tmp_path / "out")) == len(TEXTS)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_leaves_nothing_half(pool: Pool, tmp_path: Path, signals: int) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    pool.start("--step-ms", 20, "--max-batch", 4, command=gate.command)
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", 8)
+    client = begin(pool, source, output, *options)
+    until(lambda: is_in_place(output, 2), "two shards are in place")
+    gate.shut()
+    for _ in range(signals):
+        client.signal(signal.SIGINT)
+    assert client.wait() == 130
+    if signals == 1:
+        assert not list(output.rglob("*.tmp"))
+    assert not lmpool.batch.open(output).is_finished
+    gate.open()
+    ended = run_lmpool(*arguments(pool, source, output, *options))
+    assert ended.returncode == 0, ended.stderr
+    assert [answer["line"] for answer in lmpool.batch.open(output)] == list(range(1, len(TEXTS) + 1))
+
+
+async def test_a_model_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    first = pool.start("--lease-s", 1, "--max-batch", 4, "--step-ms", 20, command=gate.command)
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    gate.open()
+    async with pool.producer(when_absent="wait", keep_answers=False) as producer:
+        await run(producer, source, tmp_path / "whole", "topk:2", shard_lines=SHARD_LINES)
+        settings = {"shard_lines": SHARD_LINES, "concurrency": 8}
+        running = asyncio.create_task(run(producer, source, output, "topk:2", **settings))
+        await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
+        gate.shut()
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
+        first.end()
+        await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "the heartbeat expires")
+        second = await asyncio.to_thread(pool.start, "--seed", 7, "--lease-s", 1)
+        with pytest.raises(ModelMismatch, match="the model 'syn' has changed"):
+            await running
+    assert not lmpool.batch.open(output).is_finished
+    assert not list(output.rglob("*.tmp"))
+    async with pool.producer() as producer:
+        with pytest.raises(BatchRefused, match="model"):
+            await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+    second.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(second.wait) == 0
+    await asyncio.to_thread(pool.start)
+    async with pool.producer() as producer:
+        await run(producer, source, output, "topk:2", shard_lines=SHARD_LINES)
+    assert content(output) == content(tmp_path / "whole")
+
+
+async def test_a_folder_with_nothing_done_may_be_begun_anew(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    async with pool.producer() as producer:
+        source.write_text('{"text": "There is no tokenizer."}\n')
+        with pytest.raises(SettingsError, match="has no tokenizer"):
+            await run(producer, source, output, "topk:2")
+        await run(producer, write_texts(source, TEXTS), output, "topk:3", shard_lines=SHARD_LINES)
+    assert len(lmpool.batch.open(output)) == len(TEXTS)
+
+
+async def test_an_adapter_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).write_text(name)
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    pool.start("--max-batch", 4, "--step-ms", 50, "--adapters", f"poet={tmp_path / 'first'}", command=gate.command)
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(4000)), tmp_path / "out"
+    async with pool.producer() as producer:
+        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=40, adapter="poet"))
+        await asyncio.to_thread(until, lambda: is_in_place(output, 1), "a shard is in place")
+        await producer.add_adapter("poet", tmp_path / "second")
+        with pytest.raises(ModelMismatch, match="the adapter 'poet' has changed"):
+            await running
+        answer, ids = lmpool.batch.open(output)[-1], lmpool.batch.open(output)[-1]["ids"].tolist()
+        await producer.add_adapter("poet", tmp_path / "first")
+        best = await producer.positions(ids, top=2, adapter="poet")
+    assert (answer["logprobs"] == best[0]).all()
+
+
+async def test_an_input_that_changes_in_the_middle_ends_the_run(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start("--max-batch", 4, command=gate.command)
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(2000)), tmp_path / "out"
+    async with pool.producer() as producer:
+        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=20, concurrency=4))
+        await until_async(lambda: is_held(pool), "the worker holds prompts")
+        with source.open("a") as file:
+            file.write("\n")
+        gate.open()
+        with pytest.raises(BatchError, match="has changed while it was read"):
+            await running
