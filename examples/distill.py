@@ -1,124 +1,151 @@
-"""Teacher rows for distillation: what the model expects after every token of many texts, in a safetensors file.
+"""Distillation: a tiny student learns what the served model expects after every token of a text, while it is asked.
 
-    python examples/distill.py texts.txt teacher.safetensors --top 32
+    python examples/distill.py texts.txt --steps 200 --save student --plot kl.png
 
-`texts.txt` has one text a line. The file gets one entry for each of all N tokens, text after text:
+Each step takes some windows of the text. The teacher tells the likeliest tokens at each of their positions and the
+logarithms of their probabilities (`Producer.batch_positions`: one forward a window); what is left of its probability
+counts as one more token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats a token.
+While the student learns from one batch the pool computes the next.
 
-    tokens    int64 (N,)        the tokens of all texts, one after another
-    starts    int64 (n + 1,)    text i is tokens[starts[i]:starts[i + 1]]
-    logprobs  float32 (N, k)    of the k likeliest tokens after each one; with --full of all of them, (N, V)
-    ids       int64 (N, k)      which these are; not there with --full
-
-One forward a text, where the backend can (`producer.model.positions`). What is wanted goes to the file as it comes, so
-that memory holds the tokens and some texts' answers, however many there are. Needs a pool, such as
-`lmpool up .cache/models/smollm2-float32 --name smollm2`, and pip install 'lmpool[hf]'.
+Needs a pool, such as `lmpool up .cache/models/smollm2-float32 --name smollm2`, pip install 'lmpool[hf]', and for --plot
+matplotlib. For teacher data on disk see `lmpool batch run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from lmpool.aio import gather
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.producer import PositionOptions, Producer, TopK
+from lmpool.producer import Producer, TopK
 from lmpool.producer.tokenizer import load_tokenizer
 
-TEXTS_AT_ONCE = 16
-DTYPES = {"I64": "<i8", "F32": "<f4"}
 
-
-def create(path: Path, layout: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.memmap[Any, Any]]:
-    """Create a safetensors file of tensors that are zero yet, and open these for writing.
+class Student:
+    """A Llama of some million parameters, most of them its embedding.
 
     Args:
-        path: the file, which must not exist.
-        layout: dtype and shape of each tensor.
+        vocab_size: V, that of the teacher.
+        rate: the learning rate.
     """
-    header: dict[str, dict[str, Any]] = {}
-    size = 0
-    for name, (dtype, shape) in layout.items():
-        end = size + int(np.prod(shape)) * np.dtype(DTYPES[dtype]).itemsize
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (size, end)}
-        size = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # Tensors begin at a multiple of 8 bytes.
-    start = 8 + len(text)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(start + size)
-    return {
-        name: np.memmap(path, DTYPES[dtype], "r+", start + header[name]["data_offsets"][0], shape)
-        for name, (dtype, shape) in layout.items()
-    }
+
+    def __init__(self, vocab_size: int, rate: float) -> None:
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            tie_word_embeddings=True,
+        )
+        self.model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers is partly untyped
+        self.model.train()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+
+    def learn(self, windows: list[list[int]], taught: list[TopK]) -> float:
+        """One step; returns the divergence before it."""
+        logits = self.model(input_ids=torch.tensor(windows)).logits
+        loss = divergence(logits, torch.from_numpy(np.stack([best.values for best in taught])),
+                          torch.from_numpy(np.stack([best.ids for best in taught])))  # fmt: skip
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # so is torch
+        self._optimizer.step()
+        return float(loss.detach())
 
 
-async def distill(given: argparse.Namespace, texts: list[str]) -> int:
-    """Write the file; returns N."""
+def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
+    """KL(teacher || student) over the teacher's likeliest tokens and the rest as one, the mean of all positions.
+
+    Args:
+        logits: the student's, (n, t, V).
+        values: log-probabilities of the teacher's likeliest tokens, (n, t, k).
+        ids: which these are, (n, t, k).
+    """
+    student = torch.log_softmax(logits, dim=-1).gather(-1, ids)
+    both = torch.stack([_with_rest(values), _with_rest(student)])
+    return (both[0].exp() * (both[0] - both[1])).sum(-1).mean()
+
+
+def _with_rest(values: Tensor) -> Tensor:
+    """Log-probabilities of some tokens, and behind them that of all others together."""
+    rest = torch.log1p(-values.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([values, rest], dim=-1)
+
+
+async def distill(given: argparse.Namespace, text: str) -> list[float]:
+    """Train a student; returns the divergence of each step."""
     async with Producer(given.model, redis=given.redis, cache_bytes=0) as producer:
-        tokenizer = load_tokenizer(producer.model)
-        prompts = [tokenizer.encode(text) for text in texts]
-        longest, limit = max(map(len, prompts)), producer.model.max_prompt_tokens
-        if longest > limit:
-            raise SettingsError(f"texts: one has {longest} tokens, and {limit} are the most that this model takes")
-        starts = np.cumsum([0, *map(len, prompts)])
-        total, width = int(starts[-1]), producer.model.vocab_size if given.full else given.top
-        layout = {"tokens": ("I64", (total,)), "starts": ("I64", starts.shape), "logprobs": ("F32", (total, width))}
-        file = create(given.output, layout if given.full else {**layout, "ids": ("I64", (total, width))})
-        try:
-            file["tokens"][:], file["starts"][:] = np.concatenate(prompts), starts
-            with Progress(console=Console(stderr=True)) as progress:
-                bar = progress.add_task("rows", total=total)
-                wanted: PositionOptions = {"full": True} if given.full else {"top": given.top}
+        tokens = load_tokenizer(producer.model).encode(text)
+        windows = [tokens[at : at + given.length] for at in range(0, len(tokens) - given.length + 1, given.length)]
+        if not windows:
+            raise SettingsError(f"texts: {len(tokens)} tokens are too few for a window of {given.length} (--length)")
+        student, random = Student(producer.model.vocab_size, given.rate), np.random.default_rng(0)
 
-                async def fill(text: int) -> None:
-                    async for start, values in producer.stream_positions(prompts[text], **wanted):
-                        logprobs, *ids = values if isinstance(values, TopK) else (values,)
-                        rows = slice(starts[text] + start, starts[text] + start + len(logprobs))
-                        file["logprobs"][rows] = logprobs
-                        for tokens in ids:
-                            file["ids"][rows] = tokens
-                        progress.advance(bar, len(logprobs))
+        def ask() -> tuple[list[list[int]], asyncio.Task[Any]]:
+            chosen = [windows[at] for at in random.integers(len(windows), size=given.batch)]
+            return chosen, asyncio.create_task(producer.batch_positions(chosen, top=given.top))
 
-                for first in range(0, len(prompts), TEXTS_AT_ONCE):
-                    await gather([fill(text) for text in range(first, min(first + TEXTS_AT_ONCE, len(prompts)))])
-        except BaseException:
-            given.output.unlink()  # Half a file would look like a whole one.
-            raise
-    return total
+        losses: list[float] = []
+        asked = ask()
+        for _ in track(range(given.steps), "distilling", console=Console(stderr=True)):
+            (batch, answer), asked = asked, ask()
+            taught = await answer
+            losses.append(await asyncio.to_thread(student.learn, batch, taught))
+        asked[1].cancel()
+        if given.save is not None:
+            student.model.save_pretrained(given.save)
+    return losses
+
+
+def plot(losses: list[float], path: Path) -> None:
+    """Draw the divergence of each step."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    axes.plot(losses)
+    axes.set(xlabel="step", ylabel="KL(teacher || student), nats a token", ylim=(0, None))
+    figure.savefig(path)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("texts", type=Path, help="one text a line, in UTF-8")
-    parser.add_argument("output", type=Path, help="the safetensors file, which must not exist")
-    parser.add_argument("--top", type=int, default=32, help="how many tokens to keep of each row (default: 32)")
-    parser.add_argument("--full", action="store_true", help="keep the whole rows")
+    parser.add_argument("texts", type=Path, help="a text file in UTF-8")
+    parser.add_argument("--steps", type=int, default=100, help="how many batches to learn from (default: 100)")
+    parser.add_argument("--batch", type=int, default=8, help="windows of a batch (default: 8)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a window (default: 64)")
+    parser.add_argument("--top", type=int, default=32, help="likeliest tokens that the teacher tells (default: 32)")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: 0.002)")
+    parser.add_argument("--save", type=Path, help="a folder for the student")
+    parser.add_argument("--plot", type=Path, help="an image file for the divergence of each step")
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
-    if given.output.exists():
-        parser.error(f"{given.output} exists already, and is not replaced")
-    texts = [line for line in given.texts.read_text("utf-8").splitlines() if line.strip()]
-    if not texts:
-        parser.error(f"{given.texts} has no text")
-    total = asyncio.run(distill(given, texts))
-    print(f"{total} rows of {len(texts)} texts in {given.output} ({given.output.stat().st_size:,} bytes)")
+    for name in ("steps", "batch", "length"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: {getattr(given, name)} must be at least 1")
+    losses = asyncio.run(distill(given, given.texts.read_text("utf-8")))
+    if given.plot is not None:
+        plot(losses, given.plot)
+    few = max(1, len(losses) // 10)
+    first, last = np.mean(losses[:few]), np.mean(losses[-few:])
+    print(f"KL {first:.3f} -> {last:.3f} nats a token in {len(losses)} steps of {given.batch * given.length} tokens")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (LMPoolError, OSError, UnicodeDecodeError) as error:
+    except (LMPoolError, OSError, UnicodeDecodeError, ImportError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -114,8 +114,11 @@ async def main(answering: Callable[[Producer], Bursts]) -> None:
     parser.add_argument("--redis", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--cache-bytes", type=int)
+    parser.add_argument("--priority")
     given = parser.parse_args()
-    settings = {} if given.cache_bytes is None else {"cache_bytes": given.cache_bytes}
+    # What is not given older commits need not know.
+    named: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
+    settings = {name: value for name, value in named.items() if value is not None}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
         await serve({handler.__name__: handler for handler in answering(producer).handlers()})
 

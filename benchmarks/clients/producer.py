@@ -26,7 +26,7 @@ class Client(Bursts):
         """What may be asked, each under its own name."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
         ours += [self.told, self.told_by_prefixes, self.grow, self.beside, self.particles, self.steadily]
-        return [*super().handlers(), *ours, self.again_in_batches, self.alone_again]
+        return [*super().handlers(), *ours, self.waits, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
         """Seconds for the rows of the last `new` this many times over, in batches."""
@@ -170,6 +170,21 @@ class Client(Bursts):
 
         await asyncio.gather(*[consume() for _ in range(at_once)])
         return came
+
+    async def waits(self, at_once: int, warm_s: float, seconds: float) -> list[float]:
+        """Seconds that each of the requests of `steadily` took that were asked within those seconds."""
+        begins = time.perf_counter() + warm_s
+        taken: list[float] = []
+
+        async def consume() -> None:
+            while (asked := time.perf_counter()) < begins + seconds:
+                (ids,) = self._fresh(1)
+                await self._producer.logprobs(ids)
+                if asked >= begins:
+                    taken.append(time.perf_counter() - asked)
+
+        await asyncio.gather(*[consume() for _ in range(at_once)])
+        return taken
 
 
 if __name__ == "__main__":

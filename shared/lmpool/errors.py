@@ -28,6 +28,9 @@
     │   ├── WorkerError                 the backend failed on this prompt
     │   ├── SourceMissing               the row or the weights that a trie job names are not in the cache
     │   ├── AdapterChanged              the adapter that a job names is not in service any more
+    │   ├── UnknownTokenSet (LookupError)
+    │   │                               the pool does not know a set of tokens of that name
+    │   ├── NoProbability (ValueError)  no token that is allowed can be drawn
     │   ├── QueueCleared                an operator has taken the prompt out of the queue
     │   ├── CorruptRow                  what the cache holds is not a row of this model
     │   └── ProducerClosed              the producer was closed while the request was under way
@@ -202,6 +205,14 @@ class SourceMissing(RequestFailed):
 
 class AdapterChanged(RequestFailed):
     """The adapter that a job names is not in service any more; the client asks for the one that is."""
+
+
+class UnknownTokenSet(RequestFailed, LookupError):
+    """Nobody has told the pool what tokens a set of that name has, or it has forgotten them."""
+
+
+class NoProbability(RequestFailed, ValueError):
+    """None of the tokens that are allowed has a probability above 0, so none can be drawn."""
 
 
 class QueueCleared(RequestFailed):

@@ -99,7 +99,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         own = np.take_along_axis(reference, largest.ids, axis=1)
         assert float(np.abs(own - largest.values).max()) <= tolerance
         assert float(np.abs(logits - log_z - reference).max()) <= tolerance
-        likeliest = unpack_top(packed_logits, vocab_size, of_logits=True).values
+        likeliest = unpack_top(packed_logits, vocab_size, of_row=False).values
         assert float(np.abs(likeliest - -np.sort(-logits)[:, :3]).max()) <= tolerance
 
 

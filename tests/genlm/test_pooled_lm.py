@@ -252,6 +252,22 @@ def test_loading_by_name_waits_for_a_worker(pool: Pool, tokenizer: Any, caplog: 
             assert pickle.loads(pickle.dumps(model))._address.when_absent == "wait"  # noqa: S301
 
 
+def test_a_model_that_yields_to_others_does_so_wherever_it_is_unpickled(pool: Pool, tokenizer: Any) -> None:
+    pool.start("--vocab-size", SIZE)
+    where: dict[str, Any] = {"redis": pool.url, "prefix": pool.prefix, "tokenizer": tokenizer}
+    with (
+        PooledLM.from_name(**where, priority="bulk") as model,
+        pickle.loads(pickle.dumps(model)) as other,  # noqa: S301
+    ):
+        for token, one in enumerate((model, other)):
+            assert torch.equal(one.next_token_logprobs_sync([*IDS, token]), expected([*IDS, token]))
+        names = pool.names("*:reply:*")
+        assert len(names) == 2
+        assert all(":reply:bulk:" in name for name in names)
+    with pytest.raises(SettingsError, match="priority: 'high' is not one of interactive, bulk"):
+        PooledLM.from_name(**where, priority="high")  # type: ignore[arg-type]
+
+
 def test_a_model_without_a_tokenizer_asks_for_one(small_pool: Pool, threads_of_ours: ThreadList) -> None:
     with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; pass tokenizer="):
         PooledLM.from_name(redis=small_pool.url, prefix=small_pool.prefix)

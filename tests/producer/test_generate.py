@@ -190,7 +190,7 @@ BAD: list[tuple[dict[str, Any], type[LMPoolError], str]] = [
     ({"colour": 1}, SettingsError, "colour: not an option; there are temperature, top_p, seed, adapter, timeout, stop"),
     ({"stop": "\n"}, NotTokenIds, r"stop: '\\n' must be a list of token ids"),
     ({"stop": 5}, NotTokenIds, "stop: 5 must be a list of token ids"),
-    ({"stop": [[]]}, NotTokenIds, "stop: targets: "),
+    ({"stop": [[]]}, NotTokenIds, r"stop: \[\] must be a list of at least 1 token id"),
     ({"stop": ["the end"]}, NotTokenIds, "stop: "),
     ({"stop": [V]}, TokenOutOfRange, f"token id {V} is out of range"),
     ({"stop": [[1]] * 70_000}, SettingsError, "stop: 70000 sequences of 70000 tokens: too many"),

@@ -46,6 +46,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.submitted: list[bytes] = []
+        self.promoted: list[bytes] = []
         self.aborted: list[bytes] = []
         self.ended: list[InFlightJob] = []
         self.published: list[bytes] = []
@@ -57,6 +58,9 @@ class Recorder:
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         self.submitted += [job.digest for job in jobs]
         self.outstanding.update(job.digest for job in jobs)
+
+    def promote(self, digests: Sequence[bytes]) -> None:
+        self.promoted += digests
 
     def abort(self, digests: Sequence[bytes]) -> None:
         self.aborted += digests
@@ -77,7 +81,7 @@ class Recorder:
 def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlightJobs]:
     """A dispatcher, and the jobs that it holds."""
     in_flight, ends = InFlightJobs(), cast(Any, recorder)
-    queries = QueryAnswerer(cast(Any, None), ends, INFO)
+    queries = QueryAnswerer(cast(Any, None), ends, INFO, cast(Any, None))
     return Dispatcher(in_flight, ends, ends, cast(Any, None), queries, INFO, NO_ADAPTERS, NO_SEGMENT), in_flight
 
 
@@ -94,6 +98,18 @@ async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_drop
     preparing.cancel()
     assert recorder.submitted == [PROMPT]
     assert set(in_flight[PROMPT]) == {b"1-0", b"2-0"}
+
+
+async def test_a_prompt_that_another_client_joins_yields_no_more() -> None:
+    recorder = Recorder()
+    dispatcher, in_flight = dispatching(recorder)
+    yielding = BackendJob(PROMPT, bytes(4), bulk=True)
+    await dispatcher.accept([InFlightJob(b"1-0", PROMPT, yielding), InFlightJob(b"2-0", PROMPT, yielding)])
+    assert (recorder.submitted, recorder.promoted) == ([PROMPT], [])
+    assert in_flight.backend_job(PROMPT).bulk
+    await dispatcher.accept([InFlightJob(b"3-0", PROMPT, BackendJob(PROMPT, bytes(4)))])
+    assert (recorder.submitted, recorder.promoted) == ([PROMPT], [PROMPT])
+    assert not in_flight.backend_job(PROMPT).bulk
 
 
 async def test_queries_alone_are_turned_away_where_there_are_no_tries() -> None:

@@ -207,6 +207,7 @@ def _producer(model: str | None, redis: str | None, prefix: str, timeout: float,
         timeout=timeout,
         cache_bytes=0,
         when_absent=when_absent(waits),
+        priority="bulk",
         keep_answers=False,
     )
 

@@ -201,7 +201,7 @@ async def _producer_of(context: dict[str, Any], pool: dict[str, Any]) -> Produce
     producers: dict[str, Producer] = context.setdefault("producers", {})
     key = msgpack.packb(pool).hex()
     if key not in producers:
-        options = {"cache_bytes": 0, "keep_answers": False, "when_absent": "wait"}
+        options = {"cache_bytes": 0, "keep_answers": False, "when_absent": "wait", "priority": "bulk"}
         producers[key] = Producer(redis=context["url"], **{**pool, **options})
     await producers[key].open()
     return producers[key]

@@ -1,8 +1,8 @@
 """The client side of lmpool: `Producer` for asyncio, `SyncProducer` without it."""
 
 from lmpool.producer.client.requests import ProducerStats
+from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.queries import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.query import Continuation, TopK

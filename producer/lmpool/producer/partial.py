@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
@@ -11,38 +12,49 @@ from numpy.typing import NDArray
 
 from lmpool.aio import gather
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
-from lmpool.producer.client.session import Session
-from lmpool.producer.client.session_per_loop import SessionPerLoop
-from lmpool.producer.deadline import Deadline
-from lmpool.producer.queries import (
+from lmpool.producer.client.queries import (
     Expected,
-    GenerateOptions,
     Mode,
-    PositionOptions,
-    Positions,
-    SampleOptions,
     Wanted,
     ask_continuation,
+    ask_head,
+    ask_hidden,
     ask_last,
+    ask_mass,
     ask_part,
     ask_positions,
     ask_sample,
     ask_scores,
     ask_top,
     beginning,
+    parts_of,
+)
+from lmpool.producer.client.session import Session
+from lmpool.producer.client.session_per_loop import SessionPerLoop
+from lmpool.producer.deadline import Deadline
+from lmpool.producer.options import (
+    GenerateOptions,
+    PositionOptions,
+    Positions,
+    SampleOptions,
     check_k,
     check_known,
+    check_members,
     check_mode,
     check_room,
     check_start,
-    parts_of,
+    for_one,
+    read_allowed,
+    read_batch_allowed,
     read_sampling,
     read_stops,
     read_wanted,
 )
+from lmpool.protocol.hidden import Head
 from lmpool.protocol.prompt import Prompt, list_prompts
 from lmpool.protocol.query import MOST_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
 from lmpool.protocol.row import Row
+from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 
 T = TypeVar("T")
@@ -59,17 +71,28 @@ class PartialRows:
     """
 
     _sessions: SessionPerLoop
+    _heads: dict[str, Head]
     _timeout: float
 
     async def topk(
-        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+        self,
+        ids: Any,
+        k: int,
+        *,
+        allowed: Any = None,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> TopK:
         """The `k` likeliest tokens, likeliest first; of equal ones the lowest id first.
 
         Args:
             ids: a prompt, as for `Producer.logprobs`.
             k: how many, 1 to V.
-            mode: as `Producer.logprobs`.
+            allowed: the likeliest of these tokens only: their ids, or bools (V,), or their bits (bytes, the lowest bit
+                of the first for token 0), or a set that `token_set` has made, or its name. Values stay those of the
+                row.
+            mode: as `Producer.logprobs`; with `allowed` log-probabilities only.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -78,7 +101,7 @@ class PartialRows:
             SettingsError: `k` is out of range.
         """
 
-        best = await self.batch_topk([ids], k, mode=mode, adapter=adapter, timeout=timeout)
+        best = await self.batch_topk([ids], k, allowed=for_one(allowed), mode=mode, adapter=adapter, timeout=timeout)
         return TopK(best.values[0], best.ids[0])
 
     async def batch_topk(
@@ -86,17 +109,26 @@ class PartialRows:
         prompts: Iterable[Any],
         k: int,
         *,
+        allowed: Any = None,
         mode: Mode = "logprobs",
         adapter: str = "",
         timeout: float | None = None,
     ) -> TopK:
-        """As `topk`, for n prompts: both arrays have the shape (n, k)."""
+        """As `topk`, for n prompts: both arrays have the shape (n, k).
+
+        `allowed` is the same for all of them, or a list, or bools (n, V), with one for each.
+        """
         listed, values = list_prompts(prompts), check_mode(mode)
+        if values == "logits" and allowed is not None:
+            raise SettingsError("allowed: not with mode='logits', which tells of positions")
 
         async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
             encoded = [session.encode(ids, name) for ids in listed]
             count = check_k(k, session)
-            return stack_tops(await gather([ask_top(session, ids, count, deadline, values) for ids in encoded]), count)
+            sets = read_batch_allowed(allowed, len(encoded), session.info.vocab_size)
+            pairs = zip(encoded, [check_members(some, count) for some in sets], strict=True)
+            tops = await gather([ask_top(session, ids, count, deadline, values, some) for ids, some in pairs])
+            return stack_tops(tops, count)
 
         return await self._request(adapter, timeout, ask)
 
@@ -110,6 +142,8 @@ class PartialRows:
         Raises:
             SettingsError: an option is unknown or out of range.
         """
+        if "allowed" in options:
+            options["allowed"] = for_one(options["allowed"])
         return int((await self.batch_sample([ids], **options))[0])
 
     async def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
@@ -127,11 +161,67 @@ class PartialRows:
 
         async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.int64]:
             encoded = [session.encode(ids, name) for ids in listed]
-            draws = zip(encoded, [sampling._replace(seed=seed) for seed in seeds], strict=True)
-            tokens = await gather([ask_sample(session, *draw, deadline, private=is_private) for draw in draws])
+            sets = read_batch_allowed(options.get("allowed"), len(encoded), session.info.vocab_size)
+            asked = []
+            for prompt, seed, some in zip(encoded, seeds, sets, strict=True):
+                how = sampling._replace(seed=seed)
+                asked.append(ask_sample(session, prompt, how, deadline, private=is_private, allowed=some))
+            tokens = await gather(asked)
             return np.array(tokens, np.int64)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
+
+    async def mass(self, ids: Any, allowed: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """The logarithm of the probability that the next token is one of some; -inf if it is none of them.
+
+        Args:
+            ids: a prompt, as for `Producer.logprobs`.
+            allowed: which tokens, as for `topk`.
+
+        Raises:
+            SettingsError: no token is allowed, or the set is of another vocabulary.
+            UnknownTokenSet: the pool does not know the set of that name.
+        """
+        return float((await self.batch_mass([ids], for_one(allowed), adapter=adapter, timeout=timeout))[0])
+
+    async def batch_mass(
+        self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `mass`, for n prompts: float32 (n,). `allowed` is as for `batch_topk`."""
+        listed = list_prompts(prompts)
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[np.float32]:
+            encoded = [session.encode(ids, name) for ids in listed]
+            sets = read_batch_allowed(allowed, len(encoded), session.info.vocab_size)
+            if not all(some.packed for some in sets):
+                raise SettingsError("allowed: None: give the tokens whose probability is wanted")
+            pairs = zip(encoded, sets, strict=True)
+            masses = await gather([ask_mass(session, prompt, some, deadline) for prompt, some in pairs])
+            return np.array(masses, np.float32)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
+        """A set of tokens that the pool knows by name from now on, so that queries about it carry 17 bytes.
+
+        For sets that are asked about often. It is kept for a day, and told again by whoever has it when it is
+        forgotten; who has its name only (`TokenSet.name.hex()`) gets `UnknownTokenSet` then.
+
+        Args:
+            allowed: as for `topk`.
+
+        Raises:
+            SettingsError: as `mass`.
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> TokenSet:
+            tokens = read_allowed(allowed, session.info.vocab_size).tokens
+            if tokens is None:
+                raise SettingsError(f"allowed: {shown(allowed)}: give the tokens that the set has")
+            await session.vocabularies.register_tokens(tokens, deadline)
+            return replace(tokens, is_named=True)
+
+        return await self._request("", timeout, ask)
 
     async def generate(
         self, ids: Any, max_tokens: int, *, n: int = 1, **options: Unpack[GenerateOptions]
@@ -304,6 +394,51 @@ class PartialRows:
             return np.array(await gather([ask_last(session, ids, wanted, deadline) for ids in encoded]), np.float32)
 
         return await self._request(adapter, timeout, ask)
+
+    async def hidden(
+        self, ids: Any, start: int = 0, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[Any]:
+        """The last hidden states of a text from position `start` on: what the model's head makes its rows of.
+
+        For clients with a device of their own: `await producer.head()` has what turns them into rows, and at V =
+        128,000 they are some thirty times fewer bytes than these.
+
+        Args:
+            ids: a text of N tokens, as for `positions`.
+            start: the first position, 0 to N - 1.
+
+        Returns:
+            (N - start, d) in the model's dtype; those of a bfloat16 model, which numpy does not have, in float32.
+
+        Raises:
+            SettingsError: `start` is out of range, or the backend does not tell them (`producer.model.hidden` is 0).
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> NDArray[Any]:
+            return await ask_hidden(session, check_start(start, session.encode(ids, name)), start, deadline)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def head(self, *, timeout: float | None = None) -> Head:
+        """What turns hidden states into rows: weights, bias, scale and soft-cap of the model's last layer.
+
+        It is fetched once, in parts of 8 MiB, and kept in this producer as long as the model stays the same.
+
+        Args:
+            timeout: seconds for all of it; None for the producer's.
+
+        Raises:
+            SettingsError: the backend does not tell it (`producer.model.hidden` is 0).
+        """
+
+        async def ask(session: Session, name: str, deadline: Deadline) -> Head:
+            fingerprint = session.info.fingerprint
+            if fingerprint not in self._heads:
+                head = await ask_head(session, deadline)
+                self._heads = {fingerprint: head}
+            return self._heads[fingerprint]
+
+        return await self._request("", timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a prompt's row computed and cached, without having it sent.

@@ -14,22 +14,13 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.adapter_changes import AdapterChange
+from lmpool.producer.client.queries import Mode, ask_all, ask_entries, ask_fresh, ask_logits, entries_of
 from lmpool.producer.client.requests import Counters, ProducerStats, RowLRU
-from lmpool.producer.client.session import Session, WhenAbsent, WhenFull
+from lmpool.producer.client.session import Priority, Session, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself, SessionPerLoop
 from lmpool.producer.deadline import Deadline, check_timeout
+from lmpool.producer.options import check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
-from lmpool.producer.queries import (
-    Mode,
-    ask_all,
-    ask_entries,
-    ask_fresh,
-    ask_logits,
-    check_mode,
-    entries_of,
-    read_batch_targets,
-    read_targets,
-)
 from lmpool.producer.trie import PooledTrie, TrieQueries, trie_of
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
@@ -61,6 +52,9 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: what opening and asking do while no worker serves the model, or none has ever served it, and
             while no server answers: "wait" until their deadline, or "raise" UnknownModel and ServerUnreachable at
             once, and NoWorker when a worker has been missing for a lease (5 s at least).
+        priority: whose turn it is where prompts wait: "interactive" clients take turns with one another; "bulk" is for
+            what nobody waits for at a screen, such as a file of texts: its prompts go behind all others, and get what
+            these leave, and a sixteenth at least.
         keep_answers: whether answers to queries (likeliest tokens, draws, scores, positions) stay in the pool's cache
             for a minute, for whoever asks the same. False removes each as soon as it has been read: a program that asks
             about a million texts would fill the server with what nobody asks for again.
@@ -79,12 +73,14 @@ class Producer(CopiedAsItself, PartialRows):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
         keep_answers: bool = True,
     ) -> None:
         _check_model(model)
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
+        check_choice("priority", priority, get_args(Priority))
         if type(keep_answers) is not bool:
             raise SettingsError(f"keep_answers: {shown(keep_answers)} must be True or False")
         if isinstance(cache_bytes, bool) or not isinstance(cache_bytes, int) or cache_bytes < 0:
@@ -100,16 +96,26 @@ class Producer(CopiedAsItself, PartialRows):
             "prefix": prefix,
             "when_full": when_full,
             "when_absent": when_absent,
+            "priority": priority,
             "keep_answers": keep_answers,
         }
         self._keys = Keys(prefix)
+        self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
         self._sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, self._cache, self._stats, self._counters, when_full, when_absent, keep_answers
+                server,
+                self._keys,
+                self._cache,
+                self._stats,
+                self._counters,
+                when_full,
+                when_absent,
+                priority,
+                keep_answers,
             ),
             model,
             when_absent,
@@ -119,7 +125,7 @@ class Producer(CopiedAsItself, PartialRows):
         self._trie_sessions = SessionPerLoop(
             lambda: Server(redis),
             lambda server: Session(
-                server, self._keys, RowLRU(0), ProducerStats(), when_full=when_full, when_absent=when_absent
+                server, self._keys, RowLRU(0), ProducerStats(), None, when_full, when_absent, priority
             ),
             TRIE_SERVICE,
             when_absent,

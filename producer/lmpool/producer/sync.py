@@ -20,15 +20,18 @@ from numpy.typing import NDArray
 from lmpool.aio import end_tasks
 from lmpool.broker.server import RedisLike, where
 from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.producer.client.queries import Expected, Mode
 from lmpool.producer.client.requests import ProducerStats
-from lmpool.producer.client.session import WhenAbsent, WhenFull
+from lmpool.producer.client.session import Priority, WhenAbsent, WhenFull
 from lmpool.producer.client.session_per_loop import CopiedAsItself
+from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
-from lmpool.producer.queries import Expected, GenerateOptions, Mode, PositionOptions, Positions, SampleOptions
 from lmpool.producer.trie import PooledTrie, TrieOptions
+from lmpool.protocol.hidden import Head
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, TopK
 from lmpool.protocol.row import Values
+from lmpool.protocol.token_set import TokenSet
 from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
@@ -101,7 +104,7 @@ class SyncProducer(CopiedAsItself):
     pickled is the same as of a `Producer`; an unpickled one is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, keep_answers: as `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers: as `Producer`.
 
     Raises:
         As `Producer` and `Producer.open`.
@@ -117,6 +120,7 @@ class SyncProducer(CopiedAsItself):
         prefix: str = "lmpool",
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
         keep_answers: bool = True,
     ) -> None:
         producer = Producer(
@@ -127,6 +131,7 @@ class SyncProducer(CopiedAsItself):
             prefix=prefix,
             when_full=when_full,
             when_absent=when_absent,
+            priority=priority,
             keep_answers=keep_answers,
         )
         self._start(producer)
@@ -181,22 +186,46 @@ class SyncProducer(CopiedAsItself):
         return self._wait_for(work)
 
     def topk(
-        self, ids: Any, k: int, *, mode: Mode = "logprobs", adapter: str = "", timeout: float | None = None
+        self,
+        ids: Any,
+        k: int,
+        *,
+        allowed: Any = None,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> TopK:
         """As `Producer.topk`."""
-        return self._wait_for(self._producer.topk(ids, k, mode=mode, adapter=adapter, timeout=timeout))
+        work = self._producer.topk(ids, k, allowed=allowed, mode=mode, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
 
     def batch_topk(
         self,
         prompts: Iterable[Any],
         k: int,
         *,
+        allowed: Any = None,
         mode: Mode = "logprobs",
         adapter: str = "",
         timeout: float | None = None,
     ) -> TopK:
         """As `Producer.batch_topk`."""
-        return self._wait_for(self._producer.batch_topk(prompts, k, mode=mode, adapter=adapter, timeout=timeout))
+        work = self._producer.batch_topk(prompts, k, allowed=allowed, mode=mode, adapter=adapter, timeout=timeout)
+        return self._wait_for(work)
+
+    def mass(self, ids: Any, allowed: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+        """As `Producer.mass`."""
+        return self._wait_for(self._producer.mass(ids, allowed, adapter=adapter, timeout=timeout))
+
+    def batch_mass(
+        self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
+    ) -> NDArray[np.float32]:
+        """As `Producer.batch_mass`."""
+        return self._wait_for(self._producer.batch_mass(prompts, allowed, adapter=adapter, timeout=timeout))
+
+    def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
+        """As `Producer.token_set`."""
+        return self._wait_for(self._producer.token_set(allowed, timeout=timeout))
 
     def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
         """As `Producer.sample`."""
@@ -260,6 +289,14 @@ class SyncProducer(CopiedAsItself):
     ) -> NDArray[np.float32]:
         """As `Producer.batch_logz`."""
         return self._wait_for(self._producer.batch_logz(prompts, adapter=adapter, timeout=timeout))
+
+    def hidden(self, ids: Any, start: int = 0, *, adapter: str = "", timeout: float | None = None) -> NDArray[Any]:
+        """As `Producer.hidden`."""
+        return self._wait_for(self._producer.hidden(ids, start, adapter=adapter, timeout=timeout))
+
+    def head(self, *, timeout: float | None = None) -> Head:
+        """As `Producer.head`."""
+        return self._wait_for(self._producer.head(timeout=timeout))
 
     def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """As `Producer.warm`."""

@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import read_hashes
-from lmpool.errors import ProtocolError, SettingsError, UnknownVocabulary
+from lmpool.errors import ProtocolError, SettingsError, UnknownTokenSet, UnknownVocabulary
 from lmpool.protocol.adapter import (
     GENERATION_FIELD,
     MAX_ADAPTERS,
@@ -27,6 +27,7 @@ from lmpool.protocol.adapter import (
     decode_registered,
 )
 from lmpool.protocol.keys import Keys, ModelKeys
+from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.vocabulary import Vocabulary
 
 MOST_BYTES = 64 * 1024 * 1024
@@ -93,6 +94,26 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
     if vocabulary.digest != digest:
         raise UnknownVocabulary(f"what the pool has as the vocabulary {digest} is another: {vocabulary.digest}")
     return vocabulary
+
+
+async def register_tokens(redis: Redis, keys: Keys, tokens: TokenSet) -> None:
+    """Have the pool know a set of tokens by its name for another day."""
+    await redis.set(keys.token_set(tokens.name), tokens.bits, px=_TTL_MS)
+
+
+async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int) -> TokenSet:
+    """Read a set of tokens of a vocabulary.
+
+    Raises:
+        UnknownTokenSet: the pool does not know it, or has something else in its place.
+    """
+    try:
+        data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)
+        return tokens_of_bits(data if isinstance(data, bytes) else b"", vocab_size, name)
+    except (ProtocolError, ResponseError) as error:
+        raise UnknownTokenSet(
+            f"the pool does not know the set of tokens {name.hex()}, or no longer: register it with producer.token_set"
+        ) from error
 
 
 class AdapterRegistry:

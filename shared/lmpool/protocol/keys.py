@@ -24,8 +24,17 @@ In an entry that may have to go elsewhere, a space and the digest follow.
 SINCE_FIELD = b"t"
 """The field of a job entry that was moved, from the backlog or another stream: when it was queued, in ms since 1970."""
 
+PRIORITY_FIELD = b"p"
+"""The field of a job entry that only bulk clients wait for: `BULK`."""
+
+BULK = b"bulk"
+"""What entries, and reply keys behind "reply:", say of the clients that yield to all others."""
+
 HOME_FIELD = b"h"
 """The field of a job entry that names the worker whose lane its client wanted: its home, or b""."""
+
+BULK_TIME = 1e12
+"""Where the virtual start times of bulk clients begin."""
 
 REPLY_CAP = 1000
 """About the most messages in a reply stream."""
@@ -68,6 +77,10 @@ class Keys:
         """String: one packed vocabulary; has a TTL."""
         return f"{self.prefix}:trie:{digest}".encode()
 
+    def token_set(self, name: bytes) -> bytes:
+        """String: the bits of a set of tokens, under the digest of what it is; has a TTL."""
+        return f"{self.prefix}:tokens:{name.hex()}".encode()
+
     def weights(self) -> bytes:
         """Prefix of the strings that hold the weights of trie jobs (append their name); each has a TTL."""
         return f"{self.prefix}:weights:".encode()
@@ -104,13 +117,15 @@ class ModelKeys:
         self.lanes: Final = base + b":lanes"
         """Sorted set: worker id -> how many jobs its lane has, waiting and held; "" -> the sum of these; expires."""
         self.backlog: Final = base + b":backlog"
-        """Sorted set: digests of prompts that wait behind the streams, with their virtual start times."""
+        """Sorted set: digests of prompts that wait behind the streams, with their virtual start times; those that only
+        bulk clients wait for begin at `BULK_TIME`."""
         self.backlog_jobs: Final = base + b":backlog:jobs"
         """Hash: digest of a prompt in the backlog -> when it was queued and for how long it is waited for (in ms since
         1970, and in ms), its home or nothing, and its encoded job, with spaces between."""
         self.virtual_time: Final = base + b":virtual_time"
         """Sorted set: reply key with the virtual start time of its client's last prompt in the backlog; "" with the
-        virtual time, which is the start time of the prompt that moved up last."""
+        virtual time, which is the start time of the prompt that moved up last; "bulk" with that of bulk clients; "owed"
+        with the sixteenths of a prompt that are due to them."""
         self.sole_client: Final = base + b":sole_client"
         """String: reply key of a client that asks alone and has more in the streams than their capacity; with "-"
         before it while that goes back to the backlog; expires."""
@@ -152,9 +167,9 @@ class ModelKeys:
         """String: there as long as clients may still use another adapter of this name, for "" of any; expires."""
         return self.base + b":replaced:" + adapter.encode()
 
-    def reply(self, client_id: str) -> bytes:
-        """Stream of finished digests for one client, with small rows; capped, expires."""
-        return self.base + b":reply:" + client_id.encode()
+    def reply(self, client_id: str, *, is_bulk: bool = False) -> bytes:
+        """Stream of finished digests for one client, with small rows; capped, expires. It says which ones yield."""
+        return self.base + b":reply:" + (BULK + b":" if is_bulk else b"") + client_id.encode()
 
     def adapter_trials(self, load: str) -> bytes:
         """Hash: id of a worker that loads an adapter now -> since when, in ms since 1970; expires.

@@ -36,7 +36,7 @@ _VERSION_FIELD = "wire_version"
 _VERSION_WITHOUT_FIELD = 2
 """The wire version of the last releases whose infos did not tell it."""
 
-_FIELDS_SINCE_THEN = {"positions"}
+_FIELDS_SINCE_THEN = {"positions", "hidden"}
 _FIELDS_UNTIL_THEN = {"scores"}
 """What their infos did not have either."""
 
@@ -69,6 +69,7 @@ class ModelInfo:
         answers_tries: its workers answer trie jobs by themselves, in the step that computes the row.
         positions: its workers answer what the model expects at every position of a text, and so what a continuation's
             tokens score, from one forward.
+        hidden: d, the numbers of a hidden state, where its workers tell these and the model's head; else 0.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: prompts that may wait at once; more are refused.
         lease_s: seconds after which the jobs of a silent worker are given to another.
@@ -88,6 +89,7 @@ class ModelInfo:
     vocabulary: str = ""
     answers_tries: bool = False
     positions: bool = False
+    hidden: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 0
     note: str = ""
     queue_limit: Annotated[int, _limited("queue_limit")] = 100_000
     lease_s: Annotated[float, _limited("lease_s")] = 15.0

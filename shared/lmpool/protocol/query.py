@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from lmpool.errors import ProtocolError
+from lmpool.errors import NoProbability, ProtocolError
 from lmpool.protocol.job import Message, checked, described, unpack_flat
 from lmpool.protocol.prompt import DIGEST_SIZE
 from lmpool.protocol.row import Row, check_largest, check_logprobs
@@ -28,7 +28,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie are wanted; see `TrieQuery`."""
 
-PositionValues = Literal["logprobs", "logits", "scores", "logz"]
+PositionValues = Literal["logprobs", "logits", "scores", "logz", "hidden"]
 """What is told of positions; see `PositionsQuery`."""
 
 MOST_ANSWER = 1 << 21
@@ -132,6 +132,29 @@ def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.f
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
+def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
+    """As `top`, of some entries only, 1 <= k <= n; their ids are (n,), ascending."""
+    best = top(row[ids], k)
+    return TopK(best.values, ids[best.ids])
+
+
+def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
+    """As `sample`, among some tokens only, as if they were all; their ids are ascending.
+
+    Raises:
+        NoProbability: none of them has any.
+    """
+    values = row[ids]
+    if values.max() == -np.inf:
+        raise NoProbability(f"none of the {len(ids)} allowed tokens has a probability above 0")
+    return int(ids[sample(values, how)])
+
+
+def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
+    """The logarithm of the probability that some tokens have together; -inf if they have none."""
+    return np.float32(np.logaddexp.reduce(row[ids].astype(np.float64)))
+
+
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     """The ids of the `k` largest values, largest first; of equal ones the lowest id first."""
     least = np.partition(values, len(values) - k)[len(values) - k]
@@ -158,8 +181,8 @@ def pack_top(largest: TopK) -> NDArray[np.float32]:
     return np.concatenate((largest.values, largest.ids.astype("<u4").view(np.float32)), axis=-1)
 
 
-def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool = False) -> TopK:
-    """Read what `pack_top` made, of log-probabilities or of logits.
+def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = True) -> TopK:
+    """Read what `pack_top` made, of a whole row of log-probabilities or of others.
 
     Raises:
         ProtocolError: an id is not below `vocab_size` or comes twice, or the values are not the largest of a row, in
@@ -173,10 +196,10 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_logits: bool 
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
-        if not of_logits:
+        if of_row:
             check_largest(most, vocab_size)
-        elif not np.isfinite(most):
-            raise ProtocolError(f"the largest of {vocab_size} logits is {most}")
+        elif not most < np.inf:
+            raise ProtocolError(f"the largest of {vocab_size} entries is {most}")
     return TopK(values, ids)
 
 
@@ -283,22 +306,39 @@ class TrieQuery(Message, frozen=True):
 
 
 class TopQuery(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them."""
+    """The `k` largest entries of the row, as `lmpool.protocol.query.pack_top` packs them.
+
+    Attributes:
+        k: how many.
+        allowed: those of these tokens only (`TokenSet.packed`); of all if there are none.
+    """
 
     k: Annotated[int, Meta(ge=1)]
+    allowed: bytes = b""
 
 
 class SampleQuery(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it."""
+    """One token drawn from the row, as `lmpool.protocol.query.pack_token` packs it; `allowed` as `TopQuery`."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]  # MessagePack has none above `MOST_SEED`.
+    allowed: bytes = b""
 
     @property
     def how(self) -> Sampling:
         """How it is drawn."""
         return Sampling(self.temperature, self.top_p, self.seed)
+
+
+class MassQuery(Message, frozen=True, tag="mass"):
+    """The logarithm of the probability that some tokens have together, float32 of shape (1,).
+
+    Attributes:
+        allowed: the tokens (`TokenSet.packed`).
+    """
+
+    allowed: Annotated[bytes, Meta(min_length=1)]
 
 
 class PositionsQuery(Message, frozen=True, tag="positions"):
@@ -311,13 +351,16 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         top: so many of the likeliest tokens, as `lmpool.protocol.query.pack_top` packs them; 0 for none.
         targets: otherwise these entries, little-endian uint32 ids; if there are none either, whole rows.
         values: of what. "scores": neither of these, but the log-probability of the token that follows; the last
-            position has none. "logz": the logarithm of the sum of the exponentials of the logits.
+            position has none. "logz": the logarithm of the sum of the exponentials of the logits. "hidden": the last
+            hidden states, as `lmpool.protocol.hidden.pack_numbers` packs them.
+        size: numbers of each position that a hidden state takes.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
     values: PositionValues = "logprobs"
+    size: Annotated[int, Meta(ge=0)] = 0
 
     @classmethod
     def scores_from(cls, start: int) -> Self:
@@ -331,7 +374,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     def width(self, vocab_size: int) -> int:
         """Numbers of each position."""
-        return 2 * self.top or len(self.targets) // 4 or (1 if self.values in _SINGLE else vocab_size)
+        return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
         """The positions of a prompt of so many tokens that are asked for."""
@@ -410,6 +453,21 @@ def drawn_at(how: Sampling, place: int) -> Sampling:
     return how._replace(seed=(how.seed + place) & MOST_SEED)
 
 
+class HeadQuery(Message, frozen=True, tag="head"):
+    """What turns hidden states into rows (`lmpool.protocol.hidden.Head`); whatever the prompt is.
+
+    Attributes:
+        part: "facts": as `lmpool.protocol.hidden.pack_facts` packs them. "bias": float32 (V,). "weights": some rows of
+            them, as `lmpool.protocol.hidden.pack_numbers` packs them.
+        first: the first row.
+        count: so many rows.
+    """
+
+    part: Literal["facts", "bias", "weights"]
+    first: Annotated[int, Meta(ge=0)] = 0
+    count: Annotated[int, Meta(ge=0)] = 0
+
+
 class FreshQuery(Message, frozen=True, tag="fresh"):
     """The row, computed by a forward of its own from nothing that is kept.
 
@@ -420,10 +478,10 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
-PickQuery = TopQuery | SampleQuery
+PickQuery = TopQuery | SampleQuery | MassQuery
 """What is picked from a row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | PositionsQuery | GenerateQuery | FreshQuery
+Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
 
 def unpack_query(data: bytes) -> Query:
@@ -435,17 +493,23 @@ def unpack_query(data: bytes) -> Query:
     match unpack_flat(data, _MOST_BYTES, "query"):
         case ["top", *_] as values:
             return checked(TopQuery, values, "a query")
-        case ["sample", float(), float(), _] as values:  # As a float, msgspec takes a whole number too.
+        case ["mass", *_] as values:
+            return checked(MassQuery, values, "a query")
+        case ["sample", float(), float(), _, _] as values:  # As a float, msgspec takes a whole number too.
             return checked(SampleQuery, values, "a query")
-        case ["positions", int(), int(k), bytes(targets), str(kind)] as values:
+        case ["positions", int(), int(k), bytes(targets), str(kind), int(size)] as values:
             # One of them at most, or clients would read the answer as something else.
-            if len(targets) % 4 or (k > 0) + bool(targets) + (kind in _SINGLE) > 1:
+            is_hidden = kind == "hidden"
+            is_one = (k > 0) + bool(targets) + (kind in _SINGLE) + is_hidden <= 1
+            if len(targets) % 4 or not is_one or is_hidden != (size > 0):
                 raise ProtocolError("a query for positions wants more than one thing of them, or no whole ids")
             return checked(PositionsQuery, values, "a query")
         case ["generate", int(), float(), float(), int(), bytes(stop)] as values if len(stop) % 4 == 0:
             query = checked(GenerateQuery, values, "a query")
             _ = query.stops
             return query
+        case ["head", *_] as values:
+            return checked(HeadQuery, values, "a query")
         case ["fresh", *_] as values:
             return checked(FreshQuery, values, "a query")
         case [str(op), str(), str(select), *_] if op not in OPS or select not in _SELECTIONS:

@@ -17,6 +17,8 @@ from lmpool.protocol.query import (
     OPS,
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
+    MassQuery,
     PositionsQuery,
     SampleQuery,
     Sampling,
@@ -25,6 +27,7 @@ from lmpool.protocol.query import (
     pack_stops,
 )
 from lmpool.protocol.row import Encoding, RowBlock
+from lmpool.protocol.token_set import TokenSet
 from lmpool.synthetic import synthetic_row
 from lmpool.vocabulary import Vocabulary
 
@@ -84,14 +87,22 @@ trie_queries = st.builds(
     st.just(b"") | digests,
 )
 samplings = st.builds(Sampling, st.floats(0, 1e6), st.floats(1e-300, 1.0), st.integers(0, 2**64 - 1))
+sets_of_tokens = st.one_of(
+    st.just(b""),
+    st.sets(st.integers(0, 70), min_size=1).map(lambda ids: TokenSet(np.array(sorted(ids)), 71).packed),
+    st.binary(max_size=20),
+)
 valid_queries = st.one_of(
-    st.builds(TopQuery, st.integers(1, 600)),
-    samplings.map(lambda how: SampleQuery(*how)),
+    st.builds(TopQuery, st.integers(1, 600), sets_of_tokens),
+    st.builds(MassQuery, sets_of_tokens.filter(bool)),
+    st.builds(lambda how, tokens: SampleQuery(how.temperature, how.top_p, how.seed, tokens), samplings, sets_of_tokens),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3)),
     st.builds(PositionsQuery, st.integers(0, 9), st.just(0), st.just(b"\1\0\0\0")),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), values=st.just("logits")),
     st.builds(PositionsQuery, st.integers(0, 9), values=st.sampled_from(["scores", "logz"])),
     st.builds(FreshQuery, digests),
+    st.builds(PositionsQuery, st.integers(0, 9), values=st.just("hidden"), size=st.integers(1, 99)),
+    st.builds(HeadQuery, st.sampled_from(["facts", "bias", "weights"]), st.integers(0, 9), st.integers(0, 9)),
     st.builds(
         GenerateQuery,
         st.integers(1, 9),
@@ -105,7 +116,7 @@ valid_queries = st.one_of(
 wrong_queries = st.one_of(
     st.builds(TopQuery, numbers).map(lambda query: query.pack()),
     st.builds(Sampling, st.floats(), st.floats(), numbers).map(lambda how: SampleQuery(*how).pack()),
-    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names).map(lambda query: query.pack()),
+    st.builds(PositionsQuery, numbers, numbers, st.binary(max_size=9), names, numbers).map(lambda query: query.pack()),
     st.builds(GenerateQuery, numbers, st.floats(), st.floats(), numbers, st.binary(max_size=20)).map(
         lambda query: query.pack()
     ),

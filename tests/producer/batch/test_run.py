@@ -248,6 +248,30 @@ async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path
     assert [number for number, _, _ in errors(tmp_path / "out")] == [3]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_hidden_states_are_kept_in_the_models_dtype(
+    pool: Pool, tmp_path: Path, smollm2_folder: Path, dtype: str
+) -> None:
+    pool.start("--backend", "hf", "--name", "smollm2", "--dtype", dtype, model=str(smollm2_folder))
+    texts = [[*ids[:2], 7] for ids in TEXTS[:3]]
+    source = write_texts(tmp_path / "in.jsonl", texts)
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "hidden", concurrency=1)
+        states = [await producer.hidden(ids) for ids in texts]
+    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")
+    assert tensors.get_slice("hidden").get_dtype() == {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    for answer, wanted in zip(lmpool.batch.open(tmp_path / "out"), states, strict=True):
+        assert np.array_equal(answer["hidden"], wanted)
+
+
+async def test_a_backend_without_hidden_states_is_told(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    async with pool.producer() as producer:
+        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not tell hidden states"):
+            await run(producer, source, tmp_path / "out", "hidden")
+
+
 async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", TEXTS)

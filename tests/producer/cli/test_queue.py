@@ -317,3 +317,21 @@ async def test_show_tells_what_waits_and_whose_it_is(pool: Pool) -> None:
     for command in (["show", "nope"], ["clear", "nope", "--yes"]):
         printed, _ = await asyncio.to_thread(queue, pool, *command)
         assert "; the model 'nope' is not served; served are: syn" in printed
+
+
+async def test_show_tells_what_yields_to_others(pool: Pool) -> None:
+    unattended(pool)
+    async with pool.producer("syn", priority="bulk") as producer, pool.producer("syn") as other:
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        await until_queued(pool, 100)
+        # Alone it had all of it in the stream.
+        asked.append(asyncio.ensure_future(other.logprobs([100])))
+        await until_queued(pool, 101)
+        told = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
+        ((name, behind),) = told["clients"].items()
+        assert name.startswith("bulk:")
+        assert behind == told["bulk"] == told["backlog"] > 0
+        printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
+        assert f"{behind} wait behind them, {behind} of them yield to others" in printed
+        await asyncio.to_thread(pool.start, "--lease-s", 600)
+        await asyncio.gather(*asked)

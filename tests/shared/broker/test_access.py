@@ -17,6 +17,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 
 from lmpool.errors import AuthenticationFailed, QueueCleared
 from lmpool.producer import Producer
+from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -192,6 +193,8 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
         abandoned = asyncio.create_task(producer.logprobs([8, 8, 8]))
         await asyncio.sleep(0)
         abandoned.cancel()
+        allowed = await producer.token_set([1, 2])
+        assert await producer.mass([1], allowed) < 0
         for trie in (await producer.trie(), await producer.trie(words(1, V))):
             weights = draw_weights(1, V, "sum")
             assert_right(await trie.weight_sum(weights), answers_of(trie.structure).of("sum", weights))
@@ -276,18 +279,20 @@ async def test_only_those_may_change_adapters_who_have_that_right(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("priority", ["interactive", "bulk"])
 async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
-    server: SecureServer, workers: Workers
+    server: SecureServer, workers: Workers, priority: Priority
 ) -> None:
+    name = f"alone-{priority}"
     with server.client("admin") as admin:
         admin.acl_log_reset()
-        worker = workers.start("worker", "worker", "alone", *SYNTHETIC[:-2], "--lease-s", "60", "--max-batch", "2")
+        worker = workers.start("worker", "worker", name, *SYNTHETIC[:-2], "--lease-s", "60", "--max-batch", "2")
         await asyncio.to_thread(worker.until_says, "serving ")
         worker.signal(signal.SIGSTOP)
-        options = {"redis": server.url("producer"), "timeout": 60.0}
-        async with Producer("alone", **options) as greedy, Producer("alone", **options) as modest:  # type: ignore[arg-type]
+        options: dict[str, Any] = {"redis": server.url("producer"), "timeout": 60.0}
+        async with Producer(name, **options, priority=priority) as greedy, Producer(name, **options) as modest:
             many = asyncio.create_task(greedy.batch_logprobs([[i, 1] for i in range(400)]))
-            jobs = KEYS.model("alone").jobs
+            jobs = KEYS.model(name).jobs
 
             async def is_queued() -> bool:
                 return bool(admin.xlen(jobs) == 400)
@@ -299,7 +304,7 @@ async def test_a_client_that_asked_alone_gives_way_under_users_with_few_rights(
                 return bool(admin.xlen(jobs) < 20)
 
             await until_async(has_given_way, "what is beyond the usual has gone back")
-            admin.set(KEYS.model("alone").sole_client, b"-" + KEYS.model("alone").reply("x"), px=60_000)
+            admin.set(KEYS.model(name).sole_client, b"-" + KEYS.model(name).reply("x"), px=60_000)
             worker.signal(signal.SIGCONT)
             assert np.array_equal(await request, synthetic_row([1, 2], vocab_size=V))
             assert (await many).shape == (400, V)

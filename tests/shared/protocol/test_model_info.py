@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "vocabulary": "2b" * 16,
     "answers_tries": True,
     "positions": True,
+    "hidden": 64,
     "note": "a note",
     "queue_limit": 5,
     "lease_s": 2.5,
@@ -274,7 +275,7 @@ def test_the_info_of_a_later_release_is_refused_by_its_version_whatever_fields_i
 def test_a_release_without_a_wire_version_finds_a_field_that_it_does_not_know() -> None:
     # It compares the fields with its own, and then says "do all sides run the same one?".
     new, old = msgpack.unpackb(INFO.pack()), msgpack.unpackb(OLDER)
-    assert new.keys() - old.keys() == {"positions", "wire_version"}
+    assert new.keys() - old.keys() == {"positions", "hidden", "wire_version"}
     assert {name: value for name, value in new.items() if name in old} | {"scores": False} == old
 
 

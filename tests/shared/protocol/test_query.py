@@ -18,6 +18,8 @@ from lmpool.protocol.query import (
     Continuation,
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
+    MassQuery,
     PositionsQuery,
     Query,
     SampleQuery,
@@ -49,6 +51,9 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         TopQuery(1),
         TopQuery(2**31),
         SampleQuery(0.0, 1.0, 0),
+        SampleQuery(0.0, 1.0, 0, b"b\7"),
+        TopQuery(3, b"i\1\0\0\0"),
+        MassQuery(b"n" + b"1" * 16),
         SampleQuery(0.7, 0.9, 2**64 - 1),
         FreshQuery(b"n" * 16),
         GenerateQuery(1, 0.0, 1.0, 0),
@@ -58,6 +63,9 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
         PositionsQuery(5, values="scores"),
         PositionsQuery(0, 3, values="logits"),
+        PositionsQuery(0, values="hidden", size=32),
+        HeadQuery("facts"),
+        HeadQuery("weights", 5, 6),
         PositionsQuery(2**32, values="logz"),
     ],
 )
@@ -67,12 +75,13 @@ def test_an_ask_survives_the_wire(query: Query) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # The name of an answer is made from these bytes.
-    assert TopQuery(300).pack().hex() == "92a3746f70cd012c"
-    assert SampleQuery(0.5, 1.0, 7).pack().hex() == "94a673616d706c65cb3fe0000000000000cb3ff000000000000007"
-    assert PositionsQuery(3, 5).pack().hex() == "95a9706f736974696f6e730305c400a86c6f6770726f6273"
+    assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
+    assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
+    assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"
+    assert PositionsQuery(3, 5).pack().hex() == "96a9706f736974696f6e730305c400a86c6f6770726f627300"
     wanted = PositionsQuery(3, 0, b"\1\0\0\0", "logits").pack().hex()
-    assert wanted == "95a9706f736974696f6e730300c40401000000a66c6f67697473"
-    assert PositionsQuery(3, values="scores").pack().hex() == "95a9706f736974696f6e730300c400a673636f726573"
+    assert wanted == "96a9706f736974696f6e730300c40401000000a66c6f6769747300"
+    assert PositionsQuery(3, values="scores").pack().hex() == "96a9706f736974696f6e730300c400a673636f72657300"
     made = GenerateQuery(3, 0.5, 1.0, 7, pack_stops([[9]])).pack().hex()
     assert made == "96a867656e657261746503cb3fe0000000000000cb3ff000000000000007c4080100000009000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16

@@ -68,7 +68,7 @@ class Dispatcher:
 
     async def accept(self, jobs: Iterable[InFlightJob]) -> None:
         """Hold jobs and hand them on; end those that cannot be served. A prompt is computed once at a time."""
-        fresh, refused, has_queries = [], [], self._is_trie
+        fresh, refused, joined, has_queries = [], [], [], self._is_trie
         for job in jobs:
             backend_job = job.backend_job
             if backend_job is None:
@@ -77,6 +77,8 @@ class Dispatcher:
             has_queries = has_queries or job.query is not None
             if self._in_flight.add(job, backend_job):
                 fresh.append(backend_job)
+            elif not backend_job.bulk:
+                joined.append(backend_job.digest)
         if has_queries:
             later = {job.digest for job in fresh if self._is_trie or not self._in_flight.wants_row(job.digest)}
             if later:
@@ -90,6 +92,8 @@ class Dispatcher:
             digests = {digest for block in known for digest in block.digests}
             fresh = [job for job in fresh if job.digest not in digests]
         self._submit(fresh)
+        if joined:
+            self._engine_thread.promote(joined)
         if refused:
             await self._fail(refused)
         for block in known:

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
+from redis.asyncio import Redis
 
-from lmpool.errors import CorruptRow, SourceMissing, WorkerError
+from lmpool.broker.registries import look_up_tokens
+from lmpool.errors import (
+    CorruptRow,
+    LMPoolError,
+    ProtocolError,
+    SettingsError,
+    SourceMissing,
+    UnknownTokenSet,
+    WorkerError,
+)
 from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import PickQuery, TopQuery, TrieQuery, pack_token, pack_top, sample, top
+from lmpool.protocol.query import (
+    MassQuery,
+    PickQuery,
+    SampleQuery,
+    TrieQuery,
+    mass_of,
+    pack_token,
+    pack_top,
+    sample,
+    sample_of,
+    top,
+    top_of,
+)
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
+from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
 from lmpool.workers.queue.consumer import InFlightJob, InFlightJobs, JobsByDigest
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
 from lmpool.workers.trie.inputs import TrieInput, TrieInputs
 
+_MOST_SETS = 256
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
 
@@ -31,11 +57,12 @@ class QueryAnswerer:
         trie_inputs: brings rows and tries.
         publisher: takes the answers.
         info: the model's info; says whether its workers have tries.
+        token_sets: brings the sets that queries are about.
     """
 
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, token_sets: TokenSets) -> None:
         self._tries = TrieQueryAnswerer(trie_inputs, publisher, info)
-        self._sampler = Sampler(trie_inputs, publisher, info)
+        self._sampler = Sampler(trie_inputs, publisher, info, token_sets)
 
     async def answer_from_cache(self, jobs: JobsByDigest, in_flight: InFlightJobs) -> dict[bytes, list[bytes]]:
         """Answer queries about rows that are in the cache, without the backend.
@@ -64,16 +91,52 @@ class QueryAnswerer:
             await self._sampler.answer(picks, rows)
 
 
+class TokenSets:
+    """The sets of tokens that queries are about.
+
+    Args:
+        redis: has those that are named.
+        keys: the deployment's key names.
+        vocab_size: V.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, vocab_size: int) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._vocab_size = vocab_size
+        self._named: OrderedDict[bytes, TokenSet] = OrderedDict()
+
+    async def of(self, packed: Iterable[bytes]) -> dict[bytes, TokenSet | LMPoolError]:
+        """Sets as queries carry them -> these, or why one cannot be had."""
+        return {some: await self._read(some) for some in packed}
+
+    async def _read(self, packed: bytes) -> TokenSet | LMPoolError:
+        name = name_in(packed)
+        try:
+            if name is None:
+                return unpack_tokens(packed, self._vocab_size)
+            if (tokens := self._named.get(name)) is None:
+                tokens = self._named[name] = await look_up_tokens(self._redis, self._keys, name, self._vocab_size)
+        except (ProtocolError, UnknownTokenSet) as error:
+            return error
+        self._named.move_to_end(name)
+        if len(self._named) > _MOST_SETS:
+            self._named.popitem(last=False)
+        return tokens
+
+
 class Sampler:
-    """Answers queries for largest entries and drawn tokens.
+    """Answers queries for largest entries, drawn tokens, and what some tokens have together.
 
     Args:
         trie_inputs: brings rows from the cache.
         publisher: takes the answers.
         info: the model's info.
+        token_sets: brings the sets that queries are about.
     """
 
-    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo) -> None:
+    def __init__(self, trie_inputs: TrieInputs, publisher: Publisher, info: ModelInfo, token_sets: TokenSets) -> None:
+        self._token_sets = token_sets
         self._trie_inputs = trie_inputs
         self._publisher = publisher
         self._fingerprint = info.fingerprint
@@ -97,10 +160,22 @@ class Sampler:
 
     async def answer(self, jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> None:
         """Answer queries about these rows, and end the jobs."""
-        answers = await asyncio.to_thread(_pick_all, jobs, rows)
+        wanted = {
+            job.query.allowed
+            for group in jobs.values()
+            for job in group.values()
+            if isinstance(job.query, PickQuery) and job.query.allowed
+        }
+        sets: Mapping[bytes, TokenSet | LMPoolError] = {}
+        if wanted:
+            sets = await self._publisher.retry(lambda: self._token_sets.of(wanted))
+        picked = await asyncio.to_thread(_pick_all, jobs, rows, sets)
+        by_answer, overwrite = _by_answer(jobs)
+        answers = {digest: answer for digest, answer in picked.items() if isinstance(answer, np.ndarray)}
         if answers:
-            by_answer, overwrite = _by_answer(jobs)
             await self._publisher.publish(VectorBlock(list(answers), list(answers.values())), by_answer, overwrite)
+        failures = {digest: answer for digest, answer in picked.items() if isinstance(answer, Failure)}
+        await _fail(self._publisher, by_answer, failures)
 
 
 class TrieQueryAnswerer:
@@ -174,21 +249,51 @@ class TrieQueryAnswerer:
         if answers is not None:
             await self._publisher.publish(answers, by_answer, overwrite)
         failures |= {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
-        if failures:
-            await self._publisher.fail(
-                [job.failing(failure) for digest, failure in failures.items() for job in by_answer[digest].values()]
-            )
+        await _fail(self._publisher, by_answer, failures)
 
 
-def _pick_all(jobs: JobsByDigest, rows: Mapping[bytes, Row]) -> dict[bytes, NDArray[np.float32]]:
+async def _fail(publisher: Publisher, by_answer: JobsByDigest, failures: Mapping[bytes, Failure]) -> None:
+    if failures:
+        await publisher.fail(
+            [job.failing(failure) for digest, failure in failures.items() for job in by_answer[digest].values()]
+        )
+
+
+def _pick_all(
+    jobs: JobsByDigest, rows: Mapping[bytes, Row], sets: Mapping[bytes, TokenSet | LMPoolError]
+) -> dict[bytes, NDArray[np.float32] | Failure]:
     """Digest of the answer -> answer; in a thread, for a row of a large vocabulary takes a millisecond."""
     queries = {job.digest: (job.query, rows[prompt]) for prompt, group in jobs.items() for job in group.values()}
-    return {digest: _pick(query, row) for digest, (query, row) in queries.items()}
+    picked: dict[bytes, NDArray[np.float32] | Failure] = {}
+    for digest, (query, row) in queries.items():
+        assert isinstance(query, PickQuery)
+        tokens = sets[query.allowed] if query.allowed else None
+        try:
+            if isinstance(tokens, LMPoolError):
+                raise tokens
+            picked[digest] = _pick(query, row, tokens)
+        except LMPoolError as error:
+            picked[digest] = Failure(type(error).__name__, str(error))
+    return picked
 
 
-def _pick(query: TrieQuery | PickQuery | None, row: Row) -> NDArray[np.float32]:
-    assert isinstance(query, PickQuery)
-    return pack_top(top(row, query.k)) if isinstance(query, TopQuery) else pack_token(sample(row, query.how))
+def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.float32]:
+    """What is picked from a row, or from its entries of some tokens.
+
+    Raises:
+        SettingsError: more than there are.
+        NoProbability: nothing can be drawn.
+    """
+    if isinstance(query, MassQuery):
+        assert tokens is not None
+        return np.array([mass_of(row, tokens.ids)])
+    if isinstance(query, SampleQuery):
+        return pack_token(sample(row, query.how) if tokens is None else sample_of(row, query.how, tokens.ids))
+    if tokens is None:
+        return pack_top(top(row, query.k))
+    if query.k > len(tokens.ids):
+        raise SettingsError(f"k: {query.k} must be from 1 to {len(tokens.ids)}: so many tokens are allowed")
+    return pack_top(top_of(row, query.k, tokens.ids))
 
 
 def _by_kind(jobs: JobsByDigest) -> tuple[JobsByDigest, JobsByDigest]:

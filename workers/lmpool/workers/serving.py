@@ -25,7 +25,7 @@ from lmpool.workers.dispatch import Dispatcher
 from lmpool.workers.membership.adapters import AdapterKeeper, AdapterSources, AdapterTrials
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.metrics.counters import Counters
-from lmpool.workers.queries import QueryAnswerer
+from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer, InFlightJobs, UnwantedJobs
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.queue.segment import SegmentWriter
@@ -157,7 +157,7 @@ async def assemble(
         heartbeat.others,
     )
     trie_inputs = TrieInputs(server, keys, opened.device, settings, segments, counters)
-    queries = QueryAnswerer(trie_inputs, publisher, info)
+    queries = QueryAnswerer(trie_inputs, publisher, info, TokenSets(redis, keys, info.vocab_size))
     in_flight = InFlightJobs()
     return Serving(
         info=info,

@@ -24,8 +24,10 @@ from lmpool.producer.cli.options import (
     RedisUrl,
     Timeout,
     Waits,
+    Yields,
     hint_at_file,
     key_names,
+    priority,
     run,
     when_absent,
 )
@@ -181,6 +183,7 @@ def bench(
     prefix: Prefix = "lmpool",
     timeout: Timeout = 60.0,
     waits: Waits = True,
+    yields: Yields = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a served model: new rows, the same rows from the cache, and one request alone."""
@@ -192,7 +195,13 @@ def bench(
         if before and (doubt := before.doubt()):
             say(doubt, err=True)
         async with Producer(
-            model, redis=redis, prefix=prefix, timeout=timeout, when_absent=when_absent(waits), cache_bytes=0
+            model,
+            redis=redis,
+            prefix=prefix,
+            timeout=timeout,
+            when_absent=when_absent(waits),
+            cache_bytes=0,
+            priority=priority(yields),
         ) as producer:
             if length > producer.model.max_prompt_tokens:
                 limit = producer.model.max_prompt_tokens

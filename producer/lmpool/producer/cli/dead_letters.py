@@ -29,7 +29,17 @@ from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
 from lmpool.protocol.keys import JOB_FIELD, Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
-from lmpool.protocol.query import FreshQuery, GenerateQuery, PositionsQuery, Query, SampleQuery, TopQuery, unpack_query
+from lmpool.protocol.query import (
+    FreshQuery,
+    GenerateQuery,
+    HeadQuery,
+    MassQuery,
+    PositionsQuery,
+    Query,
+    SampleQuery,
+    TopQuery,
+    unpack_query,
+)
 from lmpool.settings import check_name
 
 T = TypeVar("T")
@@ -507,5 +517,9 @@ def _describe(query: Query | None) -> str:
             return f"continuation of {query.most} tokens ({how})"
         case FreshQuery():
             return "fresh row"
+        case HeadQuery():
+            return f"head of the model ({query.part})"
+        case MassQuery():
+            return "probability of a set of tokens"
         case _:
             return f"{query.op} over a trie ({query.select})"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from lmpool.cli import say
-from lmpool.producer.client.session import WhenAbsent
+from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
 
@@ -31,6 +31,9 @@ Waits = Annotated[
         help="Wait for a server and a worker that are not there yet, for --timeout seconds, or fail at once.",
     ),
 ]
+Yields = Annotated[
+    bool, typer.Option("--bulk", help="Have all this yield to what others ask for: they go first where prompts wait.")
+]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
 
@@ -47,6 +50,11 @@ def key_names(prefix: str) -> Keys:
 def when_absent(waits: bool) -> WhenAbsent:
     """What the option `--wait` means to a producer."""
     return "wait" if waits else "raise"
+
+
+def priority(yields: bool) -> Priority:
+    """What the option `--bulk` means to a producer."""
+    return "bulk" if yields else "interactive"
 
 
 def hint_at_file(prompt: str) -> None:

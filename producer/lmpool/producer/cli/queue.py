@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from lmpool.producer.cli.options import AsJson, Prefix, RedisUrl, key_names, run
 from lmpool.producer.cli.status import Column, fitting, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Failure, unpack_job
-from lmpool.protocol.keys import GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
+from lmpool.protocol.keys import BULK, BULK_TIME, GROUP, JOB_FIELD, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 from lmpool.protocol.prompt import digest_of, query_digest
 from lmpool.settings import check_name
 
@@ -71,6 +72,7 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
             "queued": state.depth,
             "held": sum([await _held(client, stream) for stream, _ in await _streams(client, keys)]),
             "backlog": int(await client.zcard(keys.backlog)),
+            "bulk": int(await client.zcount(keys.backlog, BULK_TIME, "+inf")),
             "lanes": await read_lanes(client, keys),
             "age_s": state.age_s,
             "clients": await _clients(client, keys),
@@ -82,11 +84,12 @@ def show(model: Model, redis: RedisUrl = None, prefix: Prefix = "lmpool", as_jso
         say_json(counts)
         return
     held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
+    of_bulk = f", {counts['bulk']} of them yield to others" if counts["bulk"] else ""
     laned = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
     oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
     say(
         f"{counts['queued']} prompts{oldest}: workers hold {held}, "
-        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{laned}{_joined(doubt)}"
+        f"{counts['queued'] - held - backlog} are next, {backlog} wait behind them{of_bulk}{laned}{_joined(doubt)}"
     )
     if counts["clients"]:
         console, clients = Terminal(), counts["clients"]
@@ -226,11 +229,17 @@ async def _held(redis: Redis, stream: bytes) -> int:
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """The clients that have most in the backlog, and how much: so far do their last prompts start after now."""
-    starts: Any = await redis.zrevrange(keys.virtual_time, 0, _MOST_CLIENTS, withscores=True)
-    now = float(await redis.zscore(keys.virtual_time, "") or 0)
-    prefix = keys.reply("").decode()
-    behind = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}
-    return {name: count for name, count in behind.items() if count > 0}
+    behind: dict[str, int] = {}
+    # What yields has a virtual time of its own, behind all others'.
+    for first, last, time, least in ((-math.inf, BULK_TIME, "", 0.0), (BULK_TIME, math.inf, BULK, BULK_TIME)):
+        now = max(least, float(await redis.zscore(keys.virtual_time, time) or 0))
+        starts: Any = await redis.zrevrangebyscore(
+            keys.virtual_time, last, first, start=0, num=_MOST_CLIENTS, withscores=True
+        )
+        prefix = keys.reply("").decode()
+        counts = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}
+        behind |= {name: count for name, count in counts.items() if count > 0 and name != "owed"}
+    return behind
 
 
 async def _doubt(discovery: Discovery, model: str) -> str:

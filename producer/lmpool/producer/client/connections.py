@@ -83,6 +83,7 @@ class Connections:
     Args:
         server: the pool's Redis.
         keys: the deployment's key names.
+        is_bulk: this client's prompts yield to those of others that do not.
 
     Attributes:
         commands: connection for the scripts on the path of a request.
@@ -93,9 +94,10 @@ class Connections:
         segments: reads rows in shared memory.
     """
 
-    def __init__(self, server: Server, keys: Keys) -> None:
+    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
         self._server = server
         self._keys = keys
+        self._is_bulk = is_bulk
         self.segments = SegmentReader()
         self._client_id = secrets.token_hex(8)
         self._adopted: AdoptedModel | None = None
@@ -118,7 +120,7 @@ class Connections:
         rows = rows_on(self._server, self._keys, info, self.segments)
         # With the host, so that scripts see which rows in shared memory are for this client.
         host = self.segments.host if is_shared(info.vocab_size) else b""
-        reply = keys.reply(f"{self._client_id}{host.decode()}")
+        reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
         self._adopted = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
 
     def renew(self, info: ModelInfo) -> None:

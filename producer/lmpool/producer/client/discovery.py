@@ -13,12 +13,13 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from lmpool.broker.readers import Alive, QueueState, read_alive, read_hashes, read_queue, read_texts
-from lmpool.broker.registries import look_up, register
+from lmpool.broker.registries import look_up, register, register_tokens
 from lmpool.errors import AmbiguousModel, DeadlineExceeded, NoWorker, ProtocolError, UnknownModel, UnknownVocabulary
 from lmpool.producer.client.connections import TROUBLE, Connections
 from lmpool.producer.deadline import Deadline
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
+from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
@@ -302,7 +303,7 @@ class Liveness:
 
 
 class Vocabularies:
-    """Reads and registers vocabularies for one session.
+    """Reads and registers vocabularies, and sets of their tokens, for one session.
 
     Args:
         connections: the connections, and the model.
@@ -331,6 +332,18 @@ class Vocabularies:
         try:
             async with deadline.limit():
                 return await look_up(self._connections.redis, self._keys, info.vocabulary)
+        except TROUBLE as error:
+            raise self._connections.explain(error) from error
+
+    async def register_tokens(self, tokens: TokenSet, deadline: Deadline) -> None:
+        """Have the pool know a set of tokens by its name.
+
+        Raises:
+            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
+        """
+        try:
+            async with deadline.limit():
+                await register_tokens(self._connections.redis, self._keys, tokens)
         except TROUBLE as error:
             raise self._connections.explain(error) from error
 

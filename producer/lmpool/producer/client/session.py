@@ -50,6 +50,9 @@ WhenFull = Literal["wait", "raise"]
 WhenAbsent = Literal["wait", "raise"]
 """What opening and asking do while no worker serves the model: wait until their deadlines, or end."""
 
+Priority = Literal["interactive", "bulk"]
+"""Whose turn it is where prompts wait: those of bulk clients go behind all others."""
+
 _log = logging.getLogger("lmpool.producer")
 
 _COLLECTORS = 2
@@ -72,6 +75,7 @@ class Session:
         counters: count how requests end, and how long they took.
         when_full: what requests do while the queue is at its limit.
         when_absent: what requests do while no worker serves the model.
+        priority: of its requests, where they wait.
         keep_answers: whether answers to queries stay in the pool's cache when they have been read.
 
     Attributes:
@@ -94,6 +98,7 @@ class Session:
         counters: Counters | None = None,
         when_full: WhenFull = "wait",
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
         keep_answers: bool = True,
     ) -> None:
         self.closed = False
@@ -108,7 +113,7 @@ class Session:
         self._stats = stats
         self._requests = PendingRequests(cache, stats, counters)
         self._deadlines = DeadlineTimers(self.loop, self._on_deadline)
-        self._connections = Connections(server, keys)
+        self._connections = Connections(server, keys, is_bulk=priority == "bulk")
         self._connections.segments.counts = self._requests.counters.shared
         self._discovery = Discovery(self._connections.redis, keys)
         self.vocabularies = Vocabularies(self._connections, keys)

@@ -30,7 +30,7 @@ from lmpool.cli import FOLDER_VARIABLE, LAUNCH
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ModelError, ProducerClosed
 from lmpool.producer.client.requests import ProducerStats
-from lmpool.producer.client.session import WhenAbsent
+from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.deadline import ENDLESS_S, check_timeout
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer
@@ -57,6 +57,7 @@ class Address:
         cache_bytes: bytes of rows that a producer keeps.
         prefix: prefix of the pool's Redis keys.
         when_absent: what connecting and asking do while no worker serves the model.
+        priority: whose turn it is where prompts wait: "bulk" for what yields to others.
     """
 
     model: str | None = None
@@ -65,6 +66,7 @@ class Address:
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
     when_absent: WhenAbsent = "raise"
+    priority: Priority = "interactive"
 
     @property
     def options(self) -> dict[str, Any]:

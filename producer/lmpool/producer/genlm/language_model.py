@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import ProducerStats
-from lmpool.producer.client.session import WhenAbsent
+from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.client.session_per_loop import CopiedAsItself
 from lmpool.producer.deadline import check_timeout
 from lmpool.producer.genlm.connection import PREFIX, Address, Connection, Owned, PrivatePool, WorkerCommand, seconds_of
@@ -136,6 +136,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         prefix: str = "lmpool",
         tokenizer: Any = None,
         when_absent: WhenAbsent = "raise",
+        priority: Priority = "interactive",
     ) -> Self:
         """Connect to a pool.
 
@@ -150,11 +151,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             tokenizer: the model's; None for the one that the model's info names.
             when_absent: what connecting and asking do while no worker serves the model: "wait" until `timeout` has
                 passed (without one: for a minute), or "raise" (see `Producer`).
+            priority: "interactive", or "bulk" for what yields to all others (see `Producer`).
 
         Raises:
             As the class.
         """
-        return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent), tokenizer=tokenizer)
+        address = Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority)
+        return cls(address, tokenizer=tokenizer)
 
     @property
     def timeout(self) -> float:

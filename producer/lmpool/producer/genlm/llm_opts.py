@@ -15,7 +15,7 @@ from lmpool.settings import shown
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
 """Options of a language model with a private worker, whose pool has a server and a prefix of its own."""
 
-POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent")
+POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
 """Options of a language model that connects to a pool that runs."""
 
 LEAST_TIMEOUT_S = 1.0
@@ -28,6 +28,7 @@ _REFUSED = {
     "cache_size": "rows are bounded by bytes: use cache_bytes=",
     "cache_opts": "rows are bounded by bytes: use cache_bytes=",
     "when_absent": "the private worker serves before the model is returned",
+    "priority": "nobody else asks the private worker",
     "redis": "the model has a private server: connect to another with backend='pool'",
     "prefix": "the model has a private server: connect to another with backend='pool'",
 }

@@ -19,6 +19,7 @@ LIFETIME_MS = 100_000
 ROW_MS = 60_000
 FAILURE = Failure("WorkerError", "no").pack()
 A, B, C = (MODEL.reply(name) for name in "abc")
+X, Y = (MODEL.reply(name, is_bulk=True) for name in "xy")
 
 
 def digest(number: int) -> bytes:
@@ -170,3 +171,16 @@ async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: l
     args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=ROW_MS, host=host)
     outcome: bytes = await scripts.FINISH(redis, keys, args)
     return outcome
+
+
+async def in_stream(redis: redis_async.Redis) -> list[int]:
+    """The prompts in the stream, in its order."""
+    return [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(redis)]
+
+
+async def compute_one(redis: redis_async.Redis) -> int:
+    """Take the next prompt and end it with a row; returns which it was."""
+    (entry,) = await take(redis, count=1)
+    number = (await in_stream(redis))[0]
+    await finish(redis, (entry, number, b"", False))
+    return number

@@ -1,7 +1,8 @@
-"""Servers for the tests of scripts: fakeredis and a real one."""
+"""Servers for the tests of scripts: fakeredis and a real one; and scripts that differ."""
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import fakeredis.aioredis
 import pytest
 import redis.asyncio as redis_async
 
+from lmpool.broker import scripts
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import GROUP
 from tests.shared.broker.scripts.script_calls import JOBS
@@ -35,3 +37,16 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
     await client.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
     yield client
     await client.aclose()
+
+
+_SCRIPTS = (scripts.SUBMIT, scripts.CANCEL, scripts.FINISH, scripts.REFILL)
+
+
+@pytest.fixture
+def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have clients that ask alone get no further into the stream than others."""
+    for script in _SCRIPTS:
+        source = script.source.replace("local SOLE_EXTRA = 2000", "local SOLE_EXTRA = 0")
+        assert source != script.source
+        monkeypatch.setattr(script, "source", source)
+        monkeypatch.setattr(script, "sha", hashlib.sha1(source.encode()).hexdigest())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import redis.asyncio as redis_async
 
@@ -19,11 +17,13 @@ from tests.shared.broker.scripts.script_calls import (
     B,
     C,
     cancel,
+    compute_one,
     count_queued,
     digest,
     entries_of,
     finish,
     finish_args,
+    in_stream,
     register,
     registered,
     submit,
@@ -31,42 +31,16 @@ from tests.shared.broker.scripts.script_calls import (
     told,
     waiting,
 )
-from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, script_redis, script_server  # noqa: F401
 from tests.support.pool import until_async
 
 IN_STREAM = 3
 """Prompts that the stream holds for a worker that computes one at a time."""
 
 
-SCRIPTS = (scripts.SUBMIT, scripts.CANCEL, scripts.FINISH, scripts.REFILL)
-
-
 @pytest.fixture(autouse=True)
 async def _one_worker(redis: redis_async.Redis) -> None:
     await register(redis)
-
-
-@pytest.fixture
-def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have clients that ask alone get no further into the stream than others."""
-    for script in SCRIPTS:
-        source = script.source.replace("local SOLE_EXTRA = 2000", "local SOLE_EXTRA = 0")
-        assert source != script.source
-        monkeypatch.setattr(script, "source", source)
-        monkeypatch.setattr(script, "sha", hashlib.sha1(source.encode()).hexdigest())
-
-
-async def in_stream(redis: redis_async.Redis) -> list[int]:
-    """The prompts in the stream, in its order."""
-    return [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(redis)]
-
-
-async def compute_one(redis: redis_async.Redis) -> int:
-    """Take the next prompt and end it with a row; returns which it was."""
-    (entry,) = await take(redis, count=1)
-    number = (await in_stream(redis))[0]
-    await finish(redis, (entry, number, b"", False))
-    return number
 
 
 async def compute_all(redis: redis_async.Redis) -> list[int]:

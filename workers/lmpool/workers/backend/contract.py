@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import GenerateQuery, PositionsQuery
+from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
 from lmpool.vocabulary import Vocabulary
 
@@ -29,6 +30,8 @@ class BackendJob(NamedTuple):
             backends whose info says so are asked.
         generate: not the row is wanted but tokens that are drawn from it and those after it, in `Finished.answers`. The
             engine's thread asks the backend for these rows (`Generations`); backends are not told.
+        head: not the row is wanted but this of the model's head; the engine's thread asks for it (`TellsHead`).
+        bulk: only bulk clients wait for it: others go first (`lmpool.workers.backend.yielding`).
     """
 
     digest: bytes
@@ -38,6 +41,8 @@ class BackendJob(NamedTuple):
     fresh: bool = False
     positions: PositionsQuery | None = None
     generate: GenerateQuery | None = None
+    head: HeadQuery | None = None
+    bulk: bool = False
 
     @property
     def span(self) -> range:
@@ -205,6 +210,15 @@ class WritesInPlace(Protocol):
 
     def write_to(self, new_rows: NewRows) -> None:
         """Take the memory of rows from there, where it has some; called once, between steps."""
+        ...
+
+
+@runtime_checkable
+class TellsHead(Protocol):
+    """What a backend has besides whose info says that it tells hidden states."""
+
+    def head(self, query: HeadQuery) -> NDArray[np.float32]:
+        """What a query wants of the model's head, float32 of any length; called between steps."""
         ...
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from lmpool.aio import end_tasks
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import NewRows
+from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
 from lmpool.workers.backend.contract import (
@@ -32,12 +32,14 @@ from lmpool.workers.backend.contract import (
     BackendJob,
     BackendStats,
     Finished,
+    TellsHead,
     WritesInPlace,
     check_answers,
     check_first_rows,
 )
 from lmpool.workers.backend.generation import Generations
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
+from lmpool.workers.backend.yielding import YieldingJobs
 
 EXIT_CODE = int(signal.SIGALRM)
 """How a worker exits whose event loop did not run any more: with the number of the signal that tells it to."""
@@ -71,13 +73,20 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class _Promote:
+    """Prompts that do not yield to others any more."""
+
+    digests: Collection[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _WriteTo:
     """Where the memory of rows is to come from."""
 
     new_rows: NewRows
 
 
-_Command = Sequence[BackendJob] | _Load | _Drop | _Abort | _WriteTo
+_Command = Sequence[BackendJob] | _Load | _Drop | _Abort | _Promote | _WriteTo
 
 
 class Opened(NamedTuple):
@@ -112,10 +121,28 @@ class Call:
                 return f"drop of the adapter {adapter!r}"
             case _Abort(digests=digests):
                 return f"abort of {len(digests)} prompts"
+            case _Promote(digests=digests):
+                return f"submission of {len(digests)} prompts"
             case _WriteTo():
                 return "preparation to write rows"
             case jobs:
                 return f"submission of {len(jobs)} prompts"
+
+
+class _Room(NamedTuple):
+    """What the backend has room for, as seen by its thread.
+
+    Attributes:
+        capacity: prompts that it takes.
+        yielding: those of bulk clients that wait for their turn.
+        taken: prompts that had come so far.
+        taken_bulk: those of bulk clients among them.
+    """
+
+    capacity: int = 0
+    yielding: int = 0
+    taken: int = 0
+    taken_bulk: int = 0
 
 
 class _Told(NamedTuple):
@@ -123,8 +150,7 @@ class _Told(NamedTuple):
 
     finished: Finished
     stats: BackendStats
-    capacity: int
-    taken: int
+    room: _Room
 
 
 class EngineThread:
@@ -160,18 +186,18 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[Opened] = self._loop.create_future()
         self._closed = asyncio.Event()
-        self._sent = 0
+        self._sent = self._sent_bulk = 0
         self._outstanding: set[bytes] = set()
         self._told: deque[_Told] = deque()
         self._is_woken = False
-        self._capacity = 0
-        self._capacity_seen_at = 0
+        self._room = _Room()
         self.batch = 1
         self.step_s = math.inf
         self.stats = BackendStats()
         self.call: Call | None = None
         self.is_hung = False
         self._loads: set[asyncio.Future[str]] = set()
+        self._yielding = YieldingJobs(1)
         self.stepping_since: float | None = None
         # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
@@ -185,8 +211,14 @@ class EngineThread:
 
     @property
     def capacity(self) -> int:
-        """How many prompts the backend can take now, besides those that are on their way to it."""
-        return self._capacity - (self._sent - self._capacity_seen_at)
+        """How many prompts the backend can take now, besides those that are on their way to it.
+
+        What yields takes up room only as far as it is more than a batch: others go before it.
+        """
+        room = self._room
+        yielding = self._sent_bulk - room.taken_bulk
+        others = self._sent - room.taken - yielding
+        return room.capacity - others - max(0, room.yielding + yielding - self.batch)
 
     @property
     def is_busy(self) -> bool:
@@ -201,6 +233,7 @@ class EngineThread:
     def submit(self, jobs: Sequence[BackendJob]) -> None:
         """Hand jobs to the backend."""
         self._sent += len(jobs)
+        self._sent_bulk += sum([job.bulk for job in jobs])
         self._outstanding.update([job.digest for job in jobs])
         self._commands.put(jobs)
 
@@ -208,6 +241,10 @@ class EngineThread:
         """Have the backend drop prompts before its next step; those of the present step may still be answered."""
         self._outstanding.difference_update(digests)
         self._commands.put(_Abort(digests))
+
+    def promote(self, digests: Collection[bytes]) -> None:
+        """Have prompts yield to others no more, for others than bulk clients have joined them."""
+        self._commands.put(_Promote(digests))
 
     async def load_adapter(self, name: str, source: str) -> str:
         """Have the backend load an adapter between two steps; returns its revision.
@@ -274,7 +311,7 @@ class EngineThread:
                 opened = Opened(
                     backend.info, backend.batch, backend.device, backend.vocabulary(), dict(backend.adapters)
                 )
-                self._post(self._set_ready, opened, backend.capacity())
+                self._post(self._set_ready, opened, _Room(backend.capacity()))
                 self._serve(backend)
             except BaseException as error:  # noqa: BLE001  told before `close`, which may take long
                 self._post(self._fail, error)
@@ -289,22 +326,36 @@ class EngineThread:
     def _serve(self, backend: Backend) -> None:
         info = backend.info
         adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
-        generations = Generations()
-        taken = 0
+        self._yielding = yielding = YieldingJobs(backend.batch)
+        self._generations = Generations()
+        taken = taken_bulk = 0
+
+        def tell(finished: Finished) -> None:
+            self._tell(finished, backend, _Room(backend.capacity(), len(yielding), taken, taken_bulk))
+
         while True:
             try:
-                command = self._commands.get(block=not adapters)
+                command = self._commands.get(block=not (adapters or yielding))
                 if command is None:
                     return
                 self.call = Call(command)
-                stale = self._execute(backend, command, adapters, generations)
+                stale = self._execute(backend, command, adapters)
                 self.call = None
-                taken += len(command) if isinstance(command, Sequence) else 0
+                if isinstance(command, Sequence):
+                    taken, taken_bulk = taken + len(command), taken_bulk + sum([job.bulk for job in command])
+                if told := _told_of_head(backend, command):
+                    tell(told)
                 if stale or isinstance(command, _Abort):  # There is room again.
-                    self._tell(Finished([], {}, stale=stale), backend, taken)
+                    tell(Finished([], {}, stale=stale))
                 continue  # Take all that has come before the next step, so that it runs full.
             except Empty:
                 pass
+            if due := yielding.next(len(adapters), backend.capacity()):
+                self.call = Call(due)
+                if stale := self._submit(backend, due, adapters):
+                    tell(Finished([], {}, stale=stale))
+            if not adapters:
+                continue
             self.call = Call()
             self.stepping_since = began = time.monotonic()
             finished = backend.step()
@@ -314,17 +365,17 @@ class EngineThread:
             check_first_rows(finished.blocks, info)
             self._on_step(seconds, len(answered))
             self._note_step(seconds, len(answered))
-            if generations:
-                finished, longer = generations.advance(finished)
-                backend.submit(longer)
+            if self._generations:
+                finished, longer = self._generations.advance(finished)
+                for job in longer:
+                    del adapters[job.digest]
+                finished = finished._replace(stale=self._submit(backend, self._yielding.sort(longer), adapters))
                 answered = finished.digests
             for digest in answered:
                 del adapters[digest]
-            self._tell(finished, backend, taken)
+            tell(finished)
 
-    def _execute(
-        self, backend: Backend, command: _Command, adapters: dict[bytes, str], generations: Generations
-    ) -> tuple[bytes, ...]:
+    def _execute(self, backend: Backend, command: _Command, adapters: dict[bytes, str]) -> tuple[bytes, ...]:
         """Do what is asked; returns the jobs that name an adapter that the backend does not have."""
         match command:
             case _Load():
@@ -333,26 +384,36 @@ class EngineThread:
             case _Drop():
                 stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
-                generations.drop(stale)
+                self._generations.drop(stale)
                 backend.drop_adapter(command.adapter)
                 for digest in stale:
                     del adapters[digest]
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(generations.leaving_out(command.new_rows))
+                    backend.write_to(self._generations.leaving_out(command.new_rows))
                 return ()
             case _Abort():
+                self._yielding.drop(command.digests)
+                self._generations.drop(command.digests)
                 aborted = [digest for digest in command.digests if digest in adapters]
                 backend.abort(aborted)
-                generations.drop(aborted)
                 for digest in aborted:
                     del adapters[digest]
                 return ()
+            case _Promote():
+                return self._submit(backend, self._yielding.take(command.digests), adapters)
             case jobs:
-                stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
-                served = [job for job in jobs if job.digest not in stale] if stale else jobs
-                backend.submit(generations.begin(served))
-                adapters.update((job.digest, job.adapter) for job in served)
+                if any(job.head is not None for job in jobs):
+                    jobs = [job for job in jobs if job.head is None]
+                return self._submit(backend, self._yielding.sort(jobs), adapters)
+        return stale
+
+    def _submit(self, backend: Backend, jobs: Sequence[BackendJob], adapters: dict[bytes, str]) -> tuple[bytes, ...]:
+        """Give jobs to the backend; returns those that name an adapter that it does not have."""
+        stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
+        served = [job for job in jobs if job.digest not in stale] if stale else jobs
+        backend.submit(self._generations.begin(served))
+        adapters.update((job.digest, job.adapter) for job in served)
         return stale
 
     def _load(self, backend: Backend, command: _Load) -> None:
@@ -366,13 +427,13 @@ class EngineThread:
         else:
             self._post(_resolve, command.loaded, revision)
 
-    def _set_ready(self, opened: Opened, capacity: int) -> None:
-        self._capacity = capacity
+    def _set_ready(self, opened: Opened, room: _Room) -> None:
+        self._room = room
         if not self._ready.done():  # Who waited may have been cancelled.
             self._ready.set_result(opened)
 
-    def _tell(self, finished: Finished, backend: Backend, taken: int) -> None:
-        self._told.append(_Told(finished, backend.stats(), backend.capacity(), taken))
+    def _tell(self, finished: Finished, backend: Backend, room: _Room) -> None:
+        self._told.append(_Told(finished, backend.stats(), room))
         # Waking the event loop takes as long as some steps do: it is not woken again before it has come to look.
         if not self._is_woken:
             self._is_woken = True
@@ -382,7 +443,7 @@ class EngineThread:
         # Before it looks: what is told from now on wakes it again.
         self._is_woken = False
         while self._told:
-            finished, self.stats, self._capacity, self._capacity_seen_at = self._told.popleft()
+            finished, self.stats, self._room = self._told.popleft()
             self._outstanding.difference_update((*finished.digests, *finished.stale))
             self._on_finished(finished)
 
@@ -392,6 +453,14 @@ class EngineThread:
             self._on_broken(error)
         else:
             self._ready.set_exception(error)
+
+
+def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
+    """What jobs want of the model's head: no step is needed for it."""
+    if not isinstance(command, Sequence) or not isinstance(backend, TellsHead):
+        return None
+    answers = {job.digest: backend.head(job.head) for job in command if job.head is not None}
+    return Finished([], {}, VectorBlock(list(answers), list(answers.values()))) if answers else None
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:

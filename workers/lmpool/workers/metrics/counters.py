@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from lmpool.broker.readers import QueueState
-from lmpool.errors import AdapterChanged, SourceMissing, UnknownVocabulary
+from lmpool.errors import AdapterChanged, SourceMissing, UnknownTokenSet, UnknownVocabulary
 from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
 from lmpool.workers.backend.contract import BackendStats
 
-SENT_AGAIN = (SourceMissing.__name__, UnknownVocabulary.__name__, AdapterChanged.__name__)
+SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
 """Failures that clients answer by sending what was missing: no row is lost."""
 
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")

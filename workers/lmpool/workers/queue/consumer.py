@@ -16,33 +16,36 @@ from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.readers import Entries, Fields, entries_by_stream, read_queue
 from lmpool.errors import (
-    InvalidPrompt,
-    ModelMismatch,
-    PromptTooLong,
     ProtocolError,
     ServerError,
-    SourceMissing,
-    UnknownAdapter,
     WorkerError,
 )
-from lmpool.protocol.adapter import is_qualified
 from lmpool.protocol.job import MAX_JOB_BYTES, Failure, Job, unpack_job
-from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, ModelKeys
+from lmpool.protocol.keys import (
+    BULK,
+    GROUP,
+    HOME_FIELD,
+    JOB_FIELD,
+    LIFETIME_FIELD,
+    PRIORITY_FIELD,
+    SINCE_FIELD,
+    ModelKeys,
+)
 from lmpool.protocol.model_info import LIMITS, ModelInfo
-from lmpool.protocol.prompt import check_encoded, decode_ids, digest_of, query_digest
+from lmpool.protocol.prompt import decode_ids, digest_of, query_digest
 from lmpool.protocol.query import (
     FreshQuery,
     GenerateQuery,
+    HeadQuery,
     PickQuery,
     PositionsQuery,
     Query,
-    TopQuery,
     TrieQuery,
     unpack_query,
 )
-from lmpool.settings import shown
 from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.metrics.counters import Counters
+from lmpool.workers.queue.refusal import refusal
 
 STALE_S = 1.0
 """Seconds after which it is worth a check whether a client still waits for a job."""
@@ -144,7 +147,9 @@ class InFlightJobs:
 
     def backend_job(self, digest: bytes) -> BackendJob:
         """What the backend is to compute for a prompt that is held."""
-        backend_job = next(iter(self._prompts[digest].values())).backend_job
+        backend_jobs = [job.backend_job for job in self._prompts[digest].values()]
+        # It yields to others only as long as all do that ask for it.
+        backend_job = next((job for job in backend_jobs if job is not None and not job.bulk), backend_jobs[0])
         assert backend_job is not None
         return backend_job
 
@@ -478,20 +483,20 @@ class Consumer:
         """
         if isinstance(job, ProtocolError):
             return _dead(entry_id, _UNKNOWN_DIGEST, Failure(type(job).__name__, str(job)))
-        prompt = digest_of(job.ids, job.adapter)
+        prompt, is_bulk = digest_of(job.ids, job.adapter), fields.get(PRIORITY_FIELD) == BULK
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self._fingerprint:
-            return InFlightJob(
-                entry_id, prompt, BackendJob(prompt, job.ids), job.overwrite, fields=fields, host=job.host
-            )
+            backend_job = BackendJob(prompt, job.ids, bulk=True) if is_bulk else BackendJob(prompt, job.ids)
+            return InFlightJob(entry_id, prompt, backend_job, job.overwrite, fields=fields, host=job.host)
         digest = query_digest(prompt, job.query) if job.query else prompt
         try:
             query = unpack_query(job.query) if job.query else None
         except ProtocolError as error:
             return _dead(entry_id, digest, Failure(type(error).__name__, str(error)))
-        failure = self._refusal(job) or self._query_refusal(job, query)
+        failure = refusal(job, query, self._info)
         if failure is not None:
             return InFlightJob(entry_id, digest, failure=failure)
         backend_job, query = self._backend_job(job, prompt, digest, query)
+        backend_job = backend_job._replace(bulk=True) if is_bulk else backend_job
         return InFlightJob(entry_id, digest, backend_job, job.overwrite, query, fields=fields, host=job.host)
 
     def _backend_job(
@@ -502,61 +507,12 @@ class Consumer:
             return BackendJob(digest, job.ids, job.adapter, positions=query), None
         if isinstance(query, GenerateQuery):
             return BackendJob(digest, job.ids, job.adapter, generate=query), None
+        if isinstance(query, HeadQuery):
+            return BackendJob(digest, job.ids, head=query), None
         if isinstance(query, FreshQuery):
             return BackendJob(digest, job.ids, job.adapter, fresh=True), None
         # A trie worker computes the very thing that is asked for; others the row that it is made from.
         return BackendJob(digest if self._is_trie else prompt, job.ids, job.adapter), query
-
-    def _refusal(self, job: Job) -> Failure | None:
-        """Why a prompt cannot be served here, if so."""
-        info = self._info
-        if job.fingerprint != self._fingerprint:
-            text = f"the model {info.name!r} has changed: its fingerprint is {self._fingerprint}, not {job.fingerprint}"
-            return Failure(ModelMismatch.__name__, text)
-        if self._is_trie:
-            return None
-        try:
-            check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-        except InvalidPrompt as error:
-            return Failure(type(error).__name__, str(error))
-        # Whether this worker has it is seen when the backend is to compute it.
-        if job.adapter and not is_qualified(job.adapter):
-            text = f"{shown(job.adapter)} names no adapter: a job calls one name@revision"
-            return Failure(UnknownAdapter.__name__, text)
-        return None
-
-    def _query_refusal(self, job: Job, query: Query | None) -> Failure | None:
-        """Why a query cannot be answered here, if so."""
-        info = self._info
-        if self._is_trie:
-            if isinstance(query, TrieQuery):
-                return None
-            wanted = "a row" if query is None else "something else than values of a trie"
-            return Failure(ProtocolError.__name__, f"a trie worker was asked for {wanted}")
-        if isinstance(query, TopQuery) and query.k > info.vocab_size:
-            text = f"the {query.k} largest entries of a row that has {info.vocab_size}"
-            return Failure(ProtocolError.__name__, text)
-        if isinstance(query, GenerateQuery) and len(job.ids) // 4 + query.most - 1 > info.max_prompt_tokens:
-            text = f"{query.most} tokens after a prompt of {len(job.ids) // 4}: at most {info.max_prompt_tokens} in all"
-            return Failure(PromptTooLong.__name__, text)
-        return self._positions_refusal(query, len(job.ids) // 4) if isinstance(query, PositionsQuery) else None
-
-    def _positions_refusal(self, query: PositionsQuery, length: int) -> Failure | None:
-        """Why what is asked of the positions of a prompt of so many tokens cannot be answered here, if so."""
-        info, span = self._info, query.span(length)
-        most, largest = query.most_positions(info.vocab_size), max(query.top - 1, int(query.target_ids.max(initial=0)))
-        if not info.positions:
-            text = "this worker does not answer for several positions: ask for the rows of all prefixes"
-            return Failure(SourceMissing.__name__, text)
-        if not span:
-            text = f"positions from {query.start} on, of a prompt of {length} tokens"
-        elif len(span) > most:
-            text = f"{len(span)} positions in one job: at most {most} of what is wanted of them"
-        elif largest >= info.vocab_size:
-            text = f"entry {largest} of rows that have {info.vocab_size}"
-        else:
-            return None
-        return Failure(ProtocolError.__name__, text)
 
 
 def _decoded(data: bytes) -> Job | ProtocolError:

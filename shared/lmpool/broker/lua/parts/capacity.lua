@@ -7,6 +7,8 @@ local BATCHES = 3
 -- Lengths of lanes count what is held too: of each worker so many batches of it are taken to be. Its read brings one of its
 -- lane and one of the shared stream. To ask each lane what of it is held would take long.
 local HELD_BATCHES = 2
+-- Batches for each worker, waiting and held, beyond which bulk clients add nothing: one is computed, and one comes next.
+local BULK_BATCHES = 2
 -- Jobs in the stream while no worker is known.
 local WITHOUT_WORKERS = 128
 -- How many more jobs a client that asks alone may have there, and how large each of these may be: what can soon be taken
@@ -14,6 +16,8 @@ local WITHOUT_WORKERS = 128
 local SOLE_EXTRA = 2000
 local SOLE_MOST_BYTES = 8192
 local SOLE_CLIENT_MS = 3600000
+-- For how long a bulk client does not ask alone after it has given way.
+local BULK_SHY_MS = 2000
 
 -- How many workers take jobs; the sum stands beside them. Whether lanes are in use: one worker alone has no use for one.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
@@ -39,13 +43,19 @@ local function in_lanes()
   return sum > 0 and sum < 1e9 and sum or 0
 end
 
+-- Whether a reply key is that of a bulk client, or a value of "sole_client" names one.
+local function is_bulk_client(sole)
+  return type(sole) == 'string' and string.find(sole, bulk_replies, 1, true) and true or false
+end
+
 -- How many jobs the streams may take beside `shared` in the shared one and `laned` in the lanes (less than 0: they hold too
--- many), and how many more than these from a client that asks alone.
+-- many), how many of bulk clients, and how many more than these from a client that asks alone.
 local function spare_capacity(shared, laned)
   local batches = tonumber(redis.pcall('HGET', capacities, '')) or 0
   local spare = (batches > 0 and BATCHES * batches or WITHOUT_WORKERS) - (shared - group_at(jobs).pending)
   if laned > 0 or has_lanes then
     spare = spare + HELD_BATCHES * batches - laned
   end
-  return spare, batches > 0 and SOLE_EXTRA or 0
+  local bulk_spare = (batches > 0 and BULK_BATCHES * batches or WITHOUT_WORKERS / 2) - shared - laned
+  return spare, math.min(spare, bulk_spare), batches > 0 and SOLE_EXTRA or 0
 end

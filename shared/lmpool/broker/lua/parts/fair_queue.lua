@@ -10,6 +10,11 @@
 -- many each has queued. "virtual_time" is a sorted set: the virtual time under "" and the start time of each client's last
 -- prompt under its reply key, so the difference is how many prompts the client has in the backlog.
 --
+-- What only bulk clients wait for goes behind all that: their start times begin at BULK_TIME, with a virtual time of their own
+-- under "bulk", so they move up in rotation among themselves. They move up while the streams hold no more than workers compute
+-- and what comes next, and one for TURNS jobs that end in any case: what has been owed to them so far is under "owed". A prompt
+-- that another client joins moves to a start time of that client, and is none of theirs any more.
+--
 -- Moving through the backlog costs a third of a prompt's time in the server, and as long as one client asks alone it is for
 -- nothing. So that client may have more in the streams than their capacity, with the digests; "sole_client" then has its
 -- reply key. When another client comes, what is beyond the capacity goes back to the backlog, some of it in each call;
@@ -28,7 +33,10 @@
 local MOST_MOVED, MOST_MOVED_BYTES = 128, 524288
 local PART_MOVED, MOST_AT_ONCE = 32, 500
 -- The value of "sole_client" when nothing is to be taken back.
-local NO_SOLE_CLIENT = ''
+local NO_SOLE_CLIENT, UNKNOWN = '', '?'
+-- Virtual times of others stay below, and any number of digits that Lua writes are enough for those above.
+local BULK_TIME, TURNS = 1e12, 16
+local NOW, BULK_NOW, OWED = '', 'bulk', 'owed'
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- What a command counts at a key; a value of another type is removed.
@@ -41,15 +49,20 @@ local function count_at(command, key)
   return count
 end
 
--- The start time of a client's last prompt, or of "" the virtual time; what is no finite number is 0.
+-- The start time of a client's last prompt, or a virtual time; what is no finite number is 0.
 local function last_start(client)
   local start = tonumber(redis.call('ZSCORE', virtual_time, client) or 0)
   return start - start == 0 and start or 0
 end
 
-local function virtual_now()
+local function virtual_now(is_bulk)
   count_at('ZCARD', virtual_time)
-  return last_start('')
+  return is_bulk and math.max(BULK_TIME, last_start(BULK_NOW)) or last_start(NOW)
+end
+
+-- How many prompts of bulk clients the backlog has.
+local function count_bulk()
+  return redis.call('ZCOUNT', backlog, BULK_TIME, '+inf')
 end
 
 -- Put jobs into the backlog: start times and digests, and digests and what is stored of their jobs, one after the other.
@@ -68,17 +81,27 @@ local function to_store(since, lifetime, home, job)
 end
 
 -- Take the last of `excess` jobs of the streams back into the backlog, with the first start times of the client
--- that queued them. The longest lanes give as many each.
+-- that queued them: those of bulk clients or those of others, as it is one, or both where nobody knows. The longest lanes give
+-- as many each.
 -- Returns how many were taken.
 local function take_back(excess, client)
-  local order, stored, now = {}, {}, virtual_now()
+  local order, stored, is_bulk, is_known = {}, {}, is_bulk_client(client), client ~= UNKNOWN
+  local now, bulk_now = virtual_now(), virtual_now(true)
   local function can_go_back(job)
-    return job.digest and true or false
+    if not job.digest or is_known and job.is_bulk ~= is_bulk then
+      return false
+    elseif not job.is_bulk then
+      return true
+    end
+    -- What others have joined stays, for it is not to wait for its turn among what only bulk clients wait for.
+    local _, sole = read_waiting(waiting_for .. job.digest)
+    return is_bulk_client(sole)
   end
   local function store(taken, seen_before)
     for _, job in ipairs(taken) do
       -- The start times before these are for what is before these in the stream.
-      order[#order + 1], order[#order + 2] = now + excess - seen_before - job.number, job.digest
+      local first = job.is_bulk and bulk_now or now
+      order[#order + 1], order[#order + 2] = first + excess - seen_before - job.number, job.digest
       stored[#stored + 1], stored[#stored + 2] = job.digest, to_store(job.since, job.lifetime, job.home, job.job)
       place(waiting_for .. job.digest, LATER, job.lifetime)
     end
@@ -112,11 +135,14 @@ end
 -- Returns whether there is more.
 local function give_way(excess, sole)
   -- A server that is short of memory may have dropped the key: then it was somebody's.
-  local client = type(sole) == 'string' and string.gsub(sole, '^-', '') or '?'
+  local client = type(sole) == 'string' and string.gsub(sole, '^-', '') or UNKNOWN
   local taken = take_back(excess, client)
   if taken > 0 and taken < excess then
     redis.call('SET', sole_client, '-' .. client, 'PX', SOLE_CLIENT_MS)
     return true
+  elseif is_bulk_client(client) then
+    -- Who came may come again: it is not to have so much taken back each time.
+    redis.call('SET', sole_client, NO_SOLE_CLIENT, 'PX', BULK_SHY_MS)
   elseif taken == 0 then
     -- What is there stays, and need not be looked at each time.
     redis.call('SET', sole_client, NO_SOLE_CLIENT, 'PX', SOLE_CLIENT_MS)
@@ -153,10 +179,23 @@ local function drop_later(digest, client)
   end
 end
 
--- The first prompts of the backlog, at most `count`, and as many as one call may move whatever they weigh; they leave it.
--- Returns their digests, what is stored of their jobs, the start time of the last, and how many bytes that is.
-local function pop(count, most_bytes)
-  local first, bytes = redis.call('ZPOPMIN', backlog, count), 0
+-- The first prompts of the backlog, or of those of bulk clients, at most `count`, and as many as one call may move whatever they
+-- weigh; they leave it. Returns their digests, what is stored of their jobs, the start time of the last, and how many bytes that
+-- is.
+local function pop(count, most_bytes, is_bulk)
+  local first, bytes = nil, 0
+  if is_bulk then
+    first = redis.call('ZRANGEBYSCORE', backlog, BULK_TIME, '+inf', 'WITHSCORES', 'LIMIT', 0, count)
+    local leaving = {}
+    for at = 1, #first, 2 do
+      leaving[#leaving + 1] = first[at]
+    end
+    if #leaving > 0 then
+      redis.call('ZREM', backlog, unpack(leaving))
+    end
+  else
+    first = redis.call('ZPOPMIN', backlog, count)
+  end
   local digests, rest, start = {}, {}, nil
   for at = 1, #first, 2 do
     local size = #rest == 0 and redis.call('HSTRLEN', backlog_jobs, first[at]) or 0
@@ -177,29 +216,13 @@ local function pop(count, most_bytes)
   return digests, stored, start, bytes
 end
 
--- Move prompts up from the backlog while the stream has capacity. Those that nobody waits for any more are dropped.
--- Returns whether there may be more to move.
-local function move_up()
-  if count_at('ZCARD', backlog) == 0 then
-    return false
-  end
-  count_at('HLEN', backlog_jobs)
-  count_at('ZCARD', virtual_time)
-  local free = spare_capacity(redis.call('XLEN', jobs), in_lanes())
-  local sole = free < 0 and redis.pcall('GET', sole_client)
-  if type(sole) == 'string' and string.sub(sole, 1, 1) == '-' then
-    return give_way(-free, sole)
-  end
-  local moved, bytes, last, now = 0, 0, nil, now_ms()
-  if free > 0 then
-    open_lanes(math.min(free, MOST_MOVED))
-    level_lanes(math.min(free, MOST_MOVED))
-  end
-  while free > 0 and moved < MOST_MOVED and bytes < MOST_MOVED_BYTES do
-    local digests, stored, start, size = pop(math.min(free, PART_MOVED), MOST_MOVED_BYTES - bytes)
-    if #digests == 0 then
-      break
-    end
+-- Move prompts up from the backlog, as many as `free`, of so many that are `there`, and no more than `budget` leaves. Those that
+-- nobody waits for any more are dropped. Returns how many were added, and how many have left the backlog.
+local function move_some(free, there, budget, is_bulk)
+  local added, left, last, now = 0, 0, nil, now_ms()
+  while free > added and there > left and budget.count > 0 and budget.bytes > 0 do
+    local count = math.min(free - added, there - left, PART_MOVED)
+    local digests, stored, start, size = pop(count, budget.bytes, is_bulk)
     for i, digest in ipairs(digests) do
       local waiting = waiting_for .. digest
       local since, lifetime, home, at = string.match(stored[i] or '', '^(%d+) (%d+) (%S*) ()')
@@ -208,22 +231,70 @@ local function move_up()
       if at and (now < till or is_wanted(waiting, till, now)) then
         local job = string.sub(stored[i], at)
         local tag = lifetime .. ' ' .. digest
-        place(waiting, add_job(choose(home), 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
-        free = free - 1
+        place(waiting, add_job(choose(home), is_bulk, 'm', job, 'u', tag, 't', since, 'h', home), lifetime)
+        added = added + 1
       else
         redis.call('UNLINK', waiting)
       end
     end
-    moved, bytes, last = moved + #digests, bytes + size, start
+    budget.count, budget.bytes, last, left = budget.count - #digests, budget.bytes - size, start, left + #digests
   end
-  count_added()
-  if redis.call('EXISTS', backlog) == 0 then
+  if last then
+    redis.call('ZADD', virtual_time, last, is_bulk and BULK_NOW or NOW)
+  end
+  return added, left
+end
+
+-- How many prompts of bulk clients move up now that so many jobs have ended, though others leave them no room.
+local function take_turns(ended)
+  local owed = last_start(OWED) + ended
+  redis.call('ZADD', virtual_time, owed % TURNS, OWED)
+  return math.floor(owed / TURNS)
+end
+
+-- Move prompts up from the backlog while the streams have capacity; `ended` jobs have ended before. Returns whether there may be
+-- more to move.
+local function move_up(ended)
+  local in_backlog = count_at('ZCARD', backlog)
+  if in_backlog == 0 then
+    return false
+  end
+  count_at('HLEN', backlog_jobs)
+  count_at('ZCARD', virtual_time)
+  local free, bulk_free = spare_capacity(redis.call('XLEN', jobs), in_lanes())
+  local sole = bulk_free < 0 and redis.pcall('GET', sole_client)
+  if type(sole) == 'string' and string.sub(sole, 1, 1) == '-' then
+    local excess = -(is_bulk_client(sole) and bulk_free or free)
+    if excess > 0 then
+      give_way(excess, sole)
+      -- When all of it is back, whoever waits for that moves up.
+      return true
+    end
+  end
+  local of_bulk, budget = count_bulk(), {count = MOST_MOVED, bytes = MOST_MOVED_BYTES}
+  local of_others = in_backlog - of_bulk
+  local most = math.max(0, math.min(free, of_others))
+  if of_bulk > 0 then
+    bulk_free = bulk_free - most
+    if bulk_free <= 0 then
+      bulk_free = ended and take_turns(ended) or 0
+      free = free - bulk_free
+    end
+    most = most + math.min(bulk_free, of_bulk)
+  end
+  if most > 0 then
+    open_lanes(math.min(most, MOST_MOVED))
+    level_lanes(math.min(most, MOST_MOVED))
+    local added, left = move_some(free, of_others, budget, false)
+    free, of_others = free - added, of_others - left
+    added, left = move_some(bulk_free, of_bulk, budget, true)
+    bulk_free, of_bulk = bulk_free - added, of_bulk - left
+    count_added()
+  end
+  if of_bulk + of_others <= 0 then
     -- Nobody has anything in the backlog: the virtual time begins anew.
     redis.call('UNLINK', virtual_time, backlog_jobs)
     return false
   end
-  if last then
-    redis.call('ZADD', virtual_time, last, '')
-  end
-  return free > 0
+  return free > 0 and of_others > 0 or bulk_free > 0 and of_bulk > 0
 end

@@ -135,8 +135,12 @@ local function choose(home, is_announced, is_sibling)
   return worker
 end
 
--- Add a job to the lane of a worker, or to the shared stream for nil. Returns its entry, for its waiting key.
-local function add_job(worker, ...)
+-- Add a job to the lane of a worker, or to the shared stream for nil; one of bulk clients says so, for who takes it. Returns its
+-- entry, for its waiting key.
+local function add_job(worker, is_bulk, ...)
+  if is_bulk then
+    return add_job(worker, false, 'p', BULK, ...)
+  end
   local id = worker and redis.pcall('XADD', lane_of .. worker, '*', ...)
   if type(id) == 'string' then
     added[worker] = (added[worker] or 0) + 1

@@ -3,12 +3,14 @@
 local GROUP = 'workers'
 -- What a waiting key has instead of an entry: the job is in the backlog; its row has just been stored.
 local LATER, DONE = 'later', 'done'
+-- What an entry says in its field "p" that only bulk clients wait for.
+local BULK = 'bulk'
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
--- What waiting keys and reply keys begin with.
-local waiting_for, replies = base .. ':waiting:', base .. ':reply'
+-- What waiting keys and reply keys begin with, and those of bulk clients.
+local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'
 -- Messages in a reply stream beyond which further ones carry no rows, for their client does not read, or may not remove what it
 -- has read; and bytes of rows in one message.
 local MOST_WITH_ROWS, MOST_CARRIED = 64, 65536

@@ -200,5 +200,5 @@ end
 
 -- include fair_queue
 
-move_up()
+move_up(#entries)
 return answer

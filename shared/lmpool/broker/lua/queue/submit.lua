@@ -41,9 +41,12 @@ end
 
 -- include capacity
 
--- Whether this client is known to ask alone, and will be for long.
-local function is_known_alone()
-  if redis.pcall('GET', sole_client) ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
+-- What a bulk client asks for yields to what others ask for: see fair_queue.lua.
+local is_bulk = is_bulk_client(reply)
+
+-- Whether this client is known to ask alone, and will be for long; `sole` is who does.
+local function is_known_alone(sole)
+  if sole ~= reply or redis.call('PTTL', sole_client) <= SOLE_CLIENT_MS / 2 then
     return false
   end
   for i = HEAD + 1, HEAD + count do
@@ -56,8 +59,14 @@ end
 
 -- The usual case, before the rules of the queue: making ready for them takes as long as a few prompts. All find a place
 -- at once, where this client asks alone or where there are so many.
-local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone()
-local is_usual = is_sole or may_be_usual and spare_capacity(shared, laned) >= count
+local sole = may_be_usual and redis.pcall('GET', sole_client)
+local is_sole = may_be_usual and depth + count <= SOLE_EXTRA and is_known_alone(sole)
+local is_usual = is_sole
+if may_be_usual and not is_sole then
+  local free, bulk_free = spare_capacity(shared, laned)
+  -- Not where more of a bulk client is in the streams than others are to wait for.
+  is_usual = (is_bulk and bulk_free or free) >= count and (is_bulk or bulk_free >= 0 or not is_bulk_client(sole))
+end
 local outcome, queued = {}, {}
 
 -- include strings
@@ -83,8 +92,15 @@ if is_usual and not has_lanes then
     if queued[waiting] then
       outcome[i] = 'J'
     else
-      local tag = is_sole and lifetime .. ' ' .. string.sub(waiting, -16) or lifetime
-      local entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
+      local tag, entry = lifetime, nil
+      if is_sole or is_bulk then
+        tag = lifetime .. ' ' .. string.sub(waiting, -16)
+      end
+      if is_bulk then
+        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, 'p', BULK)
+      else
+        entry = redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag)
+      end
       fresh[#fresh + 1], fresh[#fresh + 2] = waiting, sole_waiter .. entry
       outcome[i], queued[waiting] = 'Q', true
     end
@@ -119,13 +135,13 @@ end
 local function to_stream(i, may_go_back, is_announced)
   local waiting, job, home = KEYS[2 + i], ARGV[HEAD + i], homes[i]
   local worker, tag = choose(home, is_announced, is_sibling[i]), lifetime
-  if worker or may_go_back then
+  if worker or may_go_back or is_bulk then
     tag = lifetime .. ' ' .. string.sub(waiting, -16)
   end
   if home and home ~= '' then
-    return add_job(worker, 'm', job, 'u', tag, 'h', home)
+    return add_job(worker, is_bulk, 'm', job, 'u', tag, 'h', home)
   end
-  return add_job(worker, 'm', job, 'u', tag)
+  return add_job(worker, is_bulk, 'm', job, 'u', tag)
 end
 
 open_lanes(count)
@@ -157,21 +173,34 @@ local SHARE = 9
 local in_backlog, is_alone, is_in_the_way = count_at('ZCARD', backlog), false, false
 -- Behind the prompts of others, too, a call that has only new prompts need not look at each.
 local is_new = existing == (in_backlog > 0 and 1 or 0)
-local free, more = spare_capacity(shared, laned)
-if free < 0 then
-  local sole = redis.pcall('GET', sole_client)
+local free, bulk_free, more = spare_capacity(shared, laned)
+local may_be_alone = true
+if bulk_free < 0 or is_bulk then
+  sole = redis.pcall('GET', sole_client)
+  -- Bulk clients give way where they have more than their part, and nobody gives way to them but their like.
+  local excess = is_bulk_client(sole) and -bulk_free or is_bulk and 0 or -free
+  if sole ~= reply and sole ~= NO_SOLE_CLIENT and excess > 0 then
+    is_in_the_way = give_way(excess, sole)
+    shared, laned, in_backlog = redis.call('XLEN', jobs), in_lanes(), count_at('ZCARD', backlog)
+    free, bulk_free = spare_capacity(shared, laned)
+    depth, may_be_alone = shared + laned, not is_in_the_way
+  end
+  if is_bulk then
+    free, may_be_alone = bulk_free, sole == reply or bulk_free >= 0 and sole ~= NO_SOLE_CLIENT
+  end
   if sole ~= reply then
-    is_in_the_way = sole ~= NO_SOLE_CLIENT and give_way(-free, sole)
-    depth, in_backlog, free = redis.call('XLEN', jobs) + in_lanes(), count_at('ZCARD', backlog), 0
+    free = is_in_the_way and 0 or math.max(0, free)
   end
 end
+-- Prompts of the backlog that go before this client's.
+local ahead = in_backlog > 0 and not is_bulk and in_backlog - count_bulk() or in_backlog
 -- What goes to the backlog, all at once in the end.
 local since, order, stored, now, last = nil, {}, {}, nil, nil
 
 -- The virtual start time of the client's next prompt.
 local function next_start()
   if not last then
-    now = virtual_now()
+    now = virtual_now(is_bulk)
     -- The first start times are for those that may have to come back from the stream.
     last = math.max(now - math.min(0, free), last_start(reply))
   end
@@ -183,7 +212,7 @@ local function queue(i, is_fresh)
   if depth + in_backlog >= limit then
     return 'F'
   end
-  if in_backlog == 0 and (free > 0 or free + more > 0 and #job <= SOLE_MOST_BYTES) then
+  if ahead == 0 and (free > 0 or may_be_alone and free + more > 0 and #job <= SOLE_MOST_BYTES) then
     if free <= 0 and not is_alone then
       redis.call('SET', sole_client, reply, 'PX', SOLE_CLIENT_MS)
       is_alone = true
@@ -200,7 +229,7 @@ local function queue(i, is_fresh)
   local digest = string.sub(waiting, -16)
   order[#order + 1], order[#order + 2] = start, digest
   stored[#stored + 1], stored[#stored + 2] = digest, to_store(since, lifetime, homes[i] or '', job)
-  last, in_backlog = start, in_backlog + 1
+  last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
   register(waiting, LATER, is_fresh)
   return 'Q'
 end
@@ -212,6 +241,18 @@ local function hasten(digest)
     redis.call('ZADD', backlog, last + 1, digest)
     last = last + 1
   end
+end
+
+-- Have a prompt go on as one of this client, which is no bulk client, where a bulk client has queued it and no worker has it.
+local function promote(waiting, entry)
+  local stream, id, worker = locate(entry)
+  local found = redis.pcall('XRANGE', stream, id, id)[1]
+  local job = type(found) == 'table' and read_entry(found, worker and ' ' .. worker or '')
+  if not (job and job.is_bulk and job.digest) or #redis.pcall('XPENDING', stream, GROUP, id, id, 1) > 0 then
+    return
+  end
+  job.id, job.is_bulk = id, false
+  move(worker, worker, {job}, 1, 1, 1)
 end
 
 local MOST_REFERENCE = 292
@@ -254,6 +295,8 @@ local function join(waiting)
   end
   if job == LATER then
     hasten(string.sub(waiting, -16))
+  elseif sole and not is_bulk and is_bulk_client(sole) then
+    promote(waiting, job)
   end
   -- As long as the most patient of those who wait.
   if redis.call('PTTL', waiting) < tonumber(lifetime) then

@@ -41,7 +41,11 @@ depth = depth + (#workers == MOST_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 if in_backlog > 0 then
   -- A client's oldest prompt has its first start time, and the first start times of all clients are close together.
-  for _, digest in ipairs(redis.call('ZRANGE', backlog, 0, FIRST - 1)) do
+  local firsts = redis.call('ZRANGE', backlog, 0, FIRST - 1)
+  for _, digest in ipairs(redis.call('ZRANGEBYSCORE', backlog, BULK_TIME, '+inf', 'LIMIT', 0, FIRST)) do
+    firsts[#firsts + 1] = digest
+  end
+  for _, digest in ipairs(firsts) do
     local stored = redis.call('HSTRLEN', backlog_jobs, digest) <= MOST_READ and redis.call('HGET', backlog_jobs, digest)
     local since = stored and tonumber(string.match(stored, '^%d+'))
     age = since and math.max(age, now - since) or age

@@ -17,12 +17,18 @@ local workers, group, most = KEYS[2], ARGV[1], tonumber(ARGV[2])
 local MOST_LISTED = 5000
 local now, removed, has_unknown, moved = now_ms(), 0, false, 0
 count_at('ZCARD', workers)
-if count_at('ZCARD', virtual_time) > 1 then
-  for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, '-inf', virtual_now(), 'LIMIT', 0, most)) do
-    if client ~= '' then
+-- Forget clients whose last prompts have start times in a range.
+local function forget_clients(first, last)
+  for _, client in ipairs(redis.call('ZRANGEBYSCORE', virtual_time, first, last, 'LIMIT', 0, most)) do
+    if client ~= NOW and client ~= BULK_NOW and client ~= OWED then
       redis.call('ZREM', virtual_time, client)
     end
   end
+end
+
+if count_at('ZCARD', virtual_time) > 1 then
+  forget_clients('-inf', virtual_now())
+  forget_clients(BULK_TIME, virtual_now(true))
 end
 
 -- Remove the lane of a worker if it is empty. Returns whether it is.

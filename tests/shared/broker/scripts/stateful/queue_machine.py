@@ -52,7 +52,7 @@ class Worker:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """A queue with three clients, and four workers that come and go.
+    """A queue with four clients, two of which yield to the others, and four workers that come and go.
 
     Args:
         caller: runs scripts on a server that nobody else uses.
@@ -106,6 +106,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (depth, dead) == (state.depth, state.dead), f"a survey sees {depth} jobs of {state.depth}"
         self.seen["steps"] += 1
         self.seen["steps with a backlog"] += bool(state.backlog)
+        self.seen["steps with a backlog of bulk clients"] += bool(state.yielding)
         self.seen["steps with lanes"] += any(state.lengths.values())
         self.is_sound = True
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tests.shared.broker.scripts.stateful.queue_state import State
+from tests.shared.broker.scripts.stateful.queue_steps import BULK_CLIENTS
 
 MOST_DELIVERIES = 3
 
@@ -190,6 +191,8 @@ class QueueModel:
             waiting, places = state.waiting.get(number), state.places.get(number, [])
             assert waiting is not None, f"{client!r} waits for {number}, and is forgotten: its jobs are {places}"
             assert client in waiting, f"{client!r} waits for {number}, and only {waiting} is known"
+            is_behind = number in state.yielding and number not in self.loose
+            assert client in BULK_CLIENTS or not is_behind, f"{client!r} waits for {number} behind what yields to it"
             job = waiting.get(b"job")
             assert job in places, f"{client!r} waits for {number}, whose job is {job!r}, and there is {places}"
 

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from lmpool.broker import scripts
-from lmpool.protocol.keys import GROUP, JOB_FIELD
+from lmpool.protocol.keys import BULK_TIME, GROUP, JOB_FIELD
 from tests.shared.broker.scripts.script_calls import JOBS, MODEL, digest
 
 PROMPTS = range(1, 25)
@@ -52,8 +52,8 @@ for at = 3, #ARGV, 2 do
 end
 return {
   streams, redis.call('ZRANGE', base .. ':lanes', 0, -1, 'WITHSCORES'), redis.call('HGETALL', base .. ':capacity'),
-  redis.call('ZRANGE', base .. ':backlog', 0, -1), redis.call('HKEYS', base .. ':backlog:jobs'), waiting, forever, told,
-  redis.call('XLEN', base .. ':dead'),
+  redis.call('ZRANGE', base .. ':backlog', 0, -1, 'WITHSCORES'), redis.call('HKEYS', base .. ':backlog:jobs'),
+  waiting, forever, told, redis.call('XLEN', base .. ':dead'),
 }
 """
 
@@ -97,6 +97,7 @@ class State:
         lanes: worker -> how many it counts as having; "" -> their sum.
         capacity: worker -> how many prompts it computes at once; "" -> their sum.
         backlog: the prompts in the backlog.
+        yielding: those among them that only bulk clients wait for.
         backlog_jobs: those whose jobs are stored there.
         waiting: prompt -> its waiting key, as a hash.
         forever: keys that do not expire.
@@ -111,6 +112,7 @@ class State:
     lanes: dict[str, int]
     capacity: dict[str, int]
     backlog: list[int]
+    yielding: set[int]
     backlog_jobs: list[int]
     waiting: dict[int, dict[bytes, bytes]]
     forever: list[bytes]
@@ -185,7 +187,8 @@ def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
         lengths=lengths,
         lanes=_counts(lanes),
         capacity=_counts(capacity),
-        backlog=[_NUMBERS[name] for name in backlog],
+        backlog=[_NUMBERS[name] for name in backlog[::2]],
+        yielding={_NUMBERS[name] for name, start in _pairs(backlog).items() if float(start) >= BULK_TIME},
         backlog_jobs=[_NUMBERS[name] for name in backlog_jobs],
         waiting={_NUMBERS[name]: _pairs(flat) for name, flat in waiting},
         forever=forever,

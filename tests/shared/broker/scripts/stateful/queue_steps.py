@@ -6,10 +6,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.shared.broker.scripts.script_calls import MODEL, A, B, C
+from tests.shared.broker.scripts.script_calls import MODEL, A, B, X, Y
 from tests.shared.broker.scripts.stateful.queue_state import PROMPTS, WORKERS
 
-CLIENTS = (A, B, C)
+CLIENTS = (A, B, X, Y)
+BULK_CLIENTS = (X, Y)
 
 _CLIENTS = st.sampled_from(CLIENTS)
 _WORKERS = st.sampled_from(WORKERS)

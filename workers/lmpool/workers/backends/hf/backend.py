@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
+from lmpool.protocol.hidden import pack_numbers
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.prompt import decode_ids
+from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend.contract import BackendJob, BackendStats, Finished
@@ -31,6 +33,7 @@ from lmpool.workers.backends.hf.batching import (
     shared_prefix,
 )
 from lmpool.workers.backends.hf.forward import Abilities, Forward, check_model, new_tokens
+from lmpool.workers.backends.hf.head import find_head, numbers_of
 from lmpool.workers.backends.hf.kv_pool import ROOT, KVPool
 from lmpool.workers.backends.hf.loading import load_model
 from lmpool.workers.backends.positions import NO_DISTRIBUTION
@@ -48,6 +51,8 @@ _CPU_CHUNK, _CHUNK = 512, 2048
 _HELD_LOGITS = 1 << 25
 """Logits that a forward may leave (128 MiB in float32), unless a batch of rows needs more."""
 
+_UNSOUND = np.empty(0, np.float32)
+"""In place of what is wanted of positions whose hidden states are not finite."""
 
 _NO_PROGRESS = Progress()
 """Of a job whose first chunk is yet to come."""
@@ -96,6 +101,7 @@ class HfBackend:
         self._log_longest(loaded.max_prompt_tokens)
         self._limit = BatchLimit(settings.max_batch)
         self._shorter_went_first = False
+        self._head = find_head(model, abilities.logits.shape[-1])
         self._waiting: dict[bytes, BackendJob] = {}
         self._progress: dict[bytes, Progress] = {}
         self._roots: dict[str, int] = {}
@@ -110,6 +116,7 @@ class HfBackend:
             dtype=str(model.dtype).removeprefix("torch."),
             encoding=encoding.name.lower(),
             positions=True,
+            hidden=0 if self._head is None else self._head.size,
             lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
             source=checkpoint_source(settings.model),
             gguf_file=settings.gguf_file or "",
@@ -186,6 +193,11 @@ class HfBackend:
         del self._forward, self._adapters
         self._free_memory()
 
+    def head(self, query: HeadQuery) -> NDArray[np.float32]:
+        """See `TellsHead.head`."""
+        assert self._head is not None  # Else the info says so, and nobody asks.
+        return self._head.answer(query)
+
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
         self._encoder.new_rows = new_rows
@@ -229,7 +241,8 @@ class HfBackend:
         longest = min(rules.horizon, pool.capacity) if pool is not None else 0
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
         if job.positions is not None:
-            kind, start = "vector", job.span.start + sum(map(len, progress.parts))
+            kind = "hidden" if job.positions.values == "hidden" else "vector"
+            start = job.span.start + sum(map(len, progress.parts))
             most = rules.logits if length > longest else min(rules.logits, rules.chunk)
             end = min(job.span.stop, start + most)
             if start < rules.horizon:
@@ -288,13 +301,18 @@ class HfBackend:
         pool = self._pool if first.root is not None else None
         self._adapters.activate(first.adapter)
         kept, paths = [chunk.kept for chunk in chunks], [chunk.path for chunk in chunks]
-        logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
+        if first.kind == "hidden" and self._head is not None:
+            with self._head.hidden_in_place_of_logits(max(kept)) as taken:
+                self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
+            (logits,) = taken
+        else:
+            logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
         if first.kind == PREFILL:
             progress = self._progress.get(digests[0], _NO_PROGRESS)
             self._progress[digests[0]] = progress._replace(reached=first.end, computed=progress.computed + new)
             self._stats = self._stats._replace(steps=self._stats.steps + 1)
             return _Answer(None, {}, {})
-        if first.kind == "vector":
+        if first.kind in ("vector", "hidden"):
             answer = self._take(batch, logits)
         else:
             answer = _Answer(*self._encoder.encode(digests, logits[:, -1]), {})
@@ -334,9 +352,13 @@ class HfBackend:
             assert job.positions is not None
             # A position's logits predict the token after it.
             following = _ids(job)[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()
-            taken[digest] = expected_at(kept, job.positions, following)
+            if chunk.kind == "hidden":
+                taken[digest] = pack_numbers(numbers_of(kept.cpu())) if kept.isfinite().all() else _UNSOUND
+            else:
+                taken[digest] = expected_at(kept, job.positions, following)
         for digest, part in taken.items():
-            if np.isnan(part).any():
+            # Of hidden states in 16 bits, two numbers together may look like NaN.
+            if part is _UNSOUND or (batch[digest].kind != "hidden" and np.isnan(part).any()):
                 answer.failures[digest] = NO_DISTRIBUTION
                 continue
             progress = self._progress.get(digest, _NO_PROGRESS)

@@ -1,0 +1,101 @@
+"""`Producer(priority="bulk")` beside other clients of a pool."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.errors import SettingsError
+from lmpool.producer import Producer, SyncProducer
+from lmpool.protocol.keys import BULK_TIME
+from lmpool.protocol.prompt import decode_ids
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import GatedBackend, OneByOne, gated_worker
+from tests.support.pool import Pool, V, run_lmpool, until_async
+
+BATCH = 2
+
+
+@pytest.mark.parametrize("make", [Producer, SyncProducer])
+@pytest.mark.parametrize("value", ["", "low", "Bulk", None, 1, b"bulk", ["bulk"]])
+def test_only_priorities_that_there_are_can_be_asked_for(make: Any, value: Any) -> None:
+    with pytest.raises(SettingsError, match=r"priority: .* is not one of interactive, bulk"):
+        make(priority=value)
+
+
+async def test_others_go_before_a_bulk_client(pool: Pool) -> None:
+    backend = GatedBackend(OneByOne(), BATCH)
+    async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        rows = [asyncio.ensure_future(bulk.logprobs([number])) for number in range(100)]
+        await until_async(lambda: _are_queued(pool, 100), "what the bulk client asks is queued")
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(200, 205)]
+        await until_async(lambda: _are_queued(pool, 105), "what the other asks is, too")
+        await until_async(lambda: _is_behind(pool, 50), "the bulk client gives way")
+        backend.gate.open()
+        for number, row in zip([*range(100), *range(200, 205)], await asyncio.gather(*rows, *asked), strict=True):
+            assert np.array_equal(row, synthetic_row([number], vocab_size=V))
+    computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
+    # Behind what the worker had taken before it came.
+    assert max(computed.index(number) for number in range(200, 205)) < 30
+
+
+async def test_a_bulk_client_gets_its_rows_however_much_others_ask(pool: Pool) -> None:
+    pool.start("--max-batch", BATCH)
+    async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        numbers, is_done = count(1), False
+
+        async def ask() -> None:
+            while not is_done:
+                await producer.logprobs([next(numbers) // V, next(numbers) % V])
+
+        others = [asyncio.ensure_future(ask()) for _ in range(20 * BATCH)]
+        await until_async(lambda: _are_queued(pool, 5 * BATCH), "others fill the streams")
+        await asyncio.gather(*[bulk.logprobs([number]) for number in range(20)])
+        assert all(not task.done() for task in others)
+        is_done = True
+        await asyncio.gather(*others)
+
+
+async def test_what_both_ask_for_is_computed_once_and_before_what_only_the_bulk_client_asks(pool: Pool) -> None:
+    backend = GatedBackend(OneByOne(), BATCH)
+    async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        rows = [asyncio.ensure_future(bulk.logprobs([number])) for number in range(100)]
+        await until_async(lambda: _are_queued(pool, 100), "what the bulk client asks is queued")
+        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(95, 101)]
+        await until_async(lambda: _are_queued(pool, 101), "what the other asks is, too")
+        await until_async(lambda: _is_behind(pool, 50), "the bulk client gives way")
+        backend.gate.open()
+        await asyncio.gather(*rows, *asked)
+        assert producer.stats().joined == 5
+    computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
+    assert sorted(computed) == list(range(101))
+    assert max(computed.index(number) for number in range(95, 101)) < 30
+
+
+def test_the_command_line_can_yield_too(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    where = ("--redis", pool.url, "--prefix", pool.prefix)
+    ran = run_lmpool("bench", "--bulk", "--prompts", "50", *where)
+    assert ran.returncode == 0, ran.stderr
+
+
+async def test_a_producer_says_its_priority_by_its_reply_key(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer, pool.producer(priority="bulk") as bulk:
+        await asyncio.gather(producer.logprobs([1]), bulk.logprobs([2]))
+        replies = pool.names("*:reply:*")
+        assert len(replies) == 2
+        assert sum(":reply:bulk:" in name for name in replies) == 1
+
+
+async def _are_queued(pool: Pool, number: int) -> bool:
+    return pool.jobs() >= number
+
+
+async def _is_behind(pool: Pool, number: int) -> bool:
+    return int(pool.redis.zcount(pool.keys.model("syn").backlog, BULK_TIME, "+inf")) >= number

@@ -1,0 +1,269 @@
+"""Bulk clients: others go first, they fill what is left, and never starve; on fakeredis and on a real server."""
+
+from __future__ import annotations
+
+import pytest
+import redis.asyncio as redis_async
+
+from lmpool.broker import scripts
+from lmpool.protocol.keys import BULK, BULK_TIME, PRIORITY_FIELD
+from tests.shared.broker.scripts.script_calls import (
+    JOBS,
+    LIFETIME_MS,
+    MODEL,
+    A,
+    B,
+    X,
+    Y,
+    cancel,
+    compute_one,
+    digest,
+    entries_of,
+    finish,
+    in_stream,
+    register,
+    registered,
+    submit,
+    take,
+    told,
+    waiting,
+)
+from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, script_redis, script_server  # noqa: F401
+
+IN_STREAM, OF_BULK = 3, 2
+"""Prompts that the stream holds for a worker that computes one at a time, and how many of bulk clients."""
+TURNS = 16
+"""Of so many prompts that end one may be followed by one of a bulk client, however many others wait."""
+
+
+@pytest.fixture(autouse=True)
+async def _one_worker(redis: redis_async.Redis) -> None:
+    await register(redis)
+
+
+async def compute(redis: redis_async.Redis, count: int = 1000) -> list[int]:
+    """Compute prompts one by one, until there are none; returns them in their order."""
+    done: list[int] = []
+    while len(done) < count and (await redis.xlen(JOBS) or await redis.zcard(MODEL.backlog)):
+        done.append(await compute_one(redis))
+    return done
+
+
+async def bulk_in(redis: redis_async.Redis, stream: bytes = JOBS) -> list[int]:
+    """The prompts of a stream that say that only bulk clients wait for them."""
+    return [
+        int(fields[b"m"].removeprefix(b"job-"))
+        for _, fields in await entries_of(redis, stream)
+        if fields.get(PRIORITY_FIELD) == BULK
+    ]
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_bulk_clients_fill_a_part_of_the_streams_and_others_go_first(redis: redis_async.Redis) -> None:
+    assert await submit(redis, *range(10), reply=X) == "Q" * 10
+    assert await in_stream(redis) == await bulk_in(redis) == [0, 1]
+    assert await submit(redis, 60, 61, 62) == "QQQ"
+    assert await in_stream(redis) == [0, 1, 60]
+    assert await compute(redis) == [0, 1, 60, 61, 62, *range(2, 10)]
+    assert not await redis.exists(MODEL.backlog, MODEL.backlog_jobs, MODEL.virtual_time)
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_what_moves_up_says_whether_it_is_of_a_bulk_client(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(4))
+    await submit(redis, 60, 61, reply=X)
+    assert await compute(redis, 4) == [0, 1, 2, 3]
+    assert await in_stream(redis) == await bulk_in(redis) == [60, 61]
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_a_bulk_client_has_a_turn_however_many_others_wait(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(90))
+    await submit(redis, *range(100, 105), reply=X)
+    order = await compute(redis)
+    turns = [at for at, number in enumerate(order) if number >= 100]
+    assert [order[at] for at in turns] == list(range(100, 105))
+    assert turns == [TURNS + IN_STREAM - 1 + TURNS * number for number in range(5)]
+    assert [number for number in order if number < 100] == list(range(90))
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_turns_are_kept_when_the_queue_is_swept(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(90))
+    await submit(redis, 100, 101, reply=X)
+    order: list[int] = []
+    for _ in range(TURNS + IN_STREAM):
+        order += await compute(redis, 1)
+        keys = [JOBS, MODEL.workers, MODEL.capacity, MODEL.virtual_time]
+        await scripts.REMOVE_GONE(redis, keys, ["workers", 100, LIFETIME_MS, 0])
+    assert order[-1] == 100
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_bulk_clients_move_up_in_rotation(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(20), reply=X)
+    await submit(redis, *range(100, 105), reply=Y)
+    order = (await compute(redis))[OF_BULK : OF_BULK + 10]
+    assert [sorted(number // 100 for number in order[at : at + 2]) for at in range(0, 10, 2)] == [[0, 1]] * 5
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_what_another_client_joins_in_the_backlog_yields_no_more(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(50), reply=X)
+    assert await submit(redis, 49) == "J"
+    assert await in_stream(redis) == [0, 1, 49], "there is room for it at once"
+    assert await bulk_in(redis) == [0, 1]
+    await compute(redis, 3)
+    assert [message[b"d"] for message in await told(redis, A)] == [digest(49)]
+    assert digest(49) in [message[b"d"] for message in await told(redis, X)]
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_a_bulk_client_that_joins_has_nothing_yield(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(10))
+    assert await submit(redis, 9, reply=X) == "J"
+    assert await compute(redis) == list(range(10))
+
+
+async def test_what_another_client_joins_in_the_stream_yields_no_more_unless_a_worker_has_it(
+    redis: redis_async.Redis,
+) -> None:
+    await submit(redis, *range(3), reply=X)
+    (held,) = await take(redis, count=1)
+    assert await submit(redis, 0, 1, 2) == "JJJ"
+    assert await in_stream(redis) == [0, 1, 2]
+    assert await bulk_in(redis) == [0]
+    for number, (entry, _) in enumerate(await entries_of(redis)):
+        assert await registered(redis, number) == {b"job": entry, X: b"", A: b""}
+    await finish(redis, (held, 0, b"", False))
+    assert await compute(redis) == [1, 2]
+    assert len(await told(redis, A)) == len(await told(redis, X)) == 3
+
+
+async def test_a_bulk_client_that_asks_alone_goes_past_the_backlog(redis: redis_async.Redis) -> None:
+    assert await submit(redis, *range(60), reply=X) == "Q" * 60
+    assert await submit(redis, *range(60, 90), reply=X) == "Q" * 30
+    assert await in_stream(redis) == await bulk_in(redis) == list(range(90))
+    assert not await redis.exists(MODEL.backlog)
+    assert await compute(redis) == list(range(90))
+
+
+async def test_a_bulk_client_gives_way_to_a_single_prompt(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40), reply=X)
+    await take(redis, count=1)
+    assert await submit(redis, 60) == "Q"
+    assert await in_stream(redis) == [0, 1, 60]
+    assert await redis.zcount(MODEL.backlog, BULK_TIME, "+inf") == await redis.zcard(MODEL.backlog) == 38
+    await submit(redis, 61)
+    assert await in_stream(redis) == [0, 1, 60, 61]
+
+
+async def test_a_bulk_client_that_has_just_given_way_does_not_take_all_places_again(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40), reply=X)
+    await submit(redis, 60)
+    assert await redis.get(MODEL.sole_client) != X
+    await cancel(redis, *range(40), reply=X)
+    await compute(redis)
+    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # For two seconds it is so.
+    await submit(redis, *range(40), reply=X)
+    assert await in_stream(redis) == [0, 1]
+
+
+async def test_a_bulk_client_gives_way_where_there_is_room_for_others_beside_it(redis: redis_async.Redis) -> None:
+    await register(redis, size=2)
+    await submit(redis, *range(2 * OF_BULK + 1), reply=X)
+    assert await submit(redis, 60) == "Q"
+    assert await in_stream(redis) == [*range(2 * OF_BULK), 60]
+
+
+async def test_what_others_have_joined_does_not_go_back(redis: redis_async.Redis) -> None:
+    await register(redis, size=4)
+    await submit(redis, *range(4 * OF_BULK), reply=X)
+    await submit(redis, 7, reply=Y)
+    assert await submit(redis, 7) == "J"
+    await submit(redis, *range(10, 40), reply=X)
+    await register(redis, size=1)
+    assert await submit(redis, 60, reply=B) == "Q+"
+    while await scripts.REFILL(redis, [JOBS], []):
+        pass
+    assert await in_stream(redis) == [0, 1, 7]
+    assert (await compute(redis))[:4] == [0, 1, 7, 60]
+
+
+async def test_a_bulk_client_that_has_much_gives_way_in_parts_and_others_wait_for_that(
+    redis: redis_async.Redis,
+) -> None:
+    for at in range(0, 250, 50):
+        await submit(redis, *range(at, at + 50), reply=X, limit=1000)
+    assert await submit(redis, 250, limit=1000) == "Q+"
+    while await scripts.REFILL(redis, [JOBS], []):
+        pass
+    assert await in_stream(redis) == [0, 1, 250]
+    assert await compute(redis) == [0, 1, 250, *range(2, 250)]
+
+
+async def test_a_bulk_client_gives_way_to_another_one(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40), reply=X)
+    await submit(redis, 60, reply=Y)
+    assert (await compute(redis)).index(60) <= OF_BULK + 1
+
+
+async def test_nobody_gives_way_to_a_bulk_client(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40))
+    await submit(redis, 60, reply=X)
+    assert await submit(redis, *range(40, 50)) == "Q" * 10
+    assert await in_stream(redis) == list(range(50))
+    assert await redis.get(MODEL.sole_client) == A
+    assert (await compute(redis)).index(60) == 50, "at the end of what was before it in the stream"
+
+
+async def test_what_bulk_clients_have_does_not_go_back_for_others_sake(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(60))
+    await submit(redis, 100, reply=X)
+    await compute(redis, TURNS)
+    assert (await in_stream(redis))[-1] == 100
+    await submit(redis, 70, reply=B)
+    assert (await in_stream(redis))[-1] == 100
+    assert await redis.zcount(MODEL.backlog, BULK_TIME, "+inf") == 0
+
+
+async def test_only_what_bulk_clients_have_goes_back_when_they_give_way(redis: redis_async.Redis) -> None:
+    await submit(redis, 60, 61)
+    await submit(redis, *range(40), reply=X)
+    await submit(redis, 62, reply=B)
+    assert (await in_stream(redis))[:2] == [60, 61]
+    assert await compute(redis) == [60, 61, 62, *range(40)]
+
+
+async def test_a_bulk_prompt_that_moves_to_another_lane_stays_one(redis: redis_async.Redis) -> None:
+    await register(redis, "w2", 1)
+    await submit(redis, *range(4), reply=X, homes=["w2"] * 4)
+    lane = MODEL.lane("w2")
+    moving = await bulk_in(redis, lane)
+    assert moving
+    while await scripts.CLOSE_LANE(redis, [JOBS], ["w2"]):
+        pass
+    assert await redis.xlen(lane) == 0
+    assert set(moving) <= set(await bulk_in(redis))
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_a_cancelled_bulk_prompt_leaves_the_backlog_and_its_turn(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(20), reply=X)
+    assert await cancel(redis, *range(2, 20), reply=X) == 18
+    assert not await redis.exists(MODEL.backlog, MODEL.backlog_jobs)
+    await submit(redis, *range(100, 110), reply=Y)
+    await submit(redis, 50, reply=X)
+    assert (await compute(redis)).index(50) <= OF_BULK + 2
+    assert not [number for number in range(20) if await redis.exists(waiting(number))]
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+@pytest.mark.parametrize("name", [b"bulk", b"owed"])
+async def test_a_virtual_time_that_is_none_starves_nobody(redis: redis_async.Redis, name: bytes) -> None:
+    await submit(redis, *range(30))
+    await submit(redis, 100, 101, reply=X)
+    await redis.zadd(MODEL.virtual_time, {name: float("-inf")})
+    order = await compute(redis)
+    assert sorted(order) == [*range(30), 100, 101]
+    assert order.index(100) <= TURNS + IN_STREAM

@@ -1,0 +1,134 @@
+"""Prompts of bulk clients in a worker: others go first, and none waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from lmpool.protocol.prompt import decode_ids
+from lmpool.workers.backend.contract import BackendJob
+from lmpool.workers.backend.engine_thread import EngineThread
+from lmpool.workers.backend.yielding import PATIENCE_STEPS
+from tests.support.gate import GatedBackend, OneByOne
+from tests.workers.backend.test_engine_thread import Outcome, jobs, stepping
+
+BATCH = 2
+
+
+def bulk(*tokens: int) -> list[BackendJob]:
+    return [job._replace(bulk=True) for job in jobs(*tokens)]
+
+
+class Steps:
+    """A backend whose steps pass one by one, in an engine thread.
+
+    Attributes:
+        engine_thread: the thread.
+        outcome: what it has told.
+        backend: its backend.
+    """
+
+    def __init__(self, backend: GatedBackend, engine_thread: EngineThread, outcome: Outcome) -> None:
+        self.backend = backend
+        self.engine_thread = engine_thread
+        self.outcome = outcome
+
+    @property
+    def computed(self) -> list[int]:
+        """The prompts that were computed, in their order."""
+        return [int(decode_ids(ids)[0]) for ids in self.backend.computed]
+
+    async def let(self, steps: int) -> None:
+        """Let so many steps pass, and wait until the next one has come, or what they have brought was told."""
+        for _ in range(steps):
+            self.backend.is_stepping.clear()
+            told = len(self.outcome.finished)
+            assert isinstance(self.backend.gate, OneByOne)
+            self.backend.gate.let_one()
+            await self.outcome.until(lambda told=told: len(self.outcome.finished) > told, "a step has passed")  # type: ignore[misc]
+            idle = not self.engine_thread.is_busy
+            await self.outcome.until(lambda idle=idle: idle or self.backend.is_stepping.is_set(), "the next has come")  # type: ignore[misc]
+
+    async def begin(self, asked: list[BackendJob]) -> None:
+        """Hand over the first prompts, and wait for their step."""
+        self.engine_thread.submit(asked)
+        await self.outcome.until(self.backend.is_stepping.is_set, "a step has come to the gate")
+
+
+@pytest.fixture
+async def steps() -> AsyncIterator[Steps]:
+    backend = GatedBackend(OneByOne(), BATCH)
+    async with stepping(backend) as (engine_thread, outcome):
+        yield Steps(backend, engine_thread, outcome)
+        backend.gate.open()
+
+
+async def test_others_go_before_what_bulk_clients_wait_for(steps: Steps) -> None:
+    await steps.begin([*bulk(1, 2, 3, 4, 5), *jobs(10)])
+    steps.engine_thread.submit(jobs(11, 12, 13))
+    await steps.let(4)
+    assert steps.computed == [10, 1, 11, 12, 13, 2, 3, 4]
+
+
+async def test_what_bulk_clients_wait_for_has_its_turn_however_much_others_ask(steps: Steps) -> None:
+    await steps.begin([*bulk(1, 2), *jobs(10, 11)])
+    for step in range(PATIENCE_STEPS + BATCH):
+        steps.engine_thread.submit(jobs(*(100 + BATCH * step + number for number in range(BATCH))))
+        await steps.let(1)
+    assert [steps.computed.index(number) // BATCH for number in (1, 2)] == [PATIENCE_STEPS, PATIENCE_STEPS + 1]
+
+
+async def test_bulk_clients_alone_have_whole_steps(steps: Steps) -> None:
+    await steps.begin(bulk(*range(1, 8)))
+    await steps.let(4)
+    assert steps.computed == list(range(1, 8))
+    assert steps.backend.stats().steps == 4
+
+
+async def test_after_some_steps_without_others_the_backend_has_what_it_has_room_for(steps: Steps) -> None:
+    await steps.begin([*bulk(*range(1, 60)), *jobs(99)])
+    await steps.let(PATIENCE_STEPS - 1)
+    assert steps.backend.capacity() == BATCH, "what the step computes"
+    await steps.let(2)
+    assert steps.backend.capacity() == 0, "and what comes next"
+
+
+async def test_what_others_join_yields_no_more(steps: Steps) -> None:
+    await steps.begin([*bulk(1, 2, 3, 4, 5), *jobs(10)])
+    steps.engine_thread.promote([job.digest for job in [*bulk(4), *jobs(10, 77)]])
+    await steps.let(3)
+    assert steps.computed == [10, 1, 4, 2, 3, 5]
+
+
+async def test_what_nobody_waits_for_is_dropped_while_it_yields(steps: Steps) -> None:
+    await steps.begin([*bulk(1, 2, 3, 4), *jobs(10)])
+    steps.engine_thread.abort([job.digest for job in bulk(2, 3)])
+    await steps.let(2)
+    assert steps.computed == [10, 1, 4]
+    assert not steps.engine_thread.is_busy
+
+
+async def test_an_adapter_that_is_gone_by_its_turn_is_told(steps: Steps) -> None:
+    (stale,) = bulk(2)
+    await steps.begin([*bulk(1), stale._replace(adapter="a@1"), *jobs(10)])
+    await steps.let(1)
+    await steps.outcome.until(lambda: any(part.stale for part in steps.outcome.finished), "it is told")
+    assert [part.stale for part in steps.outcome.finished if part.stale] == [(stale.digest,)]
+    assert steps.computed == [10, 1]
+
+
+async def test_what_yields_leaves_room_for_others_as_far_as_it_fills_a_step(steps: Steps) -> None:
+    engine_thread = steps.engine_thread
+    assert engine_thread.capacity == 2 * BATCH
+    engine_thread.submit(bulk(1, 2))
+    assert engine_thread.capacity == 2 * BATCH
+    engine_thread.submit(bulk(3))
+    assert engine_thread.capacity == 2 * BATCH - 1
+    engine_thread.submit(jobs(10))
+    assert engine_thread.capacity == 2 * BATCH - 2
+    steps.backend.gate.open()
+    await steps.outcome.until(lambda: not engine_thread.is_busy, "all are answered")
+    assert engine_thread.capacity == 2 * BATCH
+    assert sorted(np.array(steps.computed)) == [1, 2, 3, 10]

@@ -1,0 +1,159 @@
+"""Hidden states and the head: together they make the model's rows, whatever an architecture does behind its product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
+
+from lmpool.errors import SettingsError
+from lmpool.producer import SyncProducer
+from lmpool.protocol import query
+from lmpool.protocol.hidden import FACTS, Head, unpack_numbers, width_of
+from lmpool.protocol.query import HeadQuery, PositionsQuery
+from lmpool.workers.backends.hf import head as hf_head
+from lmpool.workers.backends.hf.backend import HfBackend
+from lmpool.workers.backends.settings import HfSettings
+from tests.support.models.tiny_models import CONFIGS, VOCAB_SIZE, make_model
+from tests.support.pool import Pool, until
+from tests.workers.backends.hf.hf_tiny import drain, job, random_prompts
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 33, "intermediate_size": 48, "num_attention_heads": 3, "head_dim": 12,
+    "num_key_value_heads": 3, "num_hidden_layers": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+SPECIAL: dict[str, PreTrainedConfig] = {
+    "soft-cap": Gemma2Config(**SHAPE, final_logit_softcapping=5.0),
+    "scaled": CohereConfig(**{**SHAPE, "hidden_size": 36}, logit_scale=0.25),
+    "divided": GraniteConfig(**{**SHAPE, "hidden_size": 36}, logits_scaling=8.0),
+    "untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+}
+LEAST_KL = 1e-5
+
+
+def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
+    """A tiny model of that kind."""
+    if kind in CONFIGS:
+        make_model(kind, dtype).save_pretrained(folder)
+        return folder
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(SPECIAL[kind])
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def head_of(backend: HfBackend) -> Head:
+    """The head as clients put it together."""
+    info = backend.info
+    scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
+    bias = backend.head(HeadQuery("bias")) if has_bias else None
+    parts = [
+        unpack_numbers(backend.head(HeadQuery("weights", first, count)), count, info.hidden, info.dtype)
+        for first, count in ((0, 50), (50, VOCAB_SIZE - 50))
+    ]
+    return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
+
+
+def answers(backend: HfBackend, prompts: list[Any], wanted: PositionsQuery) -> list[NDArray[np.float32]]:
+    """What is wanted of the prompts, which run together, (n, width) each."""
+    jobs = [job(ids)._replace(positions=wanted, digest=bytes([at]) * 16) for at, ids in enumerate(prompts)]
+    backend.submit(jobs)
+    found: dict[bytes, NDArray[np.float32]] = {}
+    for finished in drain(backend):
+        assert not finished.failures
+        if finished.answers is not None:
+            found.update(zip(finished.answers.digests, finished.answers.vectors, strict=True))
+    return [found[asked.digest].reshape(len(asked.span), -1) for asked in jobs]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", [*sorted(CONFIGS), *SPECIAL])
+def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path: Path, kind: str, dtype: str) -> None:
+    backend = HfBackend(HfSettings(str(write(tmp_path, kind, getattr(torch, dtype))), device="cpu", dtype=dtype))
+    info = backend.info
+    assert info.hidden in (32, 33, 36)
+    backend._rules = backend._rules._replace(logits=20)  # In several parts.
+    prompts = random_prompts(3, (30, 45))
+    size = width_of(info.hidden, info.dtype)
+    hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
+    rows = answers(backend, prompts, PositionsQuery(2))
+    head = head_of(backend)
+    for packed, expected in zip(hidden, rows, strict=True):
+        states = unpack_numbers(packed, len(packed), info.hidden, info.dtype)
+        assert states.dtype == (np.float16 if dtype == "float16" else np.float32)
+        made = head.logprobs(states)
+        loss = (np.exp(expected.astype(np.float64)) * (expected - made)).sum(axis=1)
+        assert np.abs(loss).max() < LEAST_KL
+    backend.close()
+
+
+def test_a_head_that_does_not_make_the_logits_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, "soft-cap", torch.float32)
+    stated = hf_head._stated_head
+
+    def without_cap(*given: Any) -> Any:
+        head = stated(*given)
+        assert head is not None
+        head._soft_cap = None
+        return head
+
+    monkeypatch.setattr(hf_head, "_stated_head", without_cap)
+    backend = HfBackend(HfSettings(str(folder), device="cpu"))
+    assert backend.info.hidden == 0
+    assert backend.info.positions
+    backend.close()
+
+
+def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path) -> None:
+    backend = HfBackend(HfSettings(str(write(tmp_path, "llama", torch.bfloat16)), device="cpu", dtype="bfloat16"))
+    model: Any = backend._forward.model
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = float("inf")
+    size = width_of(backend.info.hidden, "bfloat16")
+    wanted = PositionsQuery(0, values="hidden", size=size)
+    bad, good = (job(ids)._replace(positions=wanted) for ids in ((1, 5, 2), (1, 2, 3)))
+    backend.submit([bad, good])
+    steps = drain(backend)
+    assert {digest for step in steps for digest in step.failures} == {bad.digest}
+    assert [digest for step in steps if step.answers for digest in step.answers.digests] == [good.digest]
+    backend.close()
+
+
+def test_clients_make_rows_of_their_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path, "untied", torch.float32)
+    monkeypatch.setattr(query, "MOST_ANSWER", 33 * 20)  # The head comes in six parts.
+    pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
+    text = list(range(30))
+    with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
+        assert producer.model.hidden == 33
+        monkeypatch.setattr("lmpool.producer.client.queries.MOST_ANSWER", 33 * 20)
+        head = producer.head()
+        assert head.weights.shape == (VOCAB_SIZE, 33)
+        assert producer.head() is head
+        hidden: NDArray[Any] = producer.hidden(text, 4)
+        assert hidden.shape == (26, 33)
+        rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))
+        made: NDArray[Any] = head.logprobs(hidden)
+        assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < LEAST_KL
+        # Nobody else needs the parts of the head.
+        until(lambda: len(pool.names("row:*")) == 7, "two answers of hidden states and five of rows are left")
+        with pytest.raises(SettingsError, match="start: 30 must be a whole number from 0 to 29"):
+            producer.hidden(text, 30)
+
+
+def test_workers_that_tell_none_refuse(pool: Pool) -> None:
+    pool.start()
+    with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
+        with pytest.raises(SettingsError, match="hidden: the workers of 'syn' tell no hidden states"):
+            producer.hidden([1, 2])
+        with pytest.raises(SettingsError, match="head: the workers of 'syn' do not tell it"):
+            producer.head()
