@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from lmpool.errors import BatchError, SettingsError
 from lmpool.producer import Producer, TopK
-from lmpool.protocol.hidden import width_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import MOST_ANSWER, MOST_SEED
 from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
@@ -22,6 +21,8 @@ Columns = dict[str, NDArray[Any]]
 """The answer for some positions of a text: column -> array whose first axis goes along the positions."""
 
 Ids = list[int]
+
+_BFLOAT16 = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,32 @@ def _rows(given: str) -> Kind:
     return Kind("rows", columns, ask, lambda info: info.vocab_size, is_wide=True)
 
 
+def _hidden(given: str) -> Kind:
+    _nothing(given, "hidden")
+
+    async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
+        states = await producer.hidden(text.ids[: part.stop], part.start, adapter=adapter)
+        return {"hidden": _bfloat16(states) if producer.model.dtype == _BFLOAT16 else states}
+
+    def width(info: ModelInfo) -> int:
+        if not info.hidden:
+            raise SettingsError(f"what: the backend {info.backend!r} of {info.name!r} does not tell hidden states")
+        return info.hidden
+
+    def columns(info: ModelInfo) -> dict[str, str]:
+        return {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, for `Producer.head`"}
+
+    return Kind("hidden", columns, ask, width, is_wide=True)
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The bits of bfloat16 numbers that came in float32."""
+    bits = narrow_to_bf16(values)
+    if not np.array_equal(widen_bf16(bits), values, equal_nan=True):
+        raise BatchError("the workers told numbers that bfloat16 cannot hold, which is their model's dtype")
+    return bits
+
+
 def _sixteen_bits(info: ModelInfo) -> Encoding | None:
     """The encoding that has every bit of a model's logits in two bytes; None where there is none."""
     is_exact = info.positions and not info.lossy and info.row_encoding is not Encoding.F32
@@ -166,35 +193,14 @@ def _sixteen_bits(info: ModelInfo) -> Encoding | None:
 def _narrowed(logits: NDArray[np.float32], encoding: Encoding) -> Columns:
     """Logits, float32 (n, V), in two bytes each, and their logZ."""
     if encoding is Encoding.BF16:
-        numbers: NDArray[Any] = narrow_to_bf16(logits)
-        again = widen_bf16(numbers)
+        numbers: NDArray[Any] = _bfloat16(logits)
     else:
         numbers = logits.astype(np.float16)
-        again = numbers.astype(np.float32)
-    if not np.array_equal(again, logits):
-        raise BatchError(f"the workers told logits that {encoding.name} cannot hold, which is their rows' encoding")
+        if not np.array_equal(numbers.astype(np.float32), logits):
+            raise BatchError("the workers told logits that float16 cannot hold, which is their rows' encoding")
     most = logits.max(axis=1, keepdims=True)
     sums = np.exp(logits - most).sum(axis=1, dtype=np.float64)
     return {"logits": numbers, "log_z": (most[:, 0] + np.log(sums)).astype(np.float32)}
-
-
-def _hidden(given: str) -> Kind:
-    _nothing(given, "hidden")
-
-    async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        states = await producer.hidden(text.ids[: part.stop], part.start, adapter=adapter)
-        # A producer has those of bfloat16 in float32, for numpy has no other place for them.
-        return {"hidden": narrow_to_bf16(states) if producer.model.dtype == "bfloat16" else states}
-
-    def columns(info: ModelInfo) -> dict[str, str]:
-        return {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, which `Producer.head` makes rows of"}
-
-    def width(info: ModelInfo) -> int:
-        if not info.hidden:
-            raise SettingsError(f"what: the workers of {info.name!r} tell no hidden states: their backend does not")
-        return width_of(info.hidden, info.dtype)
-
-    return Kind("hidden", columns, ask, width, is_wide=True)
 
 
 def _generate(given: str) -> Kind:

@@ -88,7 +88,7 @@ def _array(name: str, listed: list[Any]) -> NDArray[Any]:
 
 
 class SafetensorsShard:
-    """See the top of `lmpool.batch.shards`; arrays are views of the file. Logits become float32 as they are read.
+    """See the top of `lmpool.batch.shards`; arrays are views of the file, but bfloat16 and logits become float32.
 
     Args:
         path: of the file.
@@ -120,11 +120,9 @@ class SafetensorsShard:
         head |= {"ids": small["ids"][slice(*small["tokens"][at : at + 2])], "start": int(small["starts"][at])}
         rows = slice(*small["positions"][at : at + 2])
         columns = {name: values[rows] for name, values in self._tensors.items()}
-        if "hidden" in columns and columns["hidden"].dtype == np.uint16:
-            columns["hidden"] = widen_bf16(columns["hidden"])
+        columns |= {name: widen_bf16(bits) for name, bits in columns.items() if bits.dtype == np.uint16}
         if "logits" in columns:
-            bits = columns["logits"]
-            columns["logits"] = widen_bf16(bits) if bits.dtype == np.uint16 else bits.astype(np.float32)
+            columns["logits"] = columns["logits"].astype(np.float32, copy=False)
             columns["logprobs"] = columns["logits"] - columns["log_z"][:, None]
         return head | columns
 

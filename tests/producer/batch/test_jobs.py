@@ -21,6 +21,7 @@ from lmpool.batch.jobs import QUEUE, SCHEDULE_VARIABLE, connect, read_schedule, 
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
+from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, run_lmpool, until
 
 TEXTS = draw_texts(120)
@@ -37,9 +38,17 @@ def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 
 @pytest.fixture
-async def wanted(jobs_pool: Pool, tmp_path: Path) -> tuple[Path, dict[str, bytes]]:
+def gate(tmp_path: Path) -> Gate:
+    """What the steps of the model's worker pass through; open."""
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    return gate
+
+
+@pytest.fixture
+async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> tuple[Path, dict[str, bytes]]:
     """An input with a bad line and a duplicate, and what a run makes of it; its model is served."""
-    jobs_pool.start("--step-ms", 10, "--max-batch", 4)
+    jobs_pool.start("--max-batch", 4, command=gate.command)
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     lines = source.read_text("utf-8").splitlines()
     lines[17], lines[55] = "bad", lines[3]
@@ -97,15 +106,18 @@ async def test_several_workers_make_what_one_run_makes(
 
 
 async def test_a_killed_worker_costs_time_and_no_byte(
-    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+    jobs_pool: Pool, tmp_path: Path, gate: Gate, wanted: tuple[Path, dict[str, bytes]]
 ) -> None:
     source, expected = wanted
     output = tmp_path / "out"
     submit(jobs_pool, source, output)
-    for after in (1, 4):
+    for after in (0, 4):
         victim = worker(jobs_pool, "--jobs", "2")
         await asyncio.to_thread(until, partial(is_in_place, output, after), f"{after} shards are in place")
+        gate.shut()
+        await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
         victim.end()
+        gate.open()
     last = worker(jobs_pool)
     await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
     finished = output / "errors.jsonl"

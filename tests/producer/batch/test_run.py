@@ -81,11 +81,11 @@ async def test_every_line_has_the_answer_of_a_producer(
 
 
 async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: Path) -> None:
-    """A text that fails takes its logZ with it."""
+    """A text that fails in a later part takes the logZ of the earlier ones with it."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
-    source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [3, 0], *TEXTS[5:]])
+    source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
     async with pool.producer() as producer:
-        await run(producer, source, tmp_path / "out", "rows", start=-3, shard_lines=9)
+        await run(producer, source, tmp_path / "out", "rows", shard_lines=9)
         assert producer.model.encoding == "bf16"
         logits = await producer.batch_positions(TEXTS, full=True, mode="logits")
     tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")  # As anybody reads it.
@@ -93,11 +93,11 @@ async def test_rows_of_sixteen_bits_are_kept_as_they_are(pool: Pool, tmp_path: P
     batch = lmpool.batch.open(tmp_path / "out")
     assert batch.manifest.columns["logits"].startswith("bfloat16 (n, V)")
     for answer, ids, values in zip(batch, TEXTS, logits, strict=True):
-        rows = rows_of(ids)[-3:]
-        assert np.array_equal(answer["logits"], np.asarray(values)[-3:])
+        rows = rows_of(ids)
+        assert np.array_equal(answer["logits"], values)
         assert np.allclose(answer["logprobs"], rows, rtol=0, atol=2e-6)
         assert np.allclose(np.exp(answer["logits"] - answer["log_z"][:, None]).sum(axis=1), 1, atol=1e-5)
-    assert np.array_equal(tensors.get_tensor("logits")[0].float().numpy(), np.asarray(logits[0])[-3:][0])
+    assert np.array_equal(tensors.get_tensor("logits")[0].float().numpy(), np.asarray(logits[0])[0])
 
 
 @pytest.mark.parametrize("shard_format", ["jsonl", "parquet"])
@@ -246,6 +246,30 @@ async def test_text_goes_through_the_models_tokenizer(pool: Pool, tmp_path: Path
     assert second["ids"].tolist() == prompt + continuation
     assert np.allclose(second["logprobs"], score, atol=1e-4)
     assert [number for number, _, _ in errors(tmp_path / "out")] == [3]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_hidden_states_are_kept_in_the_models_dtype(
+    pool: Pool, tmp_path: Path, smollm2_folder: Path, dtype: str
+) -> None:
+    pool.start("--backend", "hf", "--name", "smollm2", "--dtype", dtype, model=str(smollm2_folder))
+    texts = [[*ids[:2], 7] for ids in TEXTS[:3]]
+    source = write_texts(tmp_path / "in.jsonl", texts)
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "hidden", concurrency=1)
+        states = [await producer.hidden(ids) for ids in texts]
+    tensors: Any = safe_open(tmp_path / "out/shard-00000.safetensors", "pt")
+    assert tensors.get_slice("hidden").get_dtype() == {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    for answer, wanted in zip(lmpool.batch.open(tmp_path / "out"), states, strict=True):
+        assert np.array_equal(answer["hidden"], wanted)
+
+
+async def test_a_backend_without_hidden_states_is_told(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source = write_texts(tmp_path / "in.jsonl", TEXTS)
+    async with pool.producer() as producer:
+        with pytest.raises(SettingsError, match="the backend 'synthetic' of 'syn' does not tell hidden states"):
+            await run(producer, source, tmp_path / "out", "hidden")
 
 
 async def test_the_manifest_says_what_was_asked_and_names_every_shard(pool: Pool, tmp_path: Path) -> None:
