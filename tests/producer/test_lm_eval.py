@@ -1,0 +1,403 @@
+"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, on a task and a model of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lmpool.errors import LMPoolError, PromptTooLong, SettingsError, UnknownAdapter, UnknownModel
+from lmpool.lm_eval import LmpoolLM
+from tests.contract.model import write_adapter
+from tests.support.pool import DEADLINE_S, Pool
+
+LONGEST = 64
+TEXT = "The river ran past the mill, and the miller's wife sang to the geese.\n\nShe had a café in the town. " * 3
+CHAT = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+doc_to_choice: "{{options}}"
+num_fewshot: 1
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last_word": """
+output_type: loglikelihood
+doc_to_text: "{{question}} "
+doc_to_target: "{{options[0]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{options[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 40}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+def write_model(folder: Path, *, marks: bool = False) -> Path:
+    """Write a tiny random Llama and a byte-level tokenizer; with `marks` texts begin with the BOS token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ"), ("e", "r"), ("i", "n"), (".", "ĊĊ")]
+    pieces = ["<s>", "</s>", "<end>", *letters, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
+    if marks:
+        template: Any = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.post_processor = template
+    fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT
+    )
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(pieces),
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        bos_token_id=0,
+        # As chat models have it: more ends than the tokenizer knows of.
+        eos_token_id=[1, 2],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks, and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    words = ["the", "a mill", "geese", "water.\n\n", "she sang", " and"]
+    lines = [
+        {
+            "question": f"{number} What did {words[number % 6]} see " + "by the river " * (number % 5),
+            "options": [words[(number + at) % 6] + " it" * (at % 2) for at in range(3)],
+            "answer": number % 3,
+            "text": TEXT[number * 7 : number * 31 + 20],
+        }
+        for number in range(8)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    for name, text in TASKS.items():
+        source = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        (folder / f"{name}.yaml").write_text(source + "test_split: test\nfewshot_split: test\n" + text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Data sets are this machine's, and what is made of them is the test's."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    return
+
+
+def hf(folder: Path, **arguments: Any) -> Any:
+    """lm-eval's own model."""
+    return get_model("hf")(pretrained=str(folder), dtype="float32", device="cpu", **arguments)
+
+
+def pooled(pool: Pool, folder: Path, *options: str, **arguments: Any) -> LmpoolLM:
+    """The same model, served by a worker."""
+    if not pool.workers:
+        pool.start("--backend", "hf", "--name", "tiny", *options, model=str(folder))
+    return LmpoolLM("tiny", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S, **arguments)
+
+
+def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
+    return simple_evaluate(
+        model,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+        **options,
+    )
+
+
+def answers_of(results: Any) -> dict[str, list[Any]]:
+    """Of each task what the model has answered, document by document."""
+    return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
+
+
+def flat(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in flat(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def assert_same(answers: Any, expected: Any) -> None:
+    """The same texts and truth values, and numbers within 1e-4, or of 1e-5 of them."""
+    found, wanted = flat(answers), flat(expected)
+    assert [type(value) for value in found] == [type(value) for value in wanted]
+    for value, other in zip(found, wanted, strict=True):
+        assert value == (pytest.approx(other, rel=1e-5, abs=1e-4) if isinstance(other, float) else other)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
+def test_tasks_have_the_results_of_the_same_model_in_transformers(
+    pool: Pool, folder: Path, tasks: Path, chat: bool
+) -> None:
+    ours = evaluate(pooled(pool, folder), tasks, apply_chat_template=chat)
+    theirs = evaluate(hf(folder), tasks, apply_chat_template=chat)
+    answers, expected = answers_of(ours), answers_of(theirs)
+    for name in TASKS:
+        assert_same(answers[name], expected[name])
+        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
+        assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
+        assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+    # They tell right from wrong.
+    assert len({str(answer) for answer in flat(answers["written"])}) > 4
+    assert 0 < ours["results"]["choice"]["acc,none"] < 1
+    assert ours["config"]["model_fingerprint"]
+
+
+@pytest.mark.parametrize("marks", [False, True], ids=["plain", "bos"])
+def test_texts_become_the_tokens_that_they_are_in_transformers(pool: Pool, tmp_path: Path, marks: bool) -> None:
+    folder = write_model(tmp_path / "model", marks=marks)
+    ours, theirs = pooled(pool, folder), hf(folder)
+    pairs = requests(
+        "loglikelihood",
+        ("The mill ", "by the river"),
+        ("The mill", " by the river"),
+        ("", "The mill"),
+        ("<s>The mill", " sang"),
+        (TEXT, " in the town"),
+        (TEXT[:58], " "),
+        ("a", "b" * LONGEST),
+        ("a" * LONGEST, "b"),
+    )
+    assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
+    texts = requests("loglikelihood_rolling", ("",), ("a",), (TEXT,), ("<s>" + TEXT[:70],), ("é" * LONGEST,))
+    assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+
+
+def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_that(pool: Pool, folder: Path) -> None:
+    ours, theirs = pooled(pool, folder), hf(folder)
+    (said,) = ours._producer.generate(ours.tok_encode("The mill"), 8, temperature=0)
+    likely = said.ids.tolist()
+    context = ours.tok_encode("The mill")
+    asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
+    asked += [(None, context, [*likely[:size], (likely[size] + 1) % 200]) for size in range(8)]
+    answers = ours._loglikelihood_tokens(asked)
+    assert [is_greedy for _, is_greedy in answers] == [True] * 8 + [False] * 8
+    assert_same(answers, theirs._loglikelihood_tokens(asked))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"until": ["e"]},
+        {"until": "\n\n", "max_gen_toks": 50},
+        {"until": [], "max_new_tokens": 45},
+        {"until": ["<end>"], "do_sample": False, "temperature": 0.7, "max_gen_toks": 60},
+        {"until": ["th", "0", "."], "max_gen_toks": 33},
+    ],
+)
+def test_texts_are_written_up_to_where_transformers_ends_them(
+    pool: Pool, folder: Path, arguments: dict[str, Any]
+) -> None:
+    ours, theirs = pooled(pool, folder), hf(folder)
+    contexts = [TEXT[at * 5 : at * 9 + 1] for at in range(12)] + [TEXT]
+    asked = requests("generate_until", *((context, {"max_gen_toks": 40, **arguments}) for context in contexts))
+    if "max_new_tokens" in arguments:
+        asked = requests("generate_until", *((context, arguments) for context in contexts))
+    texts = ours.generate_until(asked)
+    assert texts == theirs.generate_until(asked)
+    assert len(set(texts)) > 3
+
+
+def test_draws_are_the_same_with_the_same_seed_and_others_for_each_request(pool: Pool, folder: Path) -> None:
+    arguments = {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.99, "max_gen_toks": 40}
+    asked = requests("generate_until", *[("The mill", arguments)] * 6)
+    texts = pooled(pool, folder, seed=5).generate_until(asked)
+    assert len(set(texts)) == 6
+    assert pooled(pool, folder, seed=5, batch_size=2).generate_until(asked) == texts
+    assert pooled(pool, folder, seed=6).generate_until(asked) != texts
+
+
+def test_the_settings_of_lm_evals_own_model_do_what_they_do_there(pool: Pool, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", marks=True)
+    pairs = requests("loglikelihood", ("The mill", " sang"), ("", "The mill"), (TEXT, " in the town"))
+    texts = requests("loglikelihood_rolling", (TEXT,))
+    arguments: dict[str, Any]
+    plain = pooled(pool, folder)
+    for arguments in ({"add_bos_token": False}, {"prefix_token_id": 7}, {"max_length": 20}):
+        ours, theirs = pooled(pool, folder, **arguments), hf(folder, **arguments)
+        assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
+        assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+        assert ours.loglikelihood_rolling(texts) != plain.loglikelihood_rolling(texts)
+    asked = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 40}))
+    (whole,) = plain.generate_until(asked)
+    mark = whole[5:7]
+    (answer,) = pooled(pool, folder, think_end_token=mark).generate_until(asked)
+    assert answer == whole.split(mark)[-1].lstrip() != whole
+    assert hf(folder, think_end_token=mark).generate_until(asked) == [answer]
+
+
+def test_one_question_with_options_is_about_as_many_forwards(pool: Pool, folder: Path) -> None:
+    ours = pooled(pool, folder)
+    before = ours._producer.stats().computed
+    options = [" by the", " sang", " in", " 1", " 2", " 3"]
+    ours.loglikelihood(requests("loglikelihood", *(("The mill by the river ran", option) for option in options)))
+    # The options, and the likeliest token behind the question; at most one of them begins with that.
+    assert ours._producer.stats().computed - before <= len(options) + 2
+
+
+def test_answers_can_be_kept_in_lm_evals_cache(pool: Pool, folder: Path, tasks: Path, tmp_path: Path) -> None:
+    cache = str(tmp_path / "answers")
+    first = evaluate(pooled(pool, folder), tasks, use_cache=cache)
+    for worker in pool.workers:
+        worker.end()
+    again = evaluate(pooled(pool, folder), tasks, use_cache=cache)
+    assert answers_of(again) == answers_of(first)
+
+
+def test_an_adapters_answers_are_its_own(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "warm", "warm")
+    asked = requests("loglikelihood", ("The mill", " sang"))
+    written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
+    ours = pooled(pool, folder, "--adapters", f"warm={adapter}", adapter="warm")
+    theirs = hf(folder, peft=str(adapter))
+    assert_same(ours.loglikelihood(asked), theirs.loglikelihood(asked))
+    assert ours.generate_until(written) == theirs.generate_until(written)
+    plain = pooled(pool, folder)
+    assert ours.loglikelihood(asked) != plain.loglikelihood(asked)
+    with pytest.raises(UnknownAdapter):
+        pooled(pool, folder, adapter="cold").loglikelihood(asked)
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run lm-eval's command with the model of a pool."""
+    line = [sys.executable, "-m", "lmpool.lm_eval", *arguments]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_lm_evals_command_runs_on_a_pool(pool: Pool, folder: Path, tasks: Path, tmp_path: Path) -> None:
+    theirs = evaluate(hf(folder), tasks)
+    pooled(pool, folder)
+    done = command(
+        *("--model", "lmpool", "--model_args", f"name=tiny,redis={pool.url},prefix={pool.prefix},timeout={DEADLINE_S}"),
+        *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--output_path", str(tmp_path / "out")),
+        *("--batch_size", "8"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|choice" in done.stdout
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(path.read_text("utf-8"))["results"]
+    for name, metrics in theirs["results"].items():
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
+        assert {key: results[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("name=missing", "lmpool: no model 'missing'"),
+        ("nmae=tiny", "lmpool: nmae: not an argument of the model lmpool; there are name, redis, prefix, adapter,"),
+        ("redis=redis://127.0.0.1:1/0", "lmpool: "),
+    ],
+)
+def test_errors_of_the_command_are_one_line(
+    pool: Pool, folder: Path, tasks: Path, arguments: str, message: str
+) -> None:
+    pooled(pool, folder)
+    done = command(
+        *("--model", "lmpool", "--model_args", arguments, "--tasks", "choice", "--include_path", str(tasks)),
+        LMPOOL_REDIS_URL=pool.url,
+        LMEVAL_LOG_LEVEL="ERROR",
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(message)
+
+
+def test_bad_arguments_are_refused_by_name(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    ours = pooled(pool, folder)
+    bad: list[tuple[dict[str, Any], type[LMPoolError], str]] = [
+        ({"batch_size": 0}, SettingsError, "batch_size: 0 must be a whole number of at least 1, or 'auto'"),
+        ({"batch_size": "many"}, SettingsError, "batch_size: 'many'"),
+        ({"max_length": LONGEST + 1}, SettingsError, f"max_length: 65 must be a whole number from 1 to {LONGEST}"),
+        ({"max_gen_toks": 0}, SettingsError, "max_gen_toks: 0"),
+        ({"seed": -1}, SettingsError, "seed: -1"),
+        ({"colour": 1}, SettingsError, "colour: not an argument of the model lmpool; there are name, redis"),
+        ({"tokenizer": str(tmp_path)}, SettingsError, r"tokenizer: .* does not load: .*; or name one of this machine"),
+    ]
+    for arguments, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            pooled(pool, folder, **arguments)
+    with pytest.raises(UnknownModel):
+        LmpoolLM("missing", redis=pool.url, prefix=pool.prefix)
+    for given, message in (
+        ({"max_gen_toks": LONGEST}, "max_gen_toks: 64 must be less than the 64 tokens"),
+        ({"repetition_penalty": 2.0, "max_gen_toks": 3}, "repetition_penalty: not done by a pool"),
+        ({"do_sample": True, "temperature": 1.0, "top_k": 2, "max_gen_toks": 3}, "top_k: not done by a pool"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            ours.generate_until(requests("generate_until", ("a", given)))
+    with pytest.raises(PromptTooLong, match="a continuation of 65 tokens: the model is given 64 at most"):
+        ours.loglikelihood(requests("loglikelihood", ("a", "b" * 65)))
+
+
+def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder: Path) -> None:
+    pool.start("--vocab-size", "266")
+    with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; name one of this machine"):
+        LmpoolLM(redis=pool.url, prefix=pool.prefix)
+    ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder))
+    (answer,) = ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
+    assert answer[0] < 0
+
+
+def test_releases_of_lm_eval_with_plugins_find_it_by_its_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    (point,) = project["entry-points"]["lm_eval.models"].items()
+    assert EntryPoint(*point, group="lm_eval.models").load() is get_model("lmpool") is LmpoolLM
