@@ -32,7 +32,7 @@ try:
         postprocess_generated_text,
     )
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 except ImportError as error:
     raise ImportError(
         f"lmpool.lm_eval needs lm-eval 0.4.10 or newer: pip install 'lmpool[lm-eval]' ({error})"
@@ -49,6 +49,8 @@ _IN_FLIGHT = 64
 _PIECE = 32
 # What a token must score to be the likeliest in any case: a little more than ln 1/2.
 _SURELY_LIKELIEST = -0.69
+# Arguments that nobody needs to give, or can.
+_NOT_OURS = {"max_batch_size", "device", "unknown", "return"}
 # What tells only of how tokens are drawn.
 _OF_DRAWS = {"top_p", "top_k", "min_p", "typical_p"}
 
@@ -138,10 +140,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     ) -> None:
         super().__init__()
         if unknown:
-            known = [name for name in LmpoolLM.__init__.__kwdefaults__ if name not in ("max_batch_size", "device")]
-            raise SettingsError(
-                f"{min(unknown)}: not an argument of the model lmpool; there are name, {', '.join(known)}"
-            )
+            known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _NOT_OURS]
+            raise SettingsError(f"{min(unknown)}: not an argument of the model lmpool; there are {', '.join(known)}")
         for given, value in (("max_batch_size", max_batch_size), ("device", device)):
             if value is not None:
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
@@ -297,10 +297,8 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         ids, last = context + continuation[:-1], continuation[-1:]
         entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
         assert isinstance(entry, np.ndarray)
-        if len(continuation) == 1:
-            return entry[0]
-        others = self._producer.score(context, continuation[:-1], adapter=self._adapter)
-        return np.concatenate((others, entry[0]))
+        others = [self._producer.score(context, continuation[:-1], adapter=self._adapter)] if continuation[1:] else []
+        return np.concatenate([*others, entry[0]])
 
     def _is_greedy(self, pair: _Pair, scores: NDArray[np.float32]) -> bool:
         """Whether each token of a continuation is the likeliest.
@@ -349,7 +347,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         ids = self._encode(context, False if is_marked else None)[wanted.most - self.max_length :]
         ids = ids or [self.prefix_token_id]
         # Most of what ends a text is made of these tokens: workers need not go on after them.
-        stop = [*self._ends, *(self._encode(text, False) for text, _ in wanted.windows)]
+        stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
         made: list[int] = []
         end = None
         while end is None and len(made) < wanted.most:
@@ -361,7 +359,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
                 temperature=wanted.temperature,
                 top_p=wanted.top_p,
                 seed=seed,
-                stop=[tokens for tokens in stop if tokens != []],
+                stop=[tokens for tokens in stop if tokens],
                 adapter=self._adapter,
             )
             begin = len(made)
