@@ -61,6 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         ("lmpool.producer.cli", "lmpool.producer.genlm"),
         SHARED_UNITS | {"lmpool.producer.deadline", "lmpool.producer.client", "lmpool.producer"},
     ),
+    # What lm-evaluation-harness asks is asked as any program asks.
+    "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
     "lmpool.workers.backend": SHARED_UNITS,
     "lmpool.workers.metrics": SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.settings"},
@@ -78,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 132, 12, 600
+MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 133, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -252,6 +254,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/cli/status.py": {"typer", "rich"},
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"transformers"},
+        "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client"},
@@ -281,6 +284,10 @@ def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
         assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)
+
+
+def test_evaluating_needs_no_torch() -> None:
+    assert loaded_after("import lmpool.lm_eval") & HEAVY == set()
 
 
 def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
