@@ -15,6 +15,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -65,11 +66,11 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
     """Write a tiny random Llama and a byte-level tokenizer; with `marks` texts begin with the BOS token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ"), ("e", "r"), ("i", "n"), (".", "ĊĊ")]
-    pieces = ["<s>", "</s>", "<end>", *letters, *(left + right for left, right in merges)]
+    pieces = ["<s>", "</s>", "<end>", "<turn>", *letters, *(left + right for left, right in merges)]
     tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:3]])
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:4]])
     if marks:
         template: Any = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         tokenizer.post_processor = template
@@ -96,6 +97,8 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
+        # What ends texts comes often.
+        model.lm_head.weight.data[1:4] *= 1.5
     model.save_pretrained(folder)
     return folder
 
@@ -166,6 +169,13 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
     return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
 
 
+def longest(model: LmpoolLM) -> tuple[str, str]:
+    """The longest text of 40 tokens that a model writes, and behind which context."""
+    contexts = [TEXT[: 3 * at] for at in range(1, 20)]
+    asked = requests("generate_until", *((context, {"until": [], "max_gen_toks": 40}) for context in contexts))
+    return max(zip(contexts, model.generate_until(asked), strict=True), key=lambda pair: len(pair[1]))
+
+
 def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
     return simple_evaluate(
         model,
@@ -231,6 +241,9 @@ def test_texts_become_the_tokens_that_they_are_in_transformers(
     assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
     texts = requests("loglikelihood_rolling", ("",), ("a",), (TEXT,), ("<s>" + TEXT[:70],), ("é" * LONGEST,))
     assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+    contexts = [mark + TEXT[: 4 * at] for at in range(1, 10) for mark in ("", "<s>")]
+    written = requests("generate_until", *((text, {"until": [], "max_gen_toks": 20}) for text in contexts))
+    assert ours.generate_until(written) == theirs.generate_until(written)
 
 
 def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_that(served: Pool, folder: Path) -> None:
@@ -239,7 +252,10 @@ def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_t
     likely = said.ids.tolist()
     context = ours.tok_encode("The mill")
     asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
-    asked += [(None, context, [*likely[:size], (likely[size] + 1) % 200]) for size in range(8)]
+    # The second likeliest token in place of the likeliest.
+    for size in range(8):
+        second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
+        asked.append((None, context, [*likely[:size], int(second)]))
     answers = ours._loglikelihood_tokens(asked)
     assert [is_greedy for _, is_greedy in answers] == [True] * 8 + [False] * 8
     assert_same(answers, theirs._loglikelihood_tokens(asked))
@@ -253,25 +269,33 @@ def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_t
         {"until": [], "max_new_tokens": 45},
         {"until": ["<end>"], "do_sample": False, "temperature": 0.7, "max_gen_toks": 60},
         {"until": ["th", "0", "."], "max_gen_toks": 33},
+        {"until": ["<turn>"], "max_gen_toks": 60},
     ],
 )
 def test_texts_are_written_up_to_where_transformers_ends_them(
     served: Pool, folder: Path, arguments: dict[str, Any]
 ) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
-    contexts = [TEXT[at * 5 : at * 9 + 1] for at in range(12)] + [TEXT]
+    contexts = [TEXT[at * 5 : at * 9 + 1] for at in range(24)] + [TEXT]
     asked = requests("generate_until", *((context, {"max_gen_toks": 40, **arguments}) for context in contexts))
     if "max_new_tokens" in arguments:
         asked = requests("generate_until", *((context, arguments) for context in contexts))
     texts = ours.generate_until(asked)
     assert texts == theirs.generate_until(asked)
     assert len(set(texts)) > 3
+    # They end early and late.
+    assert len({len(text) for text in texts}) > 3
 
 
 def test_draws_are_the_same_with_the_same_seed_and_others_for_each_request(served: Pool, folder: Path) -> None:
     arguments = {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.99, "max_gen_toks": 40}
     asked = requests("generate_until", *[("The mill", arguments)] * 6)
-    texts = pooled(served, folder, seed=5).generate_until(asked)
+    ours = pooled(served, folder, seed=5)
+    texts = ours.generate_until(asked)
+    for at in range(6):
+        how: Any = {"seed": 5 + (at << 32), "temperature": 1.0, "top_p": 0.99, "stop": [1, 2]}
+        (made,) = ours._producer.generate(ours.tok_encode("The mill"), 40, **how)
+        assert texts[at] == ours.tokenizer.decode(made.ids.tolist(), skip_special_tokens=True)
     assert len(set(texts)) == 6
     assert pooled(served, folder, seed=5, batch_size=2).generate_until(asked) == texts
     assert pooled(served, folder, seed=6).generate_until(asked) != texts
@@ -287,12 +311,22 @@ def test_the_settings_of_lm_evals_own_model_do_what_they_do_there(served: Pool, 
         assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
         assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
         assert ours.loglikelihood_rolling(texts) != plain.loglikelihood_rolling(texts)
-    asked = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 40}))
-    (whole,) = plain.generate_until(asked)
-    mark = whole[5:7]
+    context, whole = longest(plain)
+    asked = requests("generate_until", (context, {"until": [], "max_gen_toks": 40}))
+    mark = next(letter for letter in whole[5:] if letter.isprintable())
     (answer,) = pooled(served, marked, think_end_token=mark).generate_until(asked)
     assert answer == whole.split(mark)[-1].lstrip() != whole
     assert hf(marked, think_end_token=mark).generate_until(asked) == [answer]
+
+
+def test_a_text_that_ends_early_is_one_request(served: Pool, folder: Path) -> None:
+    ours = pooled(served, folder)
+    context, whole = longest(ours)
+    letter = next(letter for letter in whole[5:] if letter.isascii() and len(ours.tok_encode(letter)) == 1)
+    before = ours._producer.stats().computed
+    (text,) = ours.generate_until(requests("generate_until", (context, {"until": letter, "max_gen_toks": 50})))
+    assert text == whole.split(letter)[0]
+    assert ours._producer.stats().computed - before == 1
 
 
 def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folder: Path) -> None:
@@ -304,13 +338,20 @@ def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folde
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
-def test_answers_can_be_kept_in_lm_evals_cache(pool: Pool, folder: Path, tasks: Path, tmp_path: Path) -> None:
-    cache = str(tmp_path / "answers")
-    first = evaluate(pooled(pool, folder), tasks, use_cache=cache)
-    for worker in pool.workers:
-        worker.end()
-    again = evaluate(pooled(pool, folder), tasks, use_cache=cache)
-    assert answers_of(again) == answers_of(first)
+def test_an_evaluation_that_was_interrupted_has_its_answers_in_lm_evals_cache(
+    pool: Pool, folder: Path, tmp_path: Path
+) -> None:
+    ours = pooled(pool, folder)
+    cached = CachingLM(ours, str(tmp_path / "answers"))
+    kinds = {
+        "loglikelihood": requests("loglikelihood", ("The mill", " sang"), ("The mill", " by the river")),
+        "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
+        "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
+    }
+    # As far as the model itself came, without what is written down when all is done.
+    answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
+    ours._producer.close()
+    assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
 
 
 def test_an_adapters_answers_are_its_own(pool: Pool, folder: Path, tmp_path: Path) -> None:
