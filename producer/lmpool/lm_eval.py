@@ -232,7 +232,12 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         """The answers, in order, of as many requests in flight as there may be; the first failure ends all."""
         with ThreadPoolExecutor(self._in_flight, "lmpool-lm-eval") as threads:
             answers = threads.map(ask, items)
-            yield from tqdm(answers, total=len(items), disable=disable_tqdm, desc=f"Running {description} requests")
+            try:
+                yield from tqdm(answers, total=len(items), disable=disable_tqdm, desc=f"Running {description} requests")
+            except KeyboardInterrupt:
+                # Whoever presses Ctrl-C would wait for the requests in flight.
+                self._producer.close()
+                raise
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any

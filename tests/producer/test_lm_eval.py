@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -24,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lmpool.errors import LMPoolError, PromptTooLong, ServerUnreachable, SettingsError, UnknownAdapter
 from lmpool.lm_eval import LmpoolLM, main
 from tests.contract.model import write_adapter
-from tests.support.pool import DEADLINE_S, Pool
+from tests.support.pool import DEADLINE_S, Pool, until
 
 LONGEST = 64
 TEXT = "The river ran past the mill, and the miller's wife sang to the geese.\n\nShe had a café in the town. " * 3
@@ -430,6 +433,21 @@ def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder:
     ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder))
     (answer,) = ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
     assert answer[0] < 0
+
+
+def test_ctrl_c_waits_for_no_request(pool: Pool, folder: Path) -> None:
+    pool.start("--vocab-size", "300", "--step-ms", "600000")
+    ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder), timeout=3600)
+
+    def press() -> None:
+        until(pool.held, "the worker holds requests")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.loglikelihood(requests("loglikelihood", *(("The mill", " sang" * at) for at in range(1, 9))))
+    presser.join()
 
 
 def test_releases_of_lm_eval_with_plugins_find_it_by_its_entry_point() -> None:
