@@ -64,6 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What asks about whole files is a user of the client side like any other.
     "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
+    # What lm-evaluation-harness asks is asked as any program asks.
+    "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
     "lmpool.workers.backend": SHARED_UNITS,
     "lmpool.workers.metrics": SHARED_UNITS | {"lmpool.workers.backend", "lmpool.workers.settings"},
@@ -81,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 149, 12, 600
+MOST_FILES, MOST_NAMES_IN_A_FOLDER, MOST_LINES = 150, 12, 600
 # What users test with, which nothing that serves or asks may need.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
@@ -260,6 +262,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         # Imported inside functions: for jobs, and where files are Parquet.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/batch/parquet.py": {"pyarrow"},
+        "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         # Imported inside a function, where metrics or logs for machines are wanted.
         "shared/lmpool/metrics.py": {"prometheus_client"},
@@ -289,6 +292,10 @@ def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
         assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)
+
+
+def test_evaluating_needs_no_torch() -> None:
+    assert loaded_after("import lmpool.lm_eval") & HEAVY == set()
 
 
 def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:

@@ -1,0 +1,456 @@
+"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, on a task and a model of the tests' own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lmpool.errors import LMPoolError, PromptTooLong, ServerUnreachable, SettingsError, UnknownAdapter
+from lmpool.lm_eval import LmpoolLM, main
+from tests.contract.model import write_adapter
+from tests.support.pool import DEADLINE_S, Pool, until
+
+LONGEST = 64
+TEXT = "The river ran past the mill, and the miller's wife sang to the geese.\n\nShe had a café in the town. " * 3
+CHAT = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+CHAT += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+TASKS = {
+    "choice": """
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{answer}}"
+doc_to_choice: "{{options}}"
+num_fewshot: 1
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "last_word": """
+output_type: loglikelihood
+doc_to_text: "{{question}} "
+doc_to_target: "{{options[0]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "rolling": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "written": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{options[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 40}
+metric_list: [{metric: exact_match}]
+""",
+}
+
+
+def write_model(folder: Path, *, marks: bool = False) -> Path:
+    """Write a tiny random Llama and a byte-level tokenizer; with `marks` texts begin with the BOS token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ"), ("e", "r"), ("i", "n"), (".", "ĊĊ")]
+    pieces = ["<s>", "</s>", "<end>", "<turn>", *letters, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in pieces[:4]])
+    if marks:
+        template: Any = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.post_processor = template
+    fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT
+    )
+    fast.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(pieces),
+        hidden_size=128,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=LONGEST,
+        bos_token_id=0,
+        # As chat models have it: more ends than the tokenizer knows of.
+        eos_token_id=[1, 2],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        # What ends texts comes often.
+        model.lm_head.weight.data[1:4] *= 1.5
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model."""
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with a tokenizer whose texts begin with the BOS token."""
+    return write_model(tmp_path_factory.mktemp("marked"), marks=True)
+
+
+@pytest.fixture(scope="module")
+def served(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool for all tests that leave it as it is; `pooled` starts the workers."""
+    pool = Pool(server_url, "lmeval", tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks, and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    words = ["the", "a mill", "geese", "water.\n\n", "she sang", " and"]
+    lines = [
+        {
+            "question": f"{number} What did {words[number % 6]} see " + "by the river " * (number % 5),
+            "options": [words[(number + at) % 6] + " it" * (at % 2) for at in range(3)],
+            "answer": number % 3,
+            "text": TEXT[number * 7 : number * 31 + 20],
+        }
+        for number in range(8)
+    ]
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, lines)))
+    for name, text in TASKS.items():
+        source = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+        (folder / f"{name}.yaml").write_text(source + "test_split: test\nfewshot_split: test\n" + text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Data sets are this machine's, and what is made of them is the test's."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def hf(folder: Path, **arguments: Any) -> Any:
+    """lm-eval's own model."""
+    return get_model("hf")(pretrained=str(folder), dtype="float32", device="cpu", **arguments)
+
+
+def pooled(pool: Pool, folder: Path, *options: str, **arguments: Any) -> LmpoolLM:
+    """The same model, served by a worker under the name of its folder."""
+    if not pool.redis.hexists(pool.keys.models(), folder.name):
+        pool.start("--backend", "hf", "--name", folder.name, *options, model=str(folder))
+    return LmpoolLM(folder.name, redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S, **arguments)
+
+
+def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+def longest(model: LmpoolLM) -> tuple[str, str]:
+    """The longest text of 40 tokens that a model writes, and behind which context."""
+    contexts = [TEXT[: 3 * at] for at in range(1, 20)]
+    asked = requests("generate_until", *((context, {"until": [], "max_gen_toks": 40}) for context in contexts))
+    return max(zip(contexts, model.generate_until(asked), strict=True), key=lambda pair: len(pair[1]))
+
+
+def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
+    return simple_evaluate(
+        model,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        bootstrap_iters=0,
+        **options,
+    )
+
+
+def answers_of(results: Any) -> dict[str, list[Any]]:
+    """Of each task what the model has answered, document by document."""
+    return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
+
+
+def flat(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in flat(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def assert_same(answers: Any, expected: Any) -> None:
+    """The same texts and truth values, and numbers within 1e-4, or of 1e-5 of them."""
+    found, wanted = flat(answers), flat(expected)
+    for value, other in zip(found, wanted, strict=True):
+        assert isinstance(value, bool) == isinstance(other, bool)
+        assert value == (pytest.approx(other, rel=1e-5, abs=1e-4) if isinstance(other, float) else other)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
+def test_tasks_have_the_results_of_the_same_model_in_transformers(
+    served: Pool, folder: Path, tasks: Path, chat: bool
+) -> None:
+    ours = evaluate(pooled(served, folder), tasks, apply_chat_template=chat)
+    theirs = evaluate(hf(folder), tasks, apply_chat_template=chat)
+    answers, expected = answers_of(ours), answers_of(theirs)
+    for name in TASKS:
+        assert_same(answers[name], expected[name])
+        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
+        assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
+        assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+    # They tell right from wrong.
+    assert len({str(answer) for answer in flat(answers["written"])}) > 3
+    assert 0 < ours["results"]["choice"]["acc,none"] < 1
+    assert ours["config"]["model_fingerprint"]
+
+
+@pytest.mark.parametrize("marks", [False, True], ids=["plain", "bos"])
+def test_texts_become_the_tokens_that_they_are_in_transformers(
+    served: Pool, folder: Path, marked: Path, marks: bool
+) -> None:
+    source = marked if marks else folder
+    ours, theirs = pooled(served, source), hf(source)
+    pairs = requests(
+        "loglikelihood",
+        ("The mill ", "by the river"),
+        ("The mill", " by the river"),
+        ("", "The mill"),
+        ("<s>The mill", " sang"),
+        (TEXT, " in the town"),
+        (TEXT[:58], " "),
+        ("a", "b" * LONGEST),
+        ("a" * LONGEST, "b"),
+    )
+    assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
+    texts = requests("loglikelihood_rolling", ("",), ("a",), (TEXT,), ("<s>" + TEXT[:70],), ("é" * LONGEST,))
+    assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+    contexts = [mark + TEXT[: 4 * at] for at in range(1, 10) for mark in ("", "<s>")]
+    written = requests("generate_until", *((text, {"until": [], "max_gen_toks": 20}) for text in contexts))
+    assert ours.generate_until(written) == theirs.generate_until(written)
+
+
+def test_whether_it_is_what_the_model_would_say_is_told_for_every_beginning_of_that(served: Pool, folder: Path) -> None:
+    ours, theirs = pooled(served, folder), hf(folder)
+    (said,) = ours._producer.generate(ours.tok_encode("The mill"), 8, temperature=0)
+    likely = said.ids.tolist()
+    context = ours.tok_encode("The mill")
+    asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
+    # The second likeliest token in place of the likeliest.
+    for size in range(8):
+        second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
+        asked.append((None, context, [*likely[:size], int(second)]))
+    answers = ours._loglikelihood_tokens(asked)
+    assert [is_greedy for _, is_greedy in answers] == [True] * 8 + [False] * 8
+    assert_same(answers, theirs._loglikelihood_tokens(asked))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"until": ["e"]},
+        {"until": "\n\n", "max_gen_toks": 50},
+        {"until": [], "max_new_tokens": 45},
+        {"until": ["<end>"], "do_sample": False, "temperature": 0.7, "max_gen_toks": 60},
+        {"until": ["th", "0", "."], "max_gen_toks": 33},
+        {"until": ["<turn>"], "max_gen_toks": 60},
+    ],
+)
+def test_texts_are_written_up_to_where_transformers_ends_them(
+    served: Pool, folder: Path, arguments: dict[str, Any]
+) -> None:
+    ours, theirs = pooled(served, folder), hf(folder)
+    contexts = [TEXT[at * 5 : at * 9 + 1] for at in range(24)] + [TEXT]
+    asked = requests("generate_until", *((context, {"max_gen_toks": 40, **arguments}) for context in contexts))
+    if "max_new_tokens" in arguments:
+        asked = requests("generate_until", *((context, arguments) for context in contexts))
+    texts = ours.generate_until(asked)
+    assert texts == theirs.generate_until(asked)
+    assert len(set(texts)) > 3
+    # They end early and late.
+    assert len({len(text) for text in texts}) > 3
+
+
+def test_draws_are_the_same_with_the_same_seed_and_others_for_each_request(served: Pool, folder: Path) -> None:
+    arguments = {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.99, "max_gen_toks": 40}
+    asked = requests("generate_until", *[("The mill", arguments)] * 6)
+    ours = pooled(served, folder, seed=5)
+    texts = ours.generate_until(asked)
+    for at in range(6):
+        how: Any = {"seed": 5 + (at << 32), "temperature": 1.0, "top_p": 0.99, "stop": [1, 2]}
+        (made,) = ours._producer.generate(ours.tok_encode("The mill"), 40, **how)
+        assert texts[at] == ours.tokenizer.decode(made.ids.tolist(), skip_special_tokens=True)
+    assert len(set(texts)) == 6
+    assert pooled(served, folder, seed=5, batch_size=2).generate_until(asked) == texts
+    assert pooled(served, folder, seed=6).generate_until(asked) != texts
+
+
+def test_the_settings_of_lm_evals_own_model_do_what_they_do_there(served: Pool, marked: Path) -> None:
+    pairs = requests("loglikelihood", ("The mill", " sang"), ("", "The mill"), (TEXT, " in the town"))
+    texts = requests("loglikelihood_rolling", (TEXT,))
+    arguments: dict[str, Any]
+    plain = pooled(served, marked)
+    for arguments in ({"add_bos_token": False}, {"prefix_token_id": 7}, {"max_length": 20}):
+        ours, theirs = pooled(served, marked, **arguments), hf(marked, **arguments)
+        assert_same(ours.loglikelihood(pairs), theirs.loglikelihood(pairs))
+        assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
+        assert ours.loglikelihood_rolling(texts) != plain.loglikelihood_rolling(texts)
+    context, whole = longest(plain)
+    asked = requests("generate_until", (context, {"until": [], "max_gen_toks": 40}))
+    mark = next(letter for letter in whole[5:] if letter.isprintable())
+    (answer,) = pooled(served, marked, think_end_token=mark).generate_until(asked)
+    assert answer == whole.split(mark)[-1].lstrip() != whole
+    assert hf(marked, think_end_token=mark).generate_until(asked) == [answer]
+
+
+def test_a_text_that_ends_early_is_one_request(served: Pool, folder: Path) -> None:
+    ours = pooled(served, folder)
+    context, whole = longest(ours)
+    letter = next(letter for letter in whole[5:] if letter.isascii() and len(ours.tok_encode(letter)) == 1)
+    before = ours._producer.stats().computed
+    (text,) = ours.generate_until(requests("generate_until", (context, {"until": letter, "max_gen_toks": 50})))
+    assert text == whole.split(letter)[0]
+    assert ours._producer.stats().computed - before == 1
+
+
+def test_one_question_with_options_is_about_as_many_forwards(served: Pool, folder: Path) -> None:
+    ours = pooled(served, folder)
+    before = ours._producer.stats().computed
+    options = [" by the", " sang", " in", " 1", " 2", " 3"]
+    ours.loglikelihood(requests("loglikelihood", *(("The mill by the river ran", option) for option in options)))
+    # The options, and the likeliest token behind the question; at most one of them begins with that.
+    assert ours._producer.stats().computed - before <= len(options) + 2
+
+
+def test_an_evaluation_that_was_interrupted_has_its_answers_in_lm_evals_cache(
+    pool: Pool, folder: Path, tmp_path: Path
+) -> None:
+    ours = pooled(pool, folder)
+    cached = CachingLM(ours, str(tmp_path / "answers"))
+    kinds = {
+        "loglikelihood": requests("loglikelihood", ("The mill", " sang"), ("The mill", " by the river")),
+        "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
+        "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
+    }
+    # As far as the model itself came, without what is written down when all is done.
+    answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
+    ours._producer.close()
+    assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
+
+
+def test_an_adapters_answers_are_its_own(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "warm", "warm")
+    asked = requests("loglikelihood", ("The mill", " sang"))
+    written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
+    ours = pooled(pool, folder, "--adapters", f"warm={adapter}", adapter="warm")
+    theirs = hf(folder, peft=str(adapter))
+    assert_same(ours.loglikelihood(asked), theirs.loglikelihood(asked))
+    assert ours.generate_until(written) == theirs.generate_until(written)
+    plain = pooled(pool, folder)
+    assert ours.loglikelihood(asked) != plain.loglikelihood(asked)
+    with pytest.raises(UnknownAdapter):
+        pooled(pool, folder, adapter="cold").loglikelihood(asked)
+
+
+def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path, tmp_path: Path) -> None:
+    theirs = evaluate(hf(folder), tasks)
+    pooled(served, folder)
+    model = f"name={folder.name},redis={served.url},prefix={served.prefix},timeout={DEADLINE_S}"
+    command = [sys.executable, "-m", "lmpool.lm_eval", "--model", "lmpool", "--model_args", model, "--batch_size", "8"]
+    command += ["--tasks", ",".join(TASKS), "--include_path", str(tasks), "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "|choice" in done.stdout
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(path.read_text("utf-8"))["results"]
+    for name, metrics in theirs["results"].items():
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
+        assert {key: results[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def test_errors_of_the_command_are_one_line(
+    served: Pool, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"name=missing,redis={served.url}"
+    command = ["lm_eval", "--model", "lmpool", "--model_args", model, "--tasks", "choice", "--include_path", str(tasks)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("lmpool: the model 'missing' is not served")
+
+
+def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path: Path) -> None:
+    ours = pooled(served, folder)
+    bad: list[tuple[dict[str, Any], type[LMPoolError], str]] = [
+        ({"batch_size": 0}, SettingsError, "batch_size: 0 must be a whole number of at least 1, or 'auto'"),
+        ({"batch_size": "many"}, SettingsError, "batch_size: 'many'"),
+        ({"max_length": LONGEST + 1}, SettingsError, f"max_length: 65 must be a whole number from 1 to {LONGEST}"),
+        ({"max_gen_toks": 0}, SettingsError, "max_gen_toks: 0"),
+        ({"seed": -1}, SettingsError, "seed: -1"),
+        ({"colour": 1}, SettingsError, "colour: not an argument of the model lmpool; there are name, redis"),
+        ({"tokenizer": str(tmp_path)}, SettingsError, r"tokenizer: .* does not load: .*; or name one of this machine"),
+    ]
+    for arguments, kind, message in bad:
+        with pytest.raises(kind, match=message):
+            pooled(served, folder, **arguments)
+    with pytest.raises(ServerUnreachable):
+        LmpoolLM(redis="redis://127.0.0.1:1/0")
+    for given, message in (
+        ({"max_gen_toks": LONGEST}, "max_gen_toks: 64 must be less than the 64 tokens"),
+        ({"repetition_penalty": 2.0, "max_gen_toks": 3}, "repetition_penalty: not done by a pool"),
+        ({"do_sample": True, "temperature": 1.0, "top_k": 2, "max_gen_toks": 3}, "top_k: not done by a pool"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            ours.generate_until(requests("generate_until", ("a", given)))
+    with pytest.raises(PromptTooLong, match="a continuation of 65 tokens: the model is given 64 at most"):
+        ours.loglikelihood(requests("loglikelihood", ("a", "b" * 65)))
+
+
+def test_a_model_without_a_tokenizer_needs_one_that_is_named(pool: Pool, folder: Path) -> None:
+    pool.start("--vocab-size", "266")
+    with pytest.raises(SettingsError, match="tokenizer: the model 'syn' has no tokenizer; name one of this machine"):
+        LmpoolLM(redis=pool.url, prefix=pool.prefix)
+    ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder))
+    (answer,) = ours.loglikelihood(requests("loglikelihood", ("The mill", " sang")))
+    assert answer[0] < 0
+
+
+def test_ctrl_c_waits_for_no_request(pool: Pool, folder: Path) -> None:
+    pool.start("--vocab-size", "300", "--step-ms", "600000")
+    ours = LmpoolLM(redis=pool.url, prefix=pool.prefix, tokenizer=str(folder), timeout=3600)
+
+    def press() -> None:
+        until(pool.held, "the worker holds requests")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.loglikelihood(requests("loglikelihood", *(("The mill", " sang" * at) for at in range(1, 9))))
+    presser.join()
+
+
+def test_releases_of_lm_eval_with_plugins_find_it_by_its_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    ((name, target),) = project["entry-points"]["lm_eval.models"].items()
+    assert EntryPoint(name, target, "lm_eval.models").load() is get_model(name) is LmpoolLM
