@@ -69,7 +69,7 @@ class _Pair(NamedTuple):
     continuation: list[int]
 
 
-class _Generation(NamedTuple):
+class _Growing(NamedTuple):
     """What a generation request asks for.
 
     Attributes:
@@ -153,7 +153,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         self._think_end_token = think_end_token
         self._chat_template_args = chat_template_args or {}
         self._adapter = adapter
-        self._producer = SyncProducer(name, redis=redis, prefix=prefix, timeout=timeout)
+        self._producer = SyncProducer(name, redis=redis, prefix=prefix, timeout=timeout, keep_answers=False)
         info = self._info = self._producer.model
         if max_length is not None:
             _check_whole("max_length", max_length, 1, info.max_prompt_tokens)
@@ -326,7 +326,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         tokens: list[int] = best.ids[:, 0].tolist()
         return tokens
 
-    def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
+    def _read(self, gen_kwargs: dict[str, Any]) -> _Growing:
         """What a request's arguments ask for."""
         arguments = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
@@ -344,9 +344,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             )
         # As `hf` does: a text may be made of other tokens than the tokenizer makes of it, of a few more.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
-        return _Generation(most, until, windows, temperature, top_p)
+        return _Growing(most, until, windows, temperature, top_p)
 
-    def _generate(self, number: int, context: str, wanted: _Generation) -> str:
+    def _generate(self, number: int, context: str, wanted: _Growing) -> str:
         """A continuation, in pieces."""
         is_marked = has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if is_marked else None)[wanted.most - self.max_length :]

@@ -10,7 +10,7 @@ import pytest
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import GenerateQuery, PositionsQuery, unpack_continuation, unpack_top
 from lmpool.protocol.row import Row
-from lmpool.workers.backend.generation import Generations
+from lmpool.workers.backend.continuations import Continuations
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
@@ -136,14 +136,14 @@ def test_continuations_are_drawn_from_the_rows_of_all_that_stands_before(
     if adapter_number is not None and not adapters:
         return
     adapter = "" if adapter_number is None else adapters[adapter_number]
-    generations, prompts = Generations(), [prompt(draw, length) for length in (1, 9, 33, 33)]
+    continuations, prompts = Continuations(), [prompt(draw, length) for length in (1, 9, 33, 33)]
     wanted = [GenerateQuery(most, 0.0, 1.0, 0) for most in (1, 6, 12, 12)]
     jobs = [opened.job(ids, adapter)._replace(generate=query) for ids, query in zip(prompts, wanted, strict=True)]
     other = opened.submit([prompt(draw, 20)])
-    opened.backend.submit(generations.begin(jobs))
+    opened.backend.submit(continuations.begin(jobs))
     answers: dict[bytes, Row] = {}
     for _ in range(1000):
-        finished, longer = generations.advance(opened.backend.step())
+        finished, longer = continuations.advance(opened.backend.step())
         assert not finished.failures
         assert all(block.digests == other for block in finished.blocks)
         opened.backend.submit(longer)

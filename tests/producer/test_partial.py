@@ -309,6 +309,25 @@ async def test_a_stream_ends_when_the_model_changes_between_its_parts(
             await anext(parts)
 
 
+async def test_parts_of_two_models_make_no_answer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "MOST_ANSWER", 3 * V)
+    pool.start()
+    async with pool.producer() as producer:
+        session = producer._sessions.session
+        assert session is not None
+        answer = session.answer
+
+        async def answer_and_change(*given: Any, **named: Any) -> Row:
+            found = await answer(*given, **named)
+            session._renew(replace(session.info, note="another"))
+            object.__setattr__(session.info, "revision", "seed-7")
+            return found
+
+        monkeypatch.setattr(session, "answer", answer_and_change)
+        with pytest.raises(ModelMismatch, match="the model 'syn' has changed while parts of an answer came"):
+            await producer.positions(WHOLE, full=True)
+
+
 async def test_a_job_for_more_positions_than_an_answer_may_have_is_refused(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

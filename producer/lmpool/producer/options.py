@@ -221,13 +221,15 @@ def read_allowed(allowed: Any, vocab_size: int) -> Allowed:
     if tokens.vocab_size != vocab_size:
         text = f"of a vocabulary of {tokens.vocab_size}: this model's V is {vocab_size}"
         raise SettingsError(f"allowed: a set of tokens {text}")
+    if not len(tokens.ids) or not 0 <= tokens.ids[0] <= tokens.ids[-1] < vocab_size:
+        raise SettingsError(f"allowed: a set of {len(tokens.ids)} tokens that are not all of the model")
     return Allowed(tokens.packed, tokens)
 
 
 def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
-    if isinstance(allowed, bytes):
+    if isinstance(allowed, (bytes, bytearray, memoryview)):
         try:
-            return tokens_of_bits(allowed, vocab_size)
+            return tokens_of_bits(bytes(allowed), vocab_size)
         except ProtocolError as error:
             raise SettingsError(f"allowed: {error}") from error
     if getattr(allowed, "dtype", None) is not None and (mask := np.asarray(allowed)).dtype == bool:

@@ -27,6 +27,7 @@ from lmpool.producer.client.queries import (
     ask_scores,
     ask_top,
     beginning,
+    check_same_model,
     parts_of,
 )
 from lmpool.producer.client.session import Session
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 
 class PartialRows:
-    """Asks for the likeliest tokens, for a token that is drawn, for what a continuation scores.
+    """Asks for less than a row (likeliest tokens, a draw, a mass), or more (every position, a continuation, states).
 
     Mixed into `Producer`. Workers answer from the row, whether they have just computed it or the cache has it; only the
     answer travels. A row that is computed for an answer is cached for everyone.
@@ -316,7 +317,7 @@ class PartialRows:
         Args:
             ids: a text of N tokens, as a prompt for `Producer.logprobs`.
             start: the first position, 0 to N - 1.
-            options: see `PositionOptions`; one of `top`, `targets` and `full` says what is wanted.
+            options: see `PositionOptions`; one of `top`, `targets`, `full` and `logz` says what is wanted.
 
         Returns:
             with `top` log-probabilities, float32 (n, top), and token ids, int64 (n, top), n = N - start, likeliest
@@ -367,7 +368,10 @@ class PartialRows:
             async def ask(session: Session, name: str, deadline: Deadline) -> Expected:
                 if (session.info.fingerprint, name) != (fingerprint, text.adapter):
                     raise ModelMismatch(f"the model or its adapter has changed before position {part.start}: ask again")
-                return await ask_part(session, beginning(text, part.stop), part, wanted, deadline)
+                is_one = len(parts) == 1
+                found = await ask_part(session, beginning(text, part.stop), part, wanted, deadline, private=not is_one)
+                check_same_model(session, fingerprint)
+                return found
 
             return ask
 

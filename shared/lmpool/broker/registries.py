@@ -111,6 +111,8 @@ async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int)
         data = await redis.getrange(keys.token_set(name), 0, vocab_size // 8 + 1)
         return tokens_of_bits(data if isinstance(data, bytes) else b"", vocab_size, name)
     except (ProtocolError, ResponseError) as error:
+        if isinstance(error, ResponseError) and not str(error).startswith("WRONGTYPE"):
+            raise
         raise UnknownTokenSet(
             f"the pool does not know the set of tokens {name.hex()}, or no longer: register it with producer.token_set"
         ) from error

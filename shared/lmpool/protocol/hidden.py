@@ -18,7 +18,13 @@ _DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat
 
 
 def width_of(numbers: int, dtype: str) -> int:
-    """So many float32 numbers carry so many of a model's dtype."""
+    """So many float32 numbers carry so many of a model's dtype.
+
+    Raises:
+        ProtocolError: hidden states are not told in that dtype.
+    """
+    if dtype not in _DTYPES:
+        raise ProtocolError(f"hidden states in {dtype}: expected one of {', '.join(_DTYPES)}")
     return -(-numbers * int(np.dtype(_DTYPES[dtype]).itemsize) // 4)
 
 

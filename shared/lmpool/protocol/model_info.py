@@ -37,8 +37,10 @@ _VERSION_WITHOUT_FIELD = 2
 """The wire version of the last releases whose infos did not tell it."""
 
 _FIELDS_SINCE_THEN = {"positions", "hidden"}
-_FIELDS_UNTIL_THEN = {"scores"}
 """What their infos did not have either."""
+
+_FIELDS_UNTIL_THEN = {"scores"}
+"""What only they had."""
 
 # What programs and people know a model by; the other texts may be paths and sentences.
 _NAMES = ("name", "backend", "revision", "dtype")

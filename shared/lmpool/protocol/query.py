@@ -40,7 +40,7 @@ SECRET_SIZE = 16
 MOST_GENERATED = 1 << 20
 """Tokens of one continuation; the longest prompt of a model is shorter."""
 
-MOST_STOP_NUMBERS = 1 << 17
+MOST_STOP_NUMBERS = 1 << 14
 """Tokens of the sequences that end a continuation, and how many these are, together."""
 
 # Where a continuation has ended before its longest: no vocabulary is so large.
@@ -51,7 +51,7 @@ _SELECTIONS = get_args(Selection)
 _MOST_BYTES = 8 * 1024 * 1024
 _DIGEST_DIGITS = 32
 # Tokens that nearly always have what `top_p` asks for: sorting all takes far longer.
-_FEW = 1024
+_FEW, _FEW_MORE = 1024, 4
 _BLOCK = 256
 
 
@@ -152,7 +152,10 @@ def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
 
 def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
     """The logarithm of the probability that some tokens have together; -inf if they have none."""
-    return np.float32(np.logaddexp.reduce(row[ids].astype(np.float64)))
+    values = row[ids]
+    if (most := values.max()) == -np.inf:
+        return np.float32(most)
+    return np.float32(most + np.log(np.exp(values - most).sum(dtype=np.float64)))
 
 
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
@@ -168,11 +171,13 @@ def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
     """The fewest tokens that have `top_p` of the weight together, likeliest first."""
     wanted = top_p * weights.sum()
-    ids = _largest(weights, min(_FEW, len(weights)))
-    mass = np.cumsum(weights[ids])
-    if mass[-1] < wanted:
-        ids = _largest(weights, len(weights))
+    few = _FEW
+    while True:
+        ids = _largest(weights, min(few, len(weights)))
         mass = np.cumsum(weights[ids])
+        if mass[-1] >= wanted or few >= len(weights):
+            break
+        few *= _FEW_MORE
     return ids[: int(np.searchsorted(mass, wanted)) + 1]
 
 

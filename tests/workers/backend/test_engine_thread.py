@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +16,13 @@ import pytest
 from lmpool.broker.server import Server
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.prompt import digest_of
+from lmpool.protocol.query import GenerateQuery
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.backend.continuations import Continuations
 from lmpool.workers.backend.contract import Backend, BackendJob, Finished
 from lmpool.workers.backend.engine_thread import EngineThread
+from lmpool.workers.backend.yielding import YieldingJobs
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
@@ -399,3 +402,37 @@ async def test_how_long_a_step_takes_is_told_by_the_longest_lately() -> None:
         engine_thread._note_step(seconds, answers)
         told.append(engine_thread.step_s)
     assert told == pytest.approx([0.02, 0.02, 0.02, 0.03, 0.027, 0.0243])
+
+
+# Continuations
+
+
+def continuing(*tokens: int, most: int = 5, **changed: Any) -> BackendJob:
+    """A job for a continuation of a prompt of these tokens."""
+    ids = np.array(tokens, "<u4").tobytes()
+    job = BackendJob(digest_of(ids, "continued"), ids, generate=GenerateQuery(most, 1.0, 1.0, 7))
+    return job._replace(**changed)
+
+
+async def test_a_continuation_that_is_promoted_yields_no_more() -> None:
+    continuations, yielding = Continuations(), YieldingJobs(2)
+    continuations.begin([continuing(1, bulk=True)])
+    continuations.promote([continuing(1).digest, STRANGER])
+    finished = Finished([rows([continuing(1).digest])], {})
+    _, longer = continuations.advance(finished)
+    assert [job.bulk for job in longer] == [False]
+    assert list(yielding.go_on(longer)) == longer
+
+
+async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("1")
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with stepping(backend) as (engine_thread, outcome):
+        revision = await engine_thread.load_adapter("one", str(tmp_path))
+        adapter = f"one@{revision}"
+        engine_thread.submit([continuing(1, most=100_000, adapter=adapter)])
+        engine_thread.submit([continuing(2, most=100_000, adapter=adapter, bulk=True)])
+        engine_thread.drop_adapter(adapter)
+        await outcome.until(lambda: not engine_thread.is_busy, "both come back as stale")
+        assert len(engine_thread._continuations) == 0
+    assert not outcome.broken

@@ -12,7 +12,7 @@ from lmpool.workers.backend.contract import BackendJob
 from lmpool.workers.backend.engine_thread import EngineThread
 from lmpool.workers.backend.yielding import PATIENCE_STEPS
 from tests.support.gate import GatedBackend, OneByOne
-from tests.workers.backend.test_engine_thread import Outcome, jobs, stepping
+from tests.workers.backend.test_engine_thread import Outcome, continuing, jobs, stepping
 
 BATCH = 2
 
@@ -132,3 +132,21 @@ async def test_what_yields_leaves_room_for_others_as_far_as_it_fills_a_step(step
     await steps.outcome.until(lambda: not engine_thread.is_busy, "all are answered")
     assert engine_thread.capacity == 2 * BATCH
     assert sorted(np.array(steps.computed)) == [1, 2, 3, 10]
+
+
+async def test_a_continuation_that_has_begun_waits_for_its_turn_once(steps: Steps) -> None:
+    continued = continuing(1, most=8, bulk=True)
+    waiting = [job for token in range(2, 2 + 12 * BATCH) for job in jobs(token)]
+    await steps.begin([continued, *(job._replace(bulk=True) for job in waiting)])
+    await steps.let(6)
+    lengths = [len(ids) // 4 for ids in steps.backend.computed if decode_ids(ids)[0] == 1]
+    assert lengths == [1, 2, 3], "before those that came with it, behind the step that the backend has already"
+
+
+async def test_a_continuation_of_bulk_clients_is_made_however_much_others_ask(steps: Steps) -> None:
+    continued = continuing(1, most=3, bulk=True)
+    await steps.begin([continued, *jobs(10, 11)])
+    for step in range(PATIENCE_STEPS + 4 * BATCH):
+        steps.engine_thread.submit(jobs(*(100 + BATCH * step + number for number in range(BATCH))))
+        await steps.let(1)
+    assert continued.digest in {digest for finished in steps.outcome.finished for digest in finished.digests}

@@ -11,12 +11,14 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
 
 from lmpool.broker.registries import look_up_tokens
 from lmpool.errors import (
     CorruptRow,
     LMPoolError,
     ProtocolError,
+    ServerError,
     SettingsError,
     SourceMissing,
     UnknownTokenSet,
@@ -45,7 +47,8 @@ from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie.backend import answer
 from lmpool.workers.trie.inputs import TrieInput, TrieInputs
 
-_MOST_SETS = 256
+# Of all sets that are kept: 32 MiB.
+_MOST_IDS = 1 << 22
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: ask a trie worker")
 _ABSENT = (SourceMissing.__name__, CorruptRow.__name__)
 
@@ -119,8 +122,10 @@ class TokenSets:
                 tokens = self._named[name] = await look_up_tokens(self._redis, self._keys, name, self._vocab_size)
         except (ProtocolError, UnknownTokenSet) as error:
             return error
+        except NoPermissionError as error:
+            return ServerError(f"the worker may not read sets of tokens: {error}")
         self._named.move_to_end(name)
-        if len(self._named) > _MOST_SETS:
+        while len(self._named) > 1 and sum(len(some.ids) for some in self._named.values()) > _MOST_IDS:
             self._named.popitem(last=False)
         return tokens
 

@@ -510,7 +510,7 @@ def _describe(query: Query | None) -> str:
         case SampleQuery():
             return f"sample (temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed})"
         case PositionsQuery():
-            what = f"{query.top} likeliest tokens" if query.top else "targets" if query.targets else "rows"
+            what = f"{query.top} likeliest tokens" if query.top else "targets" if query.targets else "all"
             return f"{what} ({query.values}) at every position from {query.start} on"
         case GenerateQuery():
             how = f"temperature {query.temperature:g}, top_p {query.top_p:g}, seed {query.seed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -53,6 +54,9 @@ from lmpool.protocol.token_set import TokenSet
 
 T = TypeVar("T")
 
+# Parts of one answer, of 8 MiB each, that are under way.
+_PARTS_AT_ONCE = 2
+
 
 _MOST_READ_IN_PLACE = 128
 """Entries of one row; for more, fetching the row costs the server less than looking each up."""
@@ -63,7 +67,7 @@ Mode = Literal["logprobs", "logits"]
 
 
 Expected = TopK | NDArray[np.float32]
-"""What is wanted of n positions: the likeliest tokens of each, (n, k), or float32 log-probabilities of shape (n, m)."""
+"""What is wanted of n positions: the likeliest tokens of each, (n, k), or numbers of each, mostly float32 (n, m)."""
 
 
 class Allowed(NamedTuple):
@@ -79,7 +83,14 @@ class Allowed(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows."""
+    """What is wanted of every position: the `top` likeliest tokens, or the entries of targets, or whole rows.
+
+    Attributes:
+        top: how many; 0 for none.
+        targets: otherwise these.
+        values: of what (`PositionsQuery`).
+        size: numbers of each hidden state in an answer.
+    """
 
     top: int = 0
     targets: tuple[int, ...] = ()
@@ -257,18 +268,38 @@ def parts_of(session: Session, text: Prompt, start: int, wanted: Wanted) -> list
 
 async def ask_positions(session: Session, text: Prompt, start: int, wanted: Wanted, deadline: Deadline) -> Expected:
     """What is wanted of every position of a text from `start` on."""
-    parts = parts_of(session, text, start, wanted)
-    answers = await gather([ask_part(session, beginning(text, part.stop), part, wanted, deadline) for part in parts])
-    if len(answers) == 1:
-        return answers[0]
+    parts, fingerprint = parts_of(session, text, start, wanted), session.info.fingerprint
+    if len(parts) == 1:
+        return await ask_part(session, text, parts[0], wanted, deadline)
+    # All at once would fill the server's memory, and an engine would compute what they have in common for each.
+    at_once = asyncio.Semaphore(_PARTS_AT_ONCE)
+
+    async def ask(part: range) -> Expected:
+        async with at_once:
+            return await ask_part(session, beginning(text, part.stop), part, wanted, deadline, private=True)
+
+    answers = await gather([ask(part) for part in parts])
+    check_same_model(session, fingerprint)
     tops = [answer for answer in answers if isinstance(answer, TopK)]
     if tops:
         return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
     return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
 
 
-async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, deadline: Deadline) -> Expected:
-    """`ask_positions` of the last positions of a text."""
+def check_same_model(session: Session, fingerprint: str) -> None:
+    """Refuse what was asked in several parts if these may be of two models.
+
+    Raises:
+        ModelMismatch: the model is another one than when the first was asked.
+    """
+    if session.info.fingerprint != fingerprint:
+        raise ModelMismatch(f"the model {session.info.name!r} has changed while parts of an answer came: ask again")
+
+
+async def ask_part(
+    session: Session, text: Prompt, part: range, wanted: Wanted, deadline: Deadline, *, private: bool = False
+) -> Expected:
+    """`ask_positions` of the last positions of a text; `private` as `Session.answer`."""
     count, vocab_size = len(part), session.info.vocab_size
     query = wanted.query(part.start)
 
@@ -286,7 +317,7 @@ async def ask_part(session: Session, text: Prompt, part: range, wanted: Wanted, 
     if session.info.positions:
         with_query = text.with_query(query.pack(), count * query.width(vocab_size))
         try:
-            return await _answer(session, with_query, deadline, read)
+            return await _answer(session, with_query, deadline, read, private=private)
         except SourceMissing:
             pass  # Another worker of this model does not.
     if wanted.values != "logprobs":
@@ -335,8 +366,9 @@ async def ask_head(session: Session, deadline: Deadline) -> Head:
     async def ask(query: HeadQuery, length: int, read: Callable[[Row], T]) -> T:
         return await _answer(session, prompt.with_query(query.pack(), length), deadline, read, private=True)
 
-    scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, np.ndarray.tolist))[:FACTS]
-    bias = await ask(HeadQuery("bias"), size, np.copy) if has_bias else None
+    one = partial(unpack_numbers, count=1, dtype="float32")
+    scale, soft_cap, has_bias = (await ask(HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
+    bias = (await ask(HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
     rows = max(1, MOST_ANSWER // width)
     parts = []
     # One after the other: all at once would fill the server's memory.
@@ -344,6 +376,7 @@ async def ask_head(session: Session, deadline: Deadline) -> Head:
         count = min(rows, size - first)
         read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
         parts.append(await ask(HeadQuery("weights", first, count), count * width, read))
+    check_same_model(session, info.fingerprint)
     return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
 

@@ -293,7 +293,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             (made,) = await producer.generate(
                 token_ids,
                 max(1, min(max_tokens, room, _MOST_AT_ONCE)),
-                stop=sorted(ends),
+                # What is no token never ends it.
+                stop=sorted(end for end in ends if 0 <= end < producer.model.vocab_size),
                 temperature=temperature,
                 adapter=_adapter(lora_name),
                 timeout=self._seconds,

@@ -29,7 +29,7 @@ class BackendJob(NamedTuple):
         positions: not the row is wanted but this of every position, in `Finished.answers`; None for the row. Only
             backends whose info says so are asked.
         generate: not the row is wanted but tokens that are drawn from it and those after it, in `Finished.answers`. The
-            engine's thread asks the backend for these rows (`Generations`); backends are not told.
+            engine's thread asks the backend for these rows (`Continuations`); backends are not told.
         head: not the row is wanted but this of the model's head; the engine's thread asks for it (`TellsHead`).
         bulk: only bulk clients wait for it: others go first (`lmpool.workers.backend.yielding`).
     """
@@ -57,7 +57,7 @@ class Finished(NamedTuple):
     Attributes:
         blocks: the rows that are ready.
         failures: digest -> message of the prompts that the backend cannot answer.
-        answers: vectors that are ready: scores, and what trie workers answer.
+        answers: vectors that are ready: what is wanted of positions, continuations, and what trie workers answer.
         stale: prompts whose adapter the backend does not have; told by the backend's thread, not by backends.
     """
 

@@ -27,6 +27,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
+from lmpool.workers.backend.continuations import Continuations
 from lmpool.workers.backend.contract import (
     Backend,
     BackendJob,
@@ -37,7 +38,6 @@ from lmpool.workers.backend.contract import (
     check_answers,
     check_first_rows,
 )
-from lmpool.workers.backend.generation import Generations
 from lmpool.workers.backend.watchdog_process import LEAST_BEATS, MOST_INTERVAL_S
 from lmpool.workers.backend.yielding import YieldingJobs
 
@@ -327,7 +327,7 @@ class EngineThread:
         info = backend.info
         adapters: dict[bytes, str] = {}  # Digest of a prompt that the backend holds -> its adapter.
         self._yielding = yielding = YieldingJobs(backend.batch)
-        self._generations = Generations()
+        self._continuations = Continuations()
         taken = taken_bulk = 0
 
         def tell(finished: Finished) -> None:
@@ -340,11 +340,12 @@ class EngineThread:
                     return
                 self.call = Call(command)
                 stale = self._execute(backend, command, adapters)
+                of_head = _told_of_head(backend, command)
                 self.call = None
                 if isinstance(command, Sequence):
                     taken, taken_bulk = taken + len(command), taken_bulk + sum([job.bulk for job in command])
-                if told := _told_of_head(backend, command):
-                    tell(told)
+                if of_head is not None:
+                    tell(of_head)
                 if stale or isinstance(command, _Abort):  # There is room again.
                     tell(Finished([], {}, stale=stale))
                 continue  # Take all that has come before the next step, so that it runs full.
@@ -363,14 +364,16 @@ class EngineThread:
             seconds = time.monotonic() - began
             answered = check_answers(finished, adapters, info)
             check_first_rows(finished.blocks, info)
-            self._on_step(seconds, len(answered))
             self._note_step(seconds, len(answered))
-            if self._generations:
-                finished, longer = self._generations.advance(finished)
+            if self._continuations:
+                finished, longer = self._continuations.advance(finished)
                 for job in longer:
                     del adapters[job.digest]
-                finished = finished._replace(stale=self._submit(backend, self._yielding.sort(longer), adapters))
+                self.call = Call(longer)
+                finished = finished._replace(stale=self._submit(backend, self._yielding.go_on(longer), adapters))
+                self.call = None
                 answered = finished.digests
+            self._on_step(seconds, len(answered))
             for digest in answered:
                 del adapters[digest]
             tell(finished)
@@ -384,23 +387,24 @@ class EngineThread:
             case _Drop():
                 stale = tuple(digest for digest, adapter in adapters.items() if adapter == command.adapter)
                 backend.abort(stale)
-                self._generations.drop(stale)
+                self._continuations.drop(stale)
                 backend.drop_adapter(command.adapter)
                 for digest in stale:
                     del adapters[digest]
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(self._generations.leaving_out(command.new_rows))
+                    backend.write_to(self._continuations.leaving_out(command.new_rows))
                 return ()
             case _Abort():
                 self._yielding.drop(command.digests)
-                self._generations.drop(command.digests)
+                self._continuations.drop(command.digests)
                 aborted = [digest for digest in command.digests if digest in adapters]
                 backend.abort(aborted)
                 for digest in aborted:
                     del adapters[digest]
                 return ()
             case _Promote():
+                self._continuations.promote(command.digests)
                 return self._submit(backend, self._yielding.take(command.digests), adapters)
             case jobs:
                 if any(job.head is not None for job in jobs):
@@ -412,7 +416,8 @@ class EngineThread:
         """Give jobs to the backend; returns those that name an adapter that it does not have."""
         stale = tuple(job.digest for job in jobs if job.adapter and job.adapter not in backend.adapters)
         served = [job for job in jobs if job.digest not in stale] if stale else jobs
-        backend.submit(self._generations.begin(served))
+        self._continuations.drop(stale)
+        backend.submit(self._continuations.begin(served))
         adapters.update((job.digest, job.adapter) for job in served)
         return stale
 

@@ -46,6 +46,13 @@ class YieldingJobs:
                 self._jobs[job.digest] = job, self._step + PATIENCE_STEPS
         return others
 
+    def go_on(self, jobs: Sequence[BackendJob]) -> Sequence[BackendJob]:
+        """As `sort`, of continuations that have begun: they go before all that wait here, and have waited enough."""
+        others = [job for job in jobs if not job.bulk]
+        if len(others) < len(jobs):
+            self._jobs = {job.digest: (job, self._step) for job in jobs if job.bulk} | self._jobs
+        return others
+
     def next(self, held: int, capacity: int) -> list[BackendJob]:
         """What the backend is to have before its next step, which no longer yields.
 

@@ -63,8 +63,9 @@ def _head_refusal(query: HeadQuery, info: ModelInfo) -> Failure | None:
     """Why what is asked of the head cannot be told here, if so."""
     if not info.hidden:
         return Failure(SourceMissing.__name__, "this worker does not tell the model's head")
-    rows = query.first + query.count if query.part == "weights" else 1
-    if not 0 < rows <= info.vocab_size or query.count * width_of(info.hidden, info.dtype) > MOST_ANSWER:
+    rows = query.first + query.count
+    is_whole = query.part != "weights" or (query.count > 0 and rows <= info.vocab_size)
+    if not is_whole or query.count * width_of(info.hidden, info.dtype) > MOST_ANSWER:
         text = f"{query.count} rows of the head from {query.first} on: it has {info.vocab_size}, or these are too many"
         return Failure(ProtocolError.__name__, text)
     return None

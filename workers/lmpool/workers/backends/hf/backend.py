@@ -304,6 +304,8 @@ class HfBackend:
         if first.kind == "hidden" and self._head is not None:
             with self._head.hidden_in_place_of_logits(max(kept)) as taken:
                 self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)
+            if not taken:
+                raise ValueError("this adapter has a head of its own: its hidden states are not told")
             (logits,) = taken
         else:
             logits = self._forward.last_logits(prompts, kept, paths, pool, first.root or ROOT)

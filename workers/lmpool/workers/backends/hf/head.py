@@ -74,7 +74,9 @@ class OutputHead:
         if query.part == "facts":
             return pack_facts(self._scale, self._soft_cap, bias is not None)
         if query.part == "bias":
-            return np.asarray(bias.float().cpu().numpy())
+            # Asked by whoever likes, of models that have none too.
+            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.float().cpu()
+            return np.asarray(numbers.numpy())
         weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()
 

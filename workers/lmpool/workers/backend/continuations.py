@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
-from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, Row, RowBlock, VectorBlock, check_row
 from lmpool.workers.backend.contract import BackendJob, Finished
 
 
 @dataclass(slots=True)
-class _Generation:
+class _Growing:
     """A continuation that grows.
 
     Attributes:
@@ -35,7 +36,15 @@ class _Generation:
     logprobs: list[np.float32] = field(default_factory=list)
 
     def draw(self, row: Row) -> bool:
-        """Draw the next token; whether that was the last."""
+        """Draw the next token; whether that was the last.
+
+        Raises:
+            WorkerError: the backend has made something else than a row.
+        """
+        try:
+            check_row(row)
+        except ProtocolError as error:
+            raise WorkerError(f"the backend has answered what is no row: {error}") from error
         token = sample(row, drawn_at(self.query.how, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(row[token])
@@ -45,7 +54,7 @@ class _Generation:
         if len(self.tokens) == self.query.most or encoded in self.ends:
             return True
         # Of the tokens that were drawn only: a prompt may end with half of what ends a continuation.
-        return any(map(ids[-4 * len(self.tokens) :].endswith, self.stops)) if self.stops else False
+        return ids[-4 * len(self.tokens) :].endswith(self.stops)
 
     @property
     def answer(self) -> NDArray[np.float32]:
@@ -54,7 +63,7 @@ class _Generation:
         return pack_continuation(made, self.query.most)
 
 
-class Generations:
+class Continuations:
     """The continuations that a backend computes rows for. All of it happens in the backend's thread.
 
     Each row is that of a longer prompt, under the digest of the first: so a backend reuses the keys and values of the
@@ -62,7 +71,7 @@ class Generations:
     """
 
     def __init__(self) -> None:
-        self._running: dict[bytes, _Generation] = {}
+        self._running: dict[bytes, _Growing] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -77,13 +86,19 @@ class Generations:
         first = job._replace(generate=None)
         stops = query.stops
         ends = frozenset(stop for stop in stops if len(stop) == 4)
-        self._running[job.digest] = _Generation(first, query, ends, tuple(stop for stop in stops if len(stop) > 4))
+        self._running[job.digest] = _Growing(first, query, ends, tuple(stop for stop in stops if len(stop) > 4))
         return first
 
     def drop(self, digests: Iterable[bytes]) -> None:
         """Forget those that the backend does not compute any more."""
         for digest in digests:
             self._running.pop(digest, None)
+
+    def promote(self, digests: Iterable[bytes]) -> None:
+        """Somebody else than bulk clients waits for these now: they yield to nobody any more."""
+        for digest in digests:
+            if (growing := self._running.get(digest)) is not None:
+                growing.job = growing.job._replace(bulk=False)
 
     def advance(self, finished: Finished) -> tuple[Finished, list[BackendJob]]:
         """Draw from the rows of a step that are of continuations.
@@ -101,12 +116,12 @@ class Generations:
                 blocks.append(block)
                 continue
             for index, digest in enumerate(block.digests):
-                if (generation := self._running.get(digest)) is None:
+                if (growing := self._running.get(digest)) is None:
                     continue
-                if generation.draw(block.row(index)):
+                if growing.draw(block.row(index)):
                     answers[digest] = self._running.pop(digest).answer
                 else:
-                    longer.append(generation.job)
+                    longer.append(growing.job)
             if others:
                 blocks.append(block.select(others))
         if finished.answers is not None:
