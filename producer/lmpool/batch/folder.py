@@ -10,6 +10,7 @@ lock                 flock held by the run that writes here
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -28,6 +29,9 @@ VERSION = 1
 """Of the manifest and of the layout of shards."""
 
 _TEMPORARY = ".tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# A temporary file of ours: what it is to be, who makes it.
+_OURS = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|\d{5,}\.jsonl)(\.[\w-]+)?\.tmp")
 _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
 
 
@@ -155,7 +159,7 @@ class Folder:
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
             names = [path.name for path in self.path.iterdir()]
-        strangers = [name for name in names if name != LOCK and not name.endswith(_TEMPORARY)]
+        strangers = [name for name in names if name != LOCK and not _OURS.fullmatch(name)]
         if strangers and MANIFEST not in strangers:
             raise BatchRefused(f"{self.path} holds {strangers[0]} and no {MANIFEST}: give an empty or a new folder")
         with self._lock(LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB) as lock:
@@ -164,6 +168,10 @@ class Folder:
             with self.explained():
                 self._remove_temporary()
             yield
+
+    def is_begun(self) -> bool:
+        """Whether some shards of a run are in place already: then nobody begins it anew."""
+        return self.path.is_dir() and self.read_manifest() is not None and bool(self.shards())
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -229,8 +237,8 @@ class Folder:
             yield
         except OSError as error:
             raise BatchError(
-                f"{self.path}: {error.strerror or error}: what is done stays; mend that (free some space?) and run the "
-                "same command again"
+                f"{self.path}: {error.strerror or error}: what is done stays; "
+                f"{'free some space' if error.errno in _FULL else 'mend that'} and run the same command again"
             ) from error
 
     def temporary(self, name: str) -> Path:
@@ -271,6 +279,8 @@ class Folder:
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise BatchError(f"{self.path} is no folder of answers: {error.strerror or error}") from error
         except msgspec.DecodeError as error:
             raise BatchRefused(f"{path} is no manifest of this release: {error}: give another folder") from error
 
@@ -299,8 +309,9 @@ class Folder:
             (self.path / ERRORS).unlink(missing_ok=True)
 
     def _remove_temporary(self) -> None:
-        for path in (*self.path.glob(f"*{_TEMPORARY}"), *self.path.glob(f"*/*{_TEMPORARY}")):
-            path.unlink()
+        for path in (*self.path.iterdir(), *(self.path / "errors").glob("*")):
+            if _OURS.fullmatch(path.name):
+                path.unlink()
 
 
 def shard_name(number: int, suffix: str) -> str:

@@ -33,8 +33,9 @@ from lmpool.settings import shown
 try:
     from arq import Retry, Worker, cron, func
     from arq.connections import ArqRedis
-    from arq.constants import in_progress_key_prefix, job_key_prefix, result_key_prefix, retry_key_prefix
+    from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix, result_key_prefix, retry_key_prefix
     from arq.jobs import Job
+    from arq.utils import timestamp_ms
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
@@ -132,7 +133,8 @@ async def submit(
     """
     source, output = await asyncio.to_thread(lambda: (source.absolute(), output.absolute()))
     opened, folder = open_source(source), Folder(output)
-    with folder.locked():
+    # Workers may hold it already, for shards that were queued before.
+    with folder.shared() if (await asyncio.to_thread(folder.is_begun)) else folder.locked():
         index = await asyncio.to_thread(opened.index, settings.options.shard_lines)
         if index.is_empty:
             raise SettingsError(f"input: {shown(str(source))} is empty: there is nothing to ask")
@@ -167,11 +169,11 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     renewing = asyncio.create_task(_keep_lease(context["redis"], context["job_id"], context["lease_s"]))
     try:
         shard = await _answer(context, job)
-    except (SettingsError, BatchError) as error:
-        if not isinstance(error, BatchRefused):
+    except LMPoolError as error:
+        is_final = isinstance(error, (SettingsError, BatchError)) and not isinstance(error, BatchRefused)
+        # No worker, no server, another model: the right ones may come. The last try tells why; arq would not.
+        if is_final or context["job_try"] >= _MOST_TRIES:
             raise
-        raise Retry(defer=_DEFER_S) from error
-    except LMPoolError as error:  # No worker, no server, another model: the right ones may come.
         raise Retry(defer=_DEFER_S) from error
     finally:
         await end_tasks([renewing])
@@ -190,6 +192,8 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> Shard:
         manifest = folder.read_manifest()
         if manifest is None:
             raise BatchError(f"{folder.path} has no manifest any more: submit it again")
+        if job_name(manifest, folder.path, job.shard) != context["job_id"]:
+            raise BatchError(f"{folder.path} is of another run now than when this was submitted: it is left alone")
         shard = None  # If it is there, a worker was killed before it wrote that down.
         if job.shard not in folder.shards():
             shard = await answer_shard(producer, folder, manifest, source, index, settings, job.shard)
@@ -201,7 +205,7 @@ async def _producer_of(context: dict[str, Any], pool: dict[str, Any]) -> Produce
     producers: dict[str, Producer] = context.setdefault("producers", {})
     key = msgpack.packb(pool).hex()
     if key not in producers:
-        options = {"cache_bytes": 0, "keep_answers": False, "when_absent": "wait", "priority": "bulk"}
+        options = {"cache_bytes": 0, "keep_answers": False, "when_absent": "raise", "priority": "bulk"}
         producers[key] = Producer(redis=context["url"], **{**pool, **options})
     await producers[key].open()
     return producers[key]
@@ -345,7 +349,7 @@ async def count_jobs(arq: ArqRedis, output: Path) -> dict[str, Any]:
         elif status in _WAITING:
             states["queued"] += 1
         elif (found := await job.result_info()) is not None:
-            failed[shard] = str(found.result)
+            failed[shard] = str(found.result) or "cancelled"
     return {"shards": manifest.shards, "done": len(done), **states, "failed": failed}
 
 
@@ -365,8 +369,8 @@ async def cancel(arq: ArqRedis, output: Path) -> int:
             cancelled += int(await arq.zrem(QUEUE, name))
             await arq.delete(job_key_prefix + name)
         elif status == "in_progress":
-            with suppress(TimeoutError):  # Its worker hears of it.
-                await job.abort(timeout=0)
+            # As `Job.abort` tells its worker, which then waits for the job's end, one after another.
+            await arq.zadd(abort_jobs_ss, {name: timestamp_ms()})
             cancelled += 1
     return cancelled
 

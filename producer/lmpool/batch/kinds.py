@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import BatchError, SettingsError
 from lmpool.producer import Producer, TopK
+from lmpool.producer.options import read_sampling, read_stops
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import MOST_ANSWER, MOST_SEED
 from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
@@ -207,6 +208,10 @@ def _generate(given: str) -> Kind:
     most, _, options = given.partition(",")
     count = _whole(most, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
     chosen = _options(options)
+    try:
+        read_sampling(chosen.get("temperature", 1.0), chosen.get("top_p", 1.0), chosen.get("seed"))
+    except SettingsError as error:
+        raise SettingsError(f"what: generate: {error}") from error
     seed = int(chosen.pop("seed", 0))
 
     async def ask(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
@@ -220,7 +225,15 @@ def _generate(given: str) -> Kind:
         "logprobs": "float32 (n,): log-probability of each, whatever the temperature",
     }
     what = ",".join([f"generate:{count}", f"seed={seed}", *(f"{name}={chosen[name]}" for name in sorted(chosen))])
-    return Kind(what, lambda _: columns, ask, lambda _: 2 * count, span=lambda length, _: range(length - 1, length))
+
+    def width(info: ModelInfo) -> int:
+        if count > info.max_prompt_tokens:
+            text = f"is more than {info.max_prompt_tokens} tokens, the model's longest prompt"
+            raise SettingsError(f"what: generate:{count} {text}")
+        read_stops(chosen.get("stop", ()), info.vocab_size)
+        return 2 * count
+
+    return Kind(what, lambda _: columns, ask, width, span=lambda length, _: range(length - 1, length))
 
 
 def _options(given: str) -> dict[str, Any]:

@@ -51,11 +51,12 @@ class _CustomId(msgspec.Struct):
 
 
 class Line(NamedTuple):
-    """One line: its number, from 1, and what it says, or why it cannot be read."""
+    """One line: its number, from 1, and what it says, or why it cannot be read; then its custom id, if that can be."""
 
     number: int
     fields: Fields | None
     reason: str = ""
+    custom_id: str | None = None
 
 
 class Chunk(NamedTuple):
@@ -206,7 +207,7 @@ class JsonlSource:
                 is_empty = is_empty and line is not None and line.isspace()
                 try:
                     ids.add(number, decode(line or b"{}").custom_id)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     pass  # Told when the line is read.
             self._digest.check(file)
             return Index("jsonl", file.tell(), digest, number, is_empty, starts, ids.duplicates())
@@ -256,9 +257,20 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
     try:
         return Line(number, decode(line))
     except msgspec.ValidationError as error:
-        return Line(number, None, f"unusable: {error}")
+        return Line(number, None, f"unusable: {error}", _custom_id_of(line))
+    except RecursionError:
+        return Line(number, None, "its lists and objects are nested too deeply")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Line(number, None, f"no JSON: {error}")
+
+
+def _custom_id_of(line: bytes) -> str | None:
+    """The custom id of a line that is unusable else, if that can be read."""
+    try:
+        custom_id = msgspec.json.decode(line, type=_CustomId).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if custom_id is None else str(custom_id)
 
 
 def converted(number: int, row: dict[str, Any]) -> Line:

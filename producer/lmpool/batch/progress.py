@@ -20,10 +20,12 @@ class Progress:
 
     Args:
         label: what is counted.
+        is_silent: show nothing.
     """
 
-    def __init__(self, label: str = "lines") -> None:
+    def __init__(self, label: str = "lines", *, is_silent: bool = False) -> None:
         self._label = label
+        self._is_silent = is_silent
         self._stack = ExitStack()
         self._bar: Bar | None = None
         self._total = self._done = self._here = self._positions = 0
@@ -54,7 +56,7 @@ class Progress:
             rates += f", {self._positions / seconds:.0f} positions/s"
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, rates=rates)
-        elif now - self._told >= _LINE_EVERY_S:
+        elif not self._is_silent and now - self._told >= _LINE_EVERY_S:
             self._told = now
             left = (self._total - self._done) * seconds / max(self._here, 1)
             say(f"{self._done} of {self._total} {self._label}, {rates}, {_spoken(left)} left", err=True)

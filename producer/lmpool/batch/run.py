@@ -163,7 +163,7 @@ async def answer_shard(
     Raises:
         As `run_batch`.
     """
-    return await _Run(producer, folder, manifest, source, index, settings, Progress()).run_one(shard)
+    return await _Run(producer, folder, manifest, source, index, settings, Progress(is_silent=True)).run_one(shard)
 
 
 async def begin(producer: Producer, folder: Folder, source: Path, index: Index, settings: BatchSettings) -> Manifest:

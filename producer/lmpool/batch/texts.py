@@ -46,7 +46,7 @@ class Preparer:
         """
         fields = line.fields
         if fields is None:
-            return Failed(line.number, None, line.reason)
+            return Failed(line.number, line.custom_id, line.reason)
         custom_id = None if fields.custom_id is None else str(fields.custom_id)
         if self._is_duplicate(line.number):
             return Failed(line.number, custom_id, "its custom_id has come before: each line needs one of its own")
@@ -79,7 +79,11 @@ class Preparer:
             return ids, self._start
         if not self._kind.has_continuations or named != ["prompt"]:
             raise InvalidPrompt("continuation: only --what scores reads it, beside a prompt")
-        return ids + self._encoded(fields.continuation, is_continuation=True), len(ids)
+        continued = self._encoded(fields.continuation, is_continuation=True)
+        for name, some in (("prompt", ids), ("continuation", continued)):
+            if not some:
+                raise InvalidPrompt(f"the {name} is empty: scores are of tokens that have one before them")
+        return ids + continued, len(ids)
 
     def _encoded(self, text: str | Ids, *, is_continuation: bool = False) -> Ids:
         if isinstance(text, list):

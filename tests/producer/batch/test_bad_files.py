@@ -19,7 +19,7 @@ import pytest
 import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch.lines import CustomIds
-from lmpool.errors import BatchError, SettingsError, UnknownAdapter
+from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError, UnknownAdapter
 from tests.producer.batch.runs import arguments, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
 
@@ -48,6 +48,8 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ({"custom_id": "good-1", "ids": [3]}, "its custom_id has come before"),
     ({"custom_id": "good-1", "ids": [1] * 100}, "its custom_id has come before"),
     ({"ids": [1, 9]}, "was told to fail"),
+    ('{"ids": [1], "other": ' + "[" * 100_000 + "]" * 100_000 + "}", "its lists and objects are nested too deeply"),
+    ({"custom_id": "kept", "ids": "abc"}, "unusable: Expected `array | null`, got `str` - at `$.ids`"),
 ]
 
 
@@ -65,7 +67,8 @@ async def test_bad_lines_are_told_with_their_numbers_and_reasons(pool: Pool, tmp
     assert [number for number, _, _ in told] == list(range(5, 5 + len(BAD)))
     for (line, reason), (_, custom_id, error) in zip(BAD, told, strict=True):
         assert reason in error
-        assert custom_id == (line.get("custom_id") if isinstance(line, dict) and "unusable" not in error else None)
+        expected = line.get("custom_id") if isinstance(line, dict) else None
+        assert custom_id == (expected if isinstance(expected, str) else None)
     answers = lmpool.batch.open(tmp_path / "out")
     assert [answer["line"] for answer in answers] == [1, 2, 3, len(listed)]
     # The same again has nothing to do, and still says so.
@@ -207,3 +210,66 @@ def test_a_terminal_shows_a_bar_with_rate_and_time(pool: Pool, tmp_path: Path) -
     assert process.returncode == 0
     assert "30/30" in shown
     assert "lines/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ({"prompt": [1, 2], "continuation": []}, "the continuation is empty"),
+        ({"prompt": [], "continuation": [3, 4]}, "the prompt is empty"),
+    ],
+)
+async def test_nothing_is_scored_beside_an_empty_side(
+    pool: Pool, tmp_path: Path, line: dict[str, Any], reason: str
+) -> None:
+    pool.start()
+    source = write_lines(tmp_path / "in.jsonl", [line, {"prompt": [1], "continuation": [2]}])
+    async with pool.producer() as producer:
+        await run(producer, source, tmp_path / "out", "scores")
+    ((number, _, error),) = errors(tmp_path / "out")
+    assert number == 1
+    assert reason in error
+
+
+async def test_files_of_somebody_else_are_no_temporary_ones_of_ours(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    source, out = write_texts(tmp_path / "in.jsonl", [[1], [2]]), tmp_path / "out"
+    out.mkdir()
+    (out / "mywork.tmp").write_text("mine")
+    async with pool.producer() as producer:
+        with pytest.raises(BatchRefused, match="holds mywork.tmp and no manifest.json"):
+            await run(producer, source, out, "topk:2")
+        (out / "mywork.tmp").unlink()
+        await run(producer, source, out, "topk:2")
+        (out / "mywork.tmp").write_text("mine")
+        (out / "shard-00000.jsonl.123-abc-0.tmp").write_text("half")
+        await run(producer, source, out, "topk:2")
+    assert (out / "mywork.tmp").read_text() == "mine"
+    assert not (out / "shard-00000.jsonl.123-abc-0.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("generate:4,temperature=-1", "what: generate: temperature: -1"),
+        ("generate:4,top_p=3", "what: generate: top_p: 3"),
+        ("generate:4,seed=-3", "what: generate: seed: -3"),
+        (f"generate:4,stop={V}", f"stop: token id {V} is out of range"),
+        ("generate:99", "what: generate:99 is more than 20 tokens"),
+    ],
+)
+async def test_what_cannot_be_generated_is_refused_before_a_folder_is_begun(
+    pool: Pool, tmp_path: Path, what: str, message: str
+) -> None:
+    pool.start("--max-prompt-tokens", 20)
+    source = write_texts(tmp_path / "in.jsonl", [[1]])
+    async with pool.producer() as producer:
+        with pytest.raises(LMPoolError, match=message):
+            await run(producer, source, tmp_path / "out", what)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_file_is_no_folder_of_answers(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(BatchError, match="file is no folder of answers: Not a directory"):
+        lmpool.batch.open(tmp_path / "file")

@@ -230,3 +230,45 @@ def test_a_schedule_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_cluster_is_refused() -> None:
     with pytest.raises(SettingsError, match="arq cannot use a cluster"):
         connect("redis+cluster://127.0.0.1:1")
+
+
+async def test_jobs_of_another_run_leave_a_folder_alone(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]]
+) -> None:
+    source, _ = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    options = ("--what", "topk:5", *OPTIONS[2:], "--prefix", jobs_pool.prefix)
+    batch(jobs_pool, "submit", source, output, *options)
+    assert await asyncio.to_thread(worker(jobs_pool, "--burst").wait) == 0
+    manifest = json.loads((output / "manifest.json").read_bytes())
+    assert manifest["options"]["what"] == "topk:5"
+    for path in output.glob("shard-*.jsonl"):
+        for line in path.read_text("utf-8").splitlines():
+            assert {len(row) for row in json.loads(line)["top_ids"]} == {5}
+
+
+async def test_jobs_under_way_are_cancelled_and_may_be_queued_beside(
+    jobs_pool: Pool, tmp_path: Path, wanted: tuple[Path, dict[str, bytes]], gate: Gate
+) -> None:
+    source, expected = wanted
+    output = tmp_path / "out"
+    submit(jobs_pool, source, output)
+    first = worker(jobs_pool, "--jobs", "2")
+    await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
+    gate.shut()
+    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two are under way")
+    # What is under way does not keep others from being queued.
+    told = submit(jobs_pool, source, output)
+    assert told["there"] + told["done"] == SHARDS
+    left = SHARDS - status(jobs_pool, output)["done"]
+    assert batch(jobs_pool, "cancel", output) == f"{left} jobs cancelled\n"
+    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 0, "those have stopped")
+    gate.open()
+    failed = status(jobs_pool, output)["failed"]
+    assert set(failed.values()) <= {"cancelled"}
+    assert submit(jobs_pool, source, output)["jobs"] == left
+    await asyncio.to_thread(until, lambda: status(jobs_pool, output)["done"] == SHARDS, "all shards are in place")
+    await asyncio.to_thread(until, (output / "errors.jsonl").exists, "the run is summed up")
+    first.end()
+    assert {name: data for name, data in content(output).items() if not name.endswith(".tmp")} == expected
