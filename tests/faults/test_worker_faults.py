@@ -112,7 +112,8 @@ async def test_joining_compares_with_those_that_live(pool: Pool) -> None:
 async def test_a_worker_does_not_join_those_of_an_older_release_that_serve_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
     # As releases without a wire version write them.
-    told = {name: value for name, value in asdict(info).items() if name != "positions"}
+    told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden")}
+    told["scores"] = False
     older, heartbeat = msgpack.packb(told), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
     try:
         await redis.hset(pool.keys.worker("older"), mapping=heartbeat)  # type: ignore[arg-type]

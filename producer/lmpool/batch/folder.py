@@ -29,7 +29,7 @@ VERSION = 1
 """Of the manifest and of the layout of shards."""
 
 _TEMPORARY = ".tmp"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A temporary file of ours: what it is to be, who makes it.
 _OURS = re.compile(r"(shard-\d{5,}\.\w+|manifest\.json|errors\.jsonl|\d{5,}\.jsonl)(\.[\w-]+)?\.tmp")
 _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")

@@ -197,7 +197,9 @@ async def test_scores_of_a_continuation_are_those_after_its_prompt(pool: Pool, t
         assert answer["start"] == len(prompt)
         assert answer["custom_id"] == ""
         assert np.array_equal(answer["logprobs"], score)
-    assert errors(tmp_path / "out") == [(3, None, "start 1 is beyond the text, which has 1 tokens")]
+    assert errors(tmp_path / "out") == [
+        (3, None, "the continuation is empty: scores are of tokens that have one before them")
+    ]
 
 
 async def test_texts_whose_answers_are_large_are_asked_in_parts(pool: Pool, tmp_path: Path) -> None:
