@@ -7,7 +7,7 @@ question, `producer.score(context, continuation)`, and only the scores travel. N
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 
-and the model's tokenizer: pip install 'lmpool[hf]'.
+and the model's tokenizer: pip install 'lmpool[hf]'. `lmpool perplexity FILE` does the same in one command.
 """
 
 from __future__ import annotations
@@ -16,28 +16,18 @@ import argparse
 import asyncio
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
+from lmpool.batch.perplexity import windows
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import load_tokenizer
 
 AT_ONCE = 8
 """Windows that are asked for together: enough to keep workers busy."""
-
-
-def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut a text into (context, continuation), each pair at most `window` tokens; the first context is one token."""
-    start = 1
-    while start < len(ids):
-        first = max(0, start - overlap)
-        end = min(len(ids), first + window)
-        yield ids[first:start], ids[start:end]
-        start = end
 
 
 async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:

@@ -239,16 +239,15 @@ async def ask_scores(session: Session, prompt: Prompt, continuation: Prompt, dea
         raise PromptTooLong(
             f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
         )
+    whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
     if info.positions:
-        whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         try:
             query = whole.with_query(PositionsQuery.scores_from(start).pack(), end - start)
             return await _answer(session, query, deadline, check_logprobs)
         except SourceMissing:
             pass  # Another worker of this model does not score.
     # One after the other would be slow; workers keep what prefixes have in common.
-    prefixes = [ids[: 4 * at] for at in range(start, end)]
-    prompts = [Prompt(prefix, digest_of(prefix, prompt.adapter), prompt.adapter) for prefix in prefixes]
+    prompts = [beginning(whole, at) for at in range(start, end)]
     pairs = zip(prompts, decode_ids(continuation.ids).tolist(), strict=True)
     scores = await gather([ask_entries(session, prefix, [token], deadline) for prefix, token in pairs])
     return np.concatenate(scores)

@@ -462,10 +462,13 @@ class EngineThread:
 
 def _told_of_head(backend: Backend, command: _Command) -> Finished | None:
     """What jobs want of the model's head: no step is needed for it."""
-    if not isinstance(command, Sequence) or not isinstance(backend, TellsHead):
+    if not isinstance(command, Sequence) or all(job.head is None for job in command):
         return None
+    # Looked at here only: what a protocol of typing asks takes longer than the rest of a submission.
+    if not isinstance(backend, TellsHead):
+        raise WorkerError(f"the backend {backend.info.backend!r} says that it tells hidden states, and has no head()")
     answers = {job.digest: backend.head(job.head) for job in command if job.head is not None}
-    return Finished([], {}, VectorBlock(list(answers), list(answers.values()))) if answers else None
+    return Finished([], {}, VectorBlock(list(answers), list(answers.values())))
 
 
 def _resolve(future: asyncio.Future[str], outcome: str | BaseException) -> None:

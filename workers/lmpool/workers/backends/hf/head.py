@@ -25,18 +25,15 @@ class OutputHead:
     """The last linear layer of a model, and what its logits go through behind it.
 
     Args:
-        model: a causal language model.
         layer: the linear layer.
         scale: what its product is multiplied by.
         soft_cap: c where logits are c * tanh(logits / c), or None.
     """
 
-    def __init__(self, model: PreTrainedModel, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
-        self._model = model
+    def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
         self._layer = layer
         self._scale = scale
         self._soft_cap = soft_cap
-        self._taken: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -115,4 +112,4 @@ def _stated_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
     if layer.weight.dtype is not model.dtype:
         return None
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return OutputHead(model, layer, scale, getattr(config, "final_logit_softcapping", None))
+    return OutputHead(layer, scale, getattr(config, "final_logit_softcapping", None))
