@@ -97,11 +97,15 @@ async def distill(given: argparse.Namespace, text: str) -> list[float]:
 
         losses: list[float] = []
         asked = ask()
-        for _ in track(range(given.steps), "distilling", console=Console(stderr=True)):
-            (batch, answer), asked = asked, ask()
-            taught = await answer
-            losses.append(await asyncio.to_thread(student.learn, batch, taught))
-        asked[1].cancel()
+        try:
+            for _ in track(range(given.steps), "distilling", console=Console(stderr=True)):
+                (batch, answer), asked = asked, ask()
+                taught = await answer
+                losses.append(await asyncio.to_thread(student.learn, batch, taught))
+        finally:
+            # What was asked ahead, and may have failed as what came before it.
+            asked[1].cancel()
+            await asyncio.gather(asked[1], return_exceptions=True)
         if given.save is not None:
             student.model.save_pretrained(given.save)
     return losses

@@ -9,6 +9,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,6 +49,8 @@ _log = logging.getLogger("lm_eval.models.lmpool")
 _IN_FLIGHT = 64
 # Tokens of a continuation between two looks for what ends it: its text, that workers do not see.
 _PIECE = 32
+# Continuations of one context that are asked one after the other: the options of a question, with room to spare.
+_OPTIONS = 16
 # What a token must score to be the likeliest in any case: a little more than ln 1/2.
 _SURELY_LIKELIEST = -0.69
 # Arguments that nobody needs to give, or can.
@@ -242,11 +246,13 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [self._fitting(_Pair(*request)) for request in requests]
+        questions = _by_context([self._fitting(_Pair(*request)) for request in requests])
         answers = []
-        for pair, answer in zip(pairs, self._each("loglikelihood", self._answer, pairs, disable_tqdm), strict=True):
-            self.cache_hook.add_partial("loglikelihood", pair.key, answer)
-            answers.append(answer)
+        found = self._each("loglikelihood", self._answers, questions, disable_tqdm)
+        for pairs, answered in zip(questions, found, strict=True):
+            for pair, answer in zip(pairs, answered, strict=True):
+                self.cache_hook.add_partial("loglikelihood", pair.key, answer)
+                answers.append(answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -288,10 +294,16 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         _log.warning("%d tokens of a context are left out: the model is given %d at most", excess, self.max_length)
         return _Pair(key, context[excess:], continuation)
 
-    def _answer(self, pair: _Pair) -> tuple[float, bool]:
-        """What a continuation scores, and whether it is what the model would say."""
-        scores = self._scores(pair)
-        return float(scores.sum(dtype=np.float64)), self._is_greedy(pair, scores)
+    def _answers(self, pairs: list[_Pair]) -> list[tuple[float, bool]]:
+        """What each continuation of a context scores, and whether it is what the model would say."""
+        context = pairs[0].context
+        # Asked at most once for all of them, and only when scores do not tell.
+        first = cache(lambda: self._likeliest(context, len(context) - 1))
+        answers = []
+        for pair in pairs:
+            scores = self._scores(pair)
+            answers.append((float(scores.sum(dtype=np.float64)), self._is_greedy(pair, scores, first)))
+        return answers
 
     def _scores(self, pair: _Pair) -> NDArray[np.float32]:
         """What each token of a continuation scores, float32 (m,)."""
@@ -305,16 +317,16 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         others = [self._producer.score(context, continuation[:-1], adapter=self._adapter)] if continuation[1:] else []
         return np.concatenate([*others, entry[0]])
 
-    def _is_greedy(self, pair: _Pair, scores: NDArray[np.float32]) -> bool:
+    def _is_greedy(self, pair: _Pair, scores: NDArray[np.float32], first: Callable[[], list[int]]) -> bool:
         """Whether each token of a continuation is the likeliest.
 
         Scores do not tell, so it is asked, on the keys and values that the workers keep of the same tokens. Most
-        continuations are told by their first token, and the options of a question have all in common that comes before.
+        continuations are told by their first token, which is asked with `first`.
         """
         _, context, continuation = pair
         if scores.min() > _SURELY_LIKELIEST:
             return True
-        if self._likeliest(context, len(context) - 1) != continuation[:1]:
+        if first() != continuation[:1]:
             return False
         ids = context + continuation[:-1]
         return len(continuation) == 1 or self._likeliest(ids, len(context)) == continuation[1:]
@@ -390,6 +402,12 @@ def _tokenizer_of(info: Any, source: str | None, settings: dict[str, Any]) -> An
     if source is None:
         return load_tokenizer(info, "tokenizer", otherwise, **settings)
     return read_tokenizer(source, option="tokenizer", otherwise=otherwise, **settings)
+
+
+def _by_context(pairs: list[_Pair]) -> list[list[_Pair]]:
+    """Pairs in order, those of one context that follow each other together, `_OPTIONS` at most."""
+    questions = [list(group) for _, group in groupby(pairs, key=lambda pair: pair.context)]
+    return [pairs[at : at + _OPTIONS] for pairs in questions for at in range(0, len(pairs), _OPTIONS)]
 
 
 def _read_batch_size(batch_size: Any) -> int:

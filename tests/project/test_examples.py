@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import math
 import os
@@ -199,11 +200,19 @@ def test_the_divergence_of_a_distribution_from_itself_is_0() -> None:
     [(("--top", 0), "error: top: 0 "), (("--length", 5000), "error: texts: .* tokens are too few for a window of")],
 )
 def test_what_cannot_be_distilled_is_refused(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str | int, ...], message: str
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    options: tuple[str | int, ...],
+    message: str,
 ) -> None:
     (tmp_path / "texts.txt").write_text(TEXT, "utf-8")
     error = ended(monkeypatch, "distill.py", tmp_path / "texts.txt", *options, "--redis", url)
     assert re.match(message, str(error.code))
+    del error
+    gc.collect()
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_perplexity_is_that_of_transformers_on_the_same_windows(
