@@ -192,7 +192,7 @@ def _values_at(logits: Tensor, query: PositionsQuery) -> Tensor:
     """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution."""
     if query.values == "logprobs":
         return torch.log_softmax(logits, dim=-1)
-    log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
+    log_z = _log_z(logits)[:, None]
     sound = log_z.isfinite()
     return torch.where(sound, log_z if query.values == "logz" else logits, torch.nan)
 
@@ -294,9 +294,16 @@ def _narrowed_on_cpu(logits: Tensor, new_rows: NewRows) -> _Numbers | None:
             memory = _memory_for(logits, torch.bfloat16, new_rows)
             narrow = torch.empty(logits.shape, dtype=torch.bfloat16) if memory is None else memory
         narrow[at : at + rows] = part
-        # The fused kernel is much faster than logsumexp. The likeliest token has the smallest rounding error.
-        log_z[at : at + rows] = part.amax(-1) - torch.log_softmax(part, -1).amax(-1)
+        log_z[at : at + rows] = _log_z(part)
     return None if narrow is None else _Numbers(Encoding.BF16, narrow, log_z, log_z.isfinite())
+
+
+def _log_z(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of the exponentials of some rows of logits, float32 (m,), that fit the cache."""
+    if logits.device.type != "cpu":
+        return torch.logsumexp(logits, dim=-1)
+    # The fused kernel is much faster than logsumexp. The likeliest token has the smallest rounding error.
+    return logits.amax(-1) - torch.log_softmax(logits, -1).amax(-1)
 
 
 def _loses_only_nan(logits: Tensor) -> bool:
