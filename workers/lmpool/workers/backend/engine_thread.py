@@ -393,7 +393,7 @@ class EngineThread:
                     del adapters[digest]
             case _WriteTo():
                 if isinstance(backend, WritesInPlace):
-                    backend.write_to(self._continuations.leaving_out(command.new_rows))
+                    backend.write_to(self._continuations.leaving_out(command.new_rows, adapters))
                 return ()
             case _Abort():
                 self._yielding.drop(command.digests)
