@@ -419,9 +419,10 @@ class Consumer:
         )
         alone, entries, further = reply
         jobs = []
-        for entry_id, data, deliveries, lifetime, since in entries:
+        for entry_id, data, deliveries, lifetime, since, priority in entries:
             if isinstance(data, bytes):
-                fields = {LIFETIME_FIELD: lifetime, **({SINCE_FIELD: since} if since else {})}
+                told = ((LIFETIME_FIELD, lifetime), (SINCE_FIELD, since), (PRIORITY_FIELD, priority))
+                fields = {name: value for name, value in told if value}
                 job = self._read(entry_id, _decoded(data), fields)
             else:  # Its size.
                 text = f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}"
