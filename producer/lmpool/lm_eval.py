@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lmpool.cli import say
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
+from lmpool.producer.client.session import Priority
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
 from lmpool.protocol.query import MOST_SEED, TopK
@@ -101,6 +102,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         prefix: prefix of the pool's Redis keys.
         adapter: one of the model's adapters; "" for none.
         timeout: seconds that each request may take.
+        priority: "bulk" for requests that yield to those of all other clients, as `Producer` takes it.
         tokenizer: hub name or folder of the tokenizer; None for the served model's.
         max_length: most tokens that the model is given; None for the longest prompt that the pool takes.
         max_gen_toks: tokens of a continuation, unless the task says otherwise.
@@ -128,6 +130,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         prefix: str = "lmpool",
         adapter: str = "",
         timeout: float = 600.0,
+        priority: Priority = "interactive",
         tokenizer: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -157,7 +160,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         self._think_end_token = think_end_token
         self._chat_template_args = chat_template_args or {}
         self._adapter = adapter
-        self._producer = SyncProducer(name, redis=redis, prefix=prefix, timeout=timeout, keep_answers=False)
+        self._producer = SyncProducer(
+            name, redis=redis, prefix=prefix, timeout=timeout, priority=priority, keep_answers=False
+        )
         info = self._info = self._producer.model
         if max_length is not None:
             _check_whole("max_length", max_length, 1, info.max_prompt_tokens)
