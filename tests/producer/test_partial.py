@@ -346,6 +346,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ),
     ("positions", {"logz": True, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
+    ("score", {"continuation": [1], "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),
     ("score", {"continuation": []}, EmptyPrompt, "at least 1 token id"),
     ("score", {"continuation": "text"}, NotTokenIds, "text"),
     ("score", {"continuation": [V]}, TokenOutOfRange, "out of range"),

@@ -74,7 +74,12 @@ async def test_workers_that_do_not_score_are_asked_for_rows_of_prefixes(pool: Po
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
             assert np.array_equal(await producer.score(PROMPT, whole[3:]), expected)
             await assert_positions(producer)
-            for asked in (producer.logprobs(PROMPT, mode="logits"), producer.topk(PROMPT, 2, mode="logits")):
+            for asked in (
+                producer.logprobs(PROMPT, mode="logits"),
+                producer.topk(PROMPT, 2, mode="logits"),
+                producer.topk(PROMPT, 2, allowed=[1, 2], mode="logits"),
+                producer.score(PROMPT, [1], mode="logits"),
+            ):
                 with pytest.raises(SettingsError, match="mode: the workers of 'syn' tell log-probabilities only"):
                     await asked
             with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
@@ -158,6 +163,11 @@ async def test_logits_are_told_as_they_were_computed(pool: Pool, encoding: str) 
         assert await producer.logz(WHOLE) == log_z[-1]
         assert np.array_equal(await producer.batch_logz(prompts), log_z)
         assert (await producer.batch_logz([])).shape == (0,)
+        following = logits[np.arange(2, len(WHOLE) - 1), WHOLE[3:]]
+        assert np.array_equal(await producer.score(PROMPT, WHOLE[3:], mode="logits"), following)
+        first, second = await producer.batch_score([PROMPT, WHOLE[:5]], [WHOLE[3:5], WHOLE[5:]], mode="logits")
+        assert np.array_equal(first, following[:2])
+        assert np.array_equal(second, following[2:])
         assert np.array_equal(await producer.logprobs(WHOLE), behind()[-1])
 
 
@@ -243,3 +253,7 @@ def test_without_asyncio_too(pool: Pool) -> None:
         (part,) = producer.stream_positions(WHOLE, 2, full=True)
         assert part.start == 2
         assert np.array_equal(np.asarray(part.values), behind(2))
+        logits, log_z = logits_behind(2)
+        assert producer.score(PROMPT, [4], mode="logits")[0] == logits[0, 4]
+        assert producer.batch_score([PROMPT], [[4]], mode="logits")[0][0] == logits[0, 4]
+        assert producer.logz(PROMPT) == log_z[0]

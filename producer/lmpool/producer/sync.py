@@ -248,16 +248,28 @@ class SyncProducer(CopiedAsItself):
         return self._wait_for(self._producer.batch_generate(prompts, max_tokens, **options))
 
     def score(
-        self, prompt: Any, continuation: Any, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompt: Any,
+        continuation: Any,
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """As `Producer.score`."""
-        return self._wait_for(self._producer.score(prompt, continuation, adapter=adapter, timeout=timeout))
+        return self._wait_for(self._producer.score(prompt, continuation, mode=mode, adapter=adapter, timeout=timeout))
 
     def batch_score(
-        self, prompts: Iterable[Any], continuations: Iterable[Any], *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        continuations: Iterable[Any],
+        *,
+        mode: Mode = "logprobs",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> list[NDArray[np.float32]]:
         """As `Producer.batch_score`."""
-        work = self._producer.batch_score(prompts, continuations, adapter=adapter, timeout=timeout)
+        work = self._producer.batch_score(prompts, continuations, mode=mode, adapter=adapter, timeout=timeout)
         return self._wait_for(work)
 
     def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -142,6 +143,7 @@ class Session:
         self._looks_left = _LOOKS
         self._next_recheck = 0
         self._liveness = Liveness(self._connections, self._discovery)
+        self._fetching_head = asyncio.Lock()
 
     async def open(self, model: str | None) -> None:
         """Connect and read the model's info; may be tried again after a failure, until it is closed.
@@ -244,6 +246,23 @@ class Session:
     def count_hit(self, deadline: Deadline) -> None:
         """Count a request that entries in the cache have answered."""
         self._count_found(1, self.loop.time() - deadline.end + deadline.seconds)
+
+    @asynccontextmanager
+    async def fetching_head(self, deadline: Deadline) -> AsyncIterator[None]:
+        """The turn to fetch the model's head, a gigabyte perhaps, which is not to come twice.
+
+        Raises:
+            DeadlineExceeded: others have had it for so long.
+        """
+        try:
+            async with deadline.limit():
+                await self._fetching_head.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the model's head, which is being fetched: {error}") from error
+        try:
+            yield
+        finally:
+            self._fetching_head.release()
 
     async def answer(
         self,
