@@ -440,7 +440,8 @@ async def test_a_continuation_whose_adapter_is_gone_is_forgotten(tmp_path: Path)
 
 
 async def test_rows_beside_continuations_are_computed_where_clients_read_them() -> None:
-    backend, given = GatedBackend(OneByOne(), vocab_size=V), list[Row]()
+    gate, given = OneByOne(), list[Row]()
+    backend = GatedBackend(gate, vocab_size=V)
     continued, others = continuing(1, most=4), jobs(5, 6)
 
     def new_rows(count: int, vocab_size: int, encoding: Encoding) -> Row:
@@ -451,13 +452,13 @@ async def test_rows_beside_continuations_are_computed_where_clients_read_them() 
         engine_thread.write_to(new_rows)
         engine_thread.submit([others[0], continued, others[1]])
         for steps in (1, 2):
-            backend.gate.let_one()
+            gate.let_one()
             await outcome.until(lambda: len(outcome.finished) == steps, "a step has passed")  # noqa: B023
         blocks = outcome.finished[0].blocks
         assert [digest for block in blocks for digest in block.digests] == [job.digest for job in others]
         assert all(np.shares_memory(block.numbers, given[0]) for block in blocks)
         assert len(given) == 1, "what is of continuations alone needs none"
-        backend.gate.open()
+        gate.open()
         await outcome.until(lambda: not engine_thread.is_busy, "the continuation ends")
 
 

@@ -45,6 +45,11 @@ class BackendJob(NamedTuple):
     bulk: bool = False
 
     @property
+    def is_for_answer(self) -> bool:
+        """Whether something else than a row is wanted of the backend's thread."""
+        return self.positions is not None or self.generate is not None or self.head is not None
+
+    @property
     def span(self) -> range:
         """The positions whose logits are wanted: that of token i is i, and its logits are of what comes after it."""
         length = len(self.ids) // 4

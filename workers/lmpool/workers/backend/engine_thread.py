@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import NewRows, VectorBlock
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backend import watchdog_process
+from lmpool.workers.backend.answer_memory import AnswerMemory
 from lmpool.workers.backend.continuations import Continuations
 from lmpool.workers.backend.contract import (
     Backend,
@@ -207,6 +208,7 @@ class EngineThread:
         self._thread.start()
         opened = await self._ready
         self.batch = opened.batch
+        self._answers = AnswerMemory(opened.info)
         return opened
 
     @property
@@ -231,19 +233,29 @@ class EngineThread:
         return self._outstanding
 
     def submit(self, jobs: Sequence[BackendJob]) -> None:
-        """Hand jobs to the backend."""
-        self._sent += len(jobs)
-        self._sent_bulk += sum([job.bulk for job in jobs])
+        """Hand jobs to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._outstanding.update([job.digest for job in jobs])
-        self._commands.put(jobs)
+        self._send(self._answers.admit(jobs))
+
+    def _send(self, jobs: Sequence[BackendJob]) -> None:
+        if jobs:
+            self._sent += len(jobs)
+            self._sent_bulk += sum([job.bulk for job in jobs])
+            self._commands.put(jobs)
+
+    def published(self, digests: Iterable[bytes]) -> None:
+        """Note that what was told of these prompts takes up no memory any more."""
+        self._send(self._answers.free(digests))
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Have the backend drop prompts before its next step; those of the present step may still be answered."""
         self._outstanding.difference_update(digests)
         self._commands.put(_Abort(digests))
+        self.published(digests)
 
     def promote(self, digests: Collection[bytes]) -> None:
         """Have prompts yield to others no more, for others than bulk clients have joined them."""
+        self._answers.promote(digests)
         self._commands.put(_Promote(digests))
 
     async def load_adapter(self, name: str, source: str) -> str:
