@@ -101,9 +101,15 @@ class PartialRows:
         Raises:
             SettingsError: `k` is out of range.
         """
+        values = check_mode(mode)
 
-        best = await self.batch_topk([ids], k, allowed=for_one(allowed), mode=mode, adapter=adapter, timeout=timeout)
-        return TopK(best.values[0], best.ids[0])
+        # Not as a batch of one, which takes half as long again where the row is in this process's memory.
+        async def ask(session: Session, name: str, deadline: Deadline) -> TopK:
+            prompt, count = session.encode(ids, name), check_k(k, session)
+            some = check_members(read_allowed(allowed, session.info.vocab_size), count)
+            return await ask_top(session, prompt, count, deadline, values, some)
+
+        return await self._request(adapter, timeout, ask)
 
     async def batch_topk(
         self,
