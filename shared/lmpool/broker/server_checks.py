@@ -48,10 +48,12 @@ class ServerMemory(NamedTuple):
         evicted = f"{self.evicted_keys} keys evicted since its start"
         return f"{_megabytes(self.used_bytes)} used {limit} (maxmemory), {self.policy}, {evicted}"
 
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether one more value may cost another: right after an eviction there is free memory for a while."""
-        return self.used_bytes > _NEARLY_FULL * self.limit_bytes > 0
+    def is_full_for(self, size: int) -> bool:
+        """Whether one more value of so many bytes may cost another: right after an eviction memory is free for a while.
+
+        While a value is on its way the server has it twice.
+        """
+        return self.used_bytes + 2 * size > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
         """What is to be said of these settings: a sentence without an end, or None when they suit a pool."""

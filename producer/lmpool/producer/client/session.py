@@ -408,7 +408,8 @@ class Session:
             return QueueFull(f"{text}: {connections.describe_full_queue()}")
         # Before the workers: a server that evicts rows evicts heartbeats too.
         if times := self._requests.times_lost(request):
-            return DeadlineExceeded(f"{text}: {connections.describe_lost_row(times, len(self._requests))}")
+            why = connections.describe_lost_row(times, len(self._requests), request.prompt.length)
+            return DeadlineExceeded(f"{text}: {why}")
         return self._liveness.deadline_error(text)
 
     async def close(self) -> None:
