@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.cli import say
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
-from lmpool.producer.client.session import Priority
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
 from lmpool.protocol.query import MOST_SEED, TopK
@@ -130,7 +129,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         prefix: str = "lmpool",
         adapter: str = "",
         timeout: float = 600.0,
-        priority: Priority = "interactive",
+        priority: Literal["interactive", "bulk"] = "interactive",
         tokenizer: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
