@@ -1,0 +1,1 @@
+"""Pages and answers over HTTP about a pool; may import what asks one."""
