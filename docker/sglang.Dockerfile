@@ -17,8 +17,8 @@ LABEL org.opencontainers.image.title="lmpool-sglang" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# hadolint ignore=DL3002
-USER root
+USER 0:0
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # What the engine brings stays as it is: all that is installed is a constraint.
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=secret,id=pip_conf,target=/etc/pip.conf \

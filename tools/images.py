@@ -2,9 +2,9 @@
 
     python -m tools.images FOLDER [--model FOLDER_OF_A_MODEL] [TARGET ...]
 
-For a machine without a Docker daemon that reaches no registry of images: the image that the Dockerfile begins with is made
-by `mmdebstrap` of Debian's packages and put into FOLDER under the very name that FROM has, so the Dockerfile is built as it
-is. Everywhere else that name is fetched. Needs root, and two packages: `apt-get install buildah mmdebstrap`.
+For a machine without a Docker daemon that reaches no registry of images: the image that the Dockerfile begins with is
+made by `mmdebstrap` of Debian's packages and put into FOLDER under the very name that FROM has, so the Dockerfile is
+built as it is. Everywhere else that name is fetched. Needs root, and `apt-get install buildah mmdebstrap`.
 
 pip in the build reads what `pip config list` says here: as a secret, which is in no layer. Files that this names are
 mounted for the time of the build.
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ def _have_base(buildah: Buildah) -> None:
         # As the slim images of Debian: neither documentation nor translations.
         options = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info")]
         options.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
+        # Else a package that merges /usr comes along, with all of Perl.
+        options += ["--include=usr-is-merged", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr"]
         subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", *options, suite, tar, *sources], check=True)
         container = buildah("from", "scratch")
         buildah("add", "--quiet", container, tar, "/")
@@ -141,25 +143,33 @@ def _build(buildah: Buildah, target: str) -> None:
     """Build one target; what others have built already is kept."""
     with tempfile.TemporaryDirectory(prefix="lmpool") as folder:
         conf = Path(folder, "pip.conf")
-        settings, files = _pip_settings()
+        settings, mounts = _pip_settings()
         conf.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()), "utf-8")
-        mounts = [word for file in files for word in ("--volume", f"{file}:{file}:ro")]
+        volumes = [word for here, there in mounts.items() for word in ("--volume", f"{here}:{there}:ro")]
         buildah(
             "build", "--quiet", "--isolation", "chroot", "--format", "docker", "--layers", "--target", target,
-            "--tag", name_of(target), "--file", str(DOCKERFILE), "--secret", f"id=pip_conf,src={conf}", *mounts,
+            "--tag", name_of(target), "--file", str(DOCKERFILE), "--secret", f"id=pip_conf,src={conf}", *volumes,
             # Where this machine has torch is for its pip to know.
             "--build-arg", "TORCH_INDEX=", "--build-arg", f"REVISION={_revision()}", str(REPOSITORY),
             shown=True,
         )  # fmt: skip
 
 
-def _pip_settings() -> tuple[dict[str, str], Sequence[str]]:
-    """What pip is told on this machine: names and values, and the files and folders that these name."""
+def _pip_settings() -> tuple[dict[str, str], dict[str, str]]:
+    """What pip is told on this machine: names and values; and where files that these name are found in the build."""
     told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = dict(re.findall(r"^(?::env:|global)\.(\S+?)='(.*)'$", told.stdout, re.MULTILINE))
-    words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    files = {word for word in words if word.startswith("/") and Path(word).exists()}
-    return {name.strip("."): value for name, value in settings.items()}, sorted(files)
+    words = {word for value in settings.values() for word in value.split()}
+    # An index in a folder has its files beside it.
+    folders = {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file:///")}
+    paths = {path for path in folders | {word for word in words if word.startswith("/")} if Path(path).exists()}
+    # Not where they are here: packages of Debian write their own files there.
+    mounts = {path: f"/mnt{path}" for path in sorted(paths)}
+    for name, value in settings.items():
+        for path, there in mounts.items():
+            value = re.sub(rf"(^|\s|file://){re.escape(path)}(?=/|\s|$)", rf"\g<1>{there}", value)
+        settings[name] = value
+    return settings, mounts
 
 
 def _revision() -> str:
